@@ -85,21 +85,31 @@ class Collectives:
     A shard group is `shard_count` consecutive ranks, each with a different shard; the ranks at the same position in
     every group are replicas of one shard. With tensor parallelism, `tensor_degree` consecutive ranks hold the slices of
     one model and compute on the same batch; ranks are then counted along the data axis, which holds every
-    `tensor_degree`-th rank, and `data_world` is its size.
+    `tensor_degree`-th rank, and `data_world` is its size. With sequence parallelism, `sequence_degree` consecutive
+    ranks of the data axis hold the parts of the same sequences, so there are `batch_world` different batches.
     """
 
     def __init__(
-        self, shard_count: int, clock: PhaseClock, watch: RankWatch | None = None, *, tensor_degree: int = 1
+        self,
+        shard_count: int,
+        clock: PhaseClock,
+        watch: RankWatch | None = None,
+        *,
+        tensor_degree: int = 1,
+        sequence_degree: int = 1,
     ) -> None:
         self.world = dist.get_world_size()
         self.rank = dist.get_rank()
         self.tensor_degree = tensor_degree
         self.data_world = self.world // tensor_degree
         self.data_rank, self.tensor_rank = divmod(self.rank, tensor_degree)
+        self.sequence_degree = sequence_degree
+        self.batch_world = self.data_world // sequence_degree
+        self.batch_rank, self.sequence_rank = divmod(self.data_rank, sequence_degree)
         self.shard_count = shard_count
         self.replica_count = self.data_world // shard_count
         self.replica_rank, self.shard_rank = divmod(self.data_rank, shard_count)
-        self._groups = RankGroups.make(shard_count, tensor_degree)
+        self._groups = RankGroups.make(shard_count, tensor_degree, sequence_degree)
         self._messages: dict[dist.ProcessGroup | None, Messages] = {}  # by group, for gloo only; see gloo.py
         if self.world > 1 and dist.get_backend() == "gloo":
             self._messages = {group: Messages(group) for group in self._groups if group is not None}
@@ -302,6 +312,29 @@ class Collectives:
         start = self._gathering(full.view(-1), values.contiguous().view(-1), self._groups.tensor)
         self._issue(kind, "", values.new_empty(0), start)()
         return full
+
+    # ---- over the parts of a sequence --------------------------------------------------------------------------------
+
+    def trade_parts(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Send the r-th of equal parts of `sent` to rank r of this sequence-parallel group, and receive the parts of
+        `received` in rank order; both are contiguous. Blocks.
+
+        The journal gets no size, because only the ranks of one group must have batches of one shape.
+        """
+        degree, group = self.sequence_degree, self._groups.sequence
+        if degree == 1:
+            received.copy_(sent)
+            return
+        kind = "sequence_all_to_all"
+        self.ledger.record(kind, "", (degree - 1) * sent.numel() // degree, sent.dtype)
+        into, out = received.view(-1), sent.view(-1)
+        if group in self._messages:
+            parts = into.chunk(degree), out.chunk(degree)
+            start = _sending(self._messages[group].exchange, *parts)
+            parts[0][self.sequence_rank].copy_(parts[1][self.sequence_rank])
+        else:
+            start = _starting(dist.all_to_all_single, into, out, group=group)
+        self._issue(kind, "", sent.new_empty(0), start)()
 
     def _counted_all_reduce(self, shard: torch.Tensor, unit: str) -> Start:
         elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count

@@ -18,6 +18,7 @@ from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.gather_turns import GatherTurns
 from zero_runtime.generation import unwrap_generate, wrap_generate
+from zero_runtime.group_batch import GroupBatch
 from zero_runtime.inference import NO_OPTIMIZER, begin_inference, check_training, refuse_training
 from zero_runtime.kernels.reference import root64
 from zero_runtime.ledger import Ledger
@@ -32,10 +33,13 @@ from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.schedule import Schedule
+from zero_runtime.sequence_parallel.axis import SequenceAxis
+from zero_runtime.sequence_parallel.division import DividedSequences
 from zero_runtime.settings import RuntimeSettings
 from zero_runtime.step_report import StepReport
 from zero_runtime.tensor_parallel.axis import TensorAxis
 from zero_runtime.tensor_parallel.division import DividedModel
+from zero_runtime.tensor_parallel.plan import SplitPlan
 from zero_runtime.tensor_parallel.refusals import check_divided
 from zero_runtime.tensor_parallel.slices import NOT_SPLIT
 from zero_runtime.unit import Unit
@@ -52,7 +56,10 @@ def _checked_plan(
     settings: RuntimeSettings,
 ) -> ZeroPlan:
     """The plan to follow. ConfigError, before the model is changed, for settings that do not go together."""
-    check_divided(settings.tensor_parallel.degree, optimizer, precision, settings.wire)
+    tensor = settings.tensor_parallel
+    check_divided(tensor.degree, optimizer, precision, settings.wire)
+    if settings.sequence_parallel.degree > 1:
+        settings.sequence_parallel.check(model, ranks=tensor.data_world(world_size()), tensor_degree=tensor.degree)
     if optimizer is None:
         return begin_inference(model, plan, precision, settings.offload, settings.wire)
     check_training(precision)
@@ -88,10 +95,12 @@ class ZeroRuntime:
         self.settings = settings
         self.device = device = make_current(device)
         self.clock = PhaseClock(device)
-        tensor = settings.tensor_parallel
+        tensor, sequence = settings.tensor_parallel, settings.sequence_parallel
         shard_count = plan.shard_count(tensor.data_world(world_size()))
         split = tensor.plan(model, trains=self.trains) if tensor.degree > 1 else None
-        self.collectives = Collectives(shard_count, self.clock, settings.watch, tensor_degree=tensor.degree)
+        self.collectives = Collectives(
+            shard_count, self.clock, settings.watch, tensor_degree=tensor.degree, sequence_degree=sequence.degree
+        )
         self.collectives.journal.begin("start")
         # As the model is given: its parameters are views of flat tensors from here on.
         self.given_dtypes = {name: param.dtype for name, param in model.named_parameters()}
@@ -102,10 +111,7 @@ class ZeroRuntime:
         except BaseException:
             self.collectives.free()  # the caller gets no runtime to close
             raise
-        self._divided: DividedModel | None = None
-        if split is not None:
-            axis = TensorAxis(self.collectives)
-            self._divided = DividedModel(model, split, axis, gathers_logits=tensor.gathers_logits)
+        self._install_groups(split)
         self.scaler: LossScaler = settings.loss_scale.start()
         self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch, has_backward=self.trains)
         self._hooks = ModuleHooks(model, self.units, self._schedule)
@@ -131,6 +137,21 @@ class ZeroRuntime:
         if trouble is not None:
             warnings.warn(trouble, stacklevel=2)
 
+    def _install_groups(self, split: SplitPlan | None) -> None:
+        """Install the forwards of divided layers, if there is a plan for them, and those of parts of sequences."""
+        self._divided: DividedModel | None = None
+        self._sequences: DividedSequences | None = None
+        self._batch: GroupBatch | None = None  # what a group was given; None if every rank has its own batch
+        self.sequence = SequenceAxis(self.collectives)
+        if split is not None:
+            axis = TensorAxis(self.collectives)
+            gathers_logits = self.settings.tensor_parallel.gathers_logits
+            self._divided = DividedModel(self.model, split, axis, gathers_logits=gathers_logits)
+            self._batch = axis.batch
+        if self.sequence.degree > 1:
+            self._sequences = DividedSequences(self.model, self.sequence)
+            self._batch = self.sequence.batch
+
     def resident(self, unit: Unit, *, writes: bool = False) -> AbstractContextManager[None]:
         """Keep all shards of the unit in memory inside the context; with `writes`, changes are written back at exit."""
         return residence(self.tier, unit, writes=writes)
@@ -148,7 +169,7 @@ class ZeroRuntime:
     def sum_over_ranks(self, count: int) -> torch.Tensor:
         """The sum of `count` over all ranks, as a 0-dim int64 tensor on the device. Every rank must call it.
 
-        With tensor parallelism, ranks with the same batch count once.
+        With tensor parallelism, ranks with the same batch count once; with sequence parallelism, each counts its part.
         """
         # Not torch.tensor, which copies from the host and waits for the copy on a GPU.
         return self.collectives.sum_over_data_(torch.full((), count, dtype=torch.int64, device=self.device))
@@ -162,8 +183,8 @@ class ZeroRuntime:
         Every rank must enter it, also one that makes no call, and must issue no collective inside but those of the
         model's calls. Ranks that have left it take part in the gathers of the others, and it ends on all together
         (see [Note: gather turns] in gather_turns.py). `generate` of the model is inside it already. An error of one
-        rank is raised there, and as RankError on the others. With tensor parallelism, the ranks of a group must make
-        the same calls, and the head returns all logits.
+        rank is raised there, and as RankError on the others. With tensor or sequence parallelism, the ranks of a group
+        must make the same calls; a divided head returns all logits, and `generate` cannot divide sequences.
         """
         turns = nullcontext() if self._turns is None else self._turns.running()
         logits = nullcontext() if self._divided is None else self._divided.full_logits()
@@ -344,7 +365,7 @@ class ZeroRuntime:
         squares = local_sum_of_squares(self.units, self.device)
         asked = self.settings.stop_asked
         loss = self._loss if self.collectives.tensor_rank == 0 else torch.zeros_like(self._loss)
-        batch = [] if self._divided is None else [self._divided.batch_difference(self.device)]
+        batch = [] if self._batch is None else [self._batch.difference(self.device)]
         numbers = [*self.collectives.fingerprint(), *([] if asked is None else [float(asked())])]
         # Written by the device: a copy from the host's memory would wait for all of the backward.
         own = [torch.full((), number, dtype=torch.float64, device=self.device) for number in numbers]
@@ -354,8 +375,8 @@ class ZeroRuntime:
             torch.cat([torch.stack([sums[0], norm]), sums[2:]])
         )
         self.collectives.check_fingerprints(total, square)
-        if self._divided is not None:
-            self._divided.check_batches(rest.pop(), self.collectives.gather_objects)
+        if self._batch is not None:
+            self._batch.check(rest.pop(), self.collectives.gather_objects)
         skipped = not math.isfinite(norm_value)
         return StepReport(loss_value, norm_value, skipped, self.scaler.scale, any(rest)), norm
 
@@ -402,6 +423,8 @@ class ZeroRuntime:
         self._hooks.remove()
         if self._divided is not None:
             self._divided.remove()
+        if self._sequences is not None:
+            self._sequences.remove()
         self.tier.close()  # first: it waits for updates under way, which use the units and the optimizer
         for unit in self.units:
             unit.free()

@@ -12,6 +12,7 @@ from zero_runtime.offload.memory import Moves
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, OptimizerConfig
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
+from zero_runtime.sequence_parallel.division import SequenceParallel
 from zero_runtime.tensor_parallel.division import TensorParallel
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.watch.watch import RankWatch
@@ -19,6 +20,7 @@ from zero_runtime.wire import EXACT, Wire
 
 NO_OFFLOAD = OffloadPlan()
 NOT_DIVIDED = TensorParallel()
+WHOLE_SEQUENCES = SequenceParallel()
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class RuntimeSettings:
     seed, initialise: the seed and the rule by which initial values of meta parameters are drawn (initial_values.py).
     offload: where the shards are stored between their uses.
     tensor_parallel: how many consecutive ranks hold slices of one model; they must be given the same batches.
+    sequence_parallel: how many consecutive ranks hold the parts of the same sequences; they must be given the same
+        batches.
     weights: a source of values for some or all meta parameters, by name; each rank reads its own shards instead of
         drawing them.
     read_host: copies the numbers that a step needs on the host from the device, once per step; a dry run on fake
@@ -66,6 +70,7 @@ class RuntimeSettings:
     lazy_states: bool = False
     wire: Wire = EXACT
     tensor_parallel: TensorParallel = NOT_DIVIDED
+    sequence_parallel: SequenceParallel = WHOLE_SEQUENCES
 
 
 def moves_of(settings: RuntimeSettings, config: OptimizerConfig, shard_count: int) -> Moves:

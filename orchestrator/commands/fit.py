@@ -38,9 +38,9 @@ AXES = {
 PLAIN = {"offload": "none", "recompute": "none", "loss": "full"}  # options that a label leaves out
 SMALLEST = 2  # a batch of one is traced alone: torch treats dimensions of one differently
 TRACED_TOKENS = 1 << 17  # of the largest micro-batch that is traced
-TABLE = re.compile(r"(ranks|tp)=([0-9]+(?:,[0-9]+)*)")
-RANKS, NODES, TP = "resources.ranks", "resources.nodes", "parallel.tp"
-KEYS = {"ranks": RANKS, "tp": TP}  # that the columns of --table vary
+TABLE = re.compile(r"(ranks|tp|sp)=([0-9]+(?:,[0-9]+)*)")
+RANKS, NODES = "resources.ranks", "resources.nodes"
+KEYS = {"ranks": RANKS, "tp": "parallel.tp", "sp": "parallel.sp"}  # that the columns of --table vary
 NOT_COUNTED = "the activations cannot be counted"
 FLAGS = ("--multirun", "--plan", "--config-dir", "--max-points")  # that a line of fit may have; all others start runs
 # The keys that fit varies itself, and what to do instead.
@@ -91,7 +91,7 @@ def parser() -> VerbParser:
     )
     parser.usage = (
         f"{program()} fit [-h] [group=option | key=value ...] [--all] [--explain ROW] [--table ranks=1,2,4,8] "
-        "[--table tp=1,2,4] [--as ENGINE] [--estimator P,L] [--json]"
+        "[--table tp=1,2,4] [--table sp=1,2,4] [--as ENGINE] [--estimator P,L] [--json]"
     )
     parser.epilog = f"example: {program()} fit model=llama2_7b hardware=a100_80gb resources.ranks=8 batch.seq=4096"
     parser.add_argument("--all", action="store_true", help="every row, also those that another row makes needless")
@@ -99,7 +99,7 @@ def parser() -> VerbParser:
     parser.add_argument(
         "--table",
         metavar="ranks=N,N,...",
-        help="the largest micro-batch for several numbers of ranks, or of parallel.tp",
+        help="the largest micro-batch for several numbers of ranks, of parallel.tp, or of parallel.sp",
     )
     parser.add_argument(
         "--as", dest="engine", choices=fit_peers.engine_names(), help="by the byte rules of another engine"
@@ -118,8 +118,10 @@ def _columns(table: str | None) -> Columns | None:
         return None
     match = TABLE.fullmatch(table)
     if match is None or any(int(number) == 0 for number in match[2].split(",")):
-        fixes = "fix: --table ranks=1,2,4,8   or   --table tp=1,2,4"
-        raise Refusal([f"--table: expected numbers of ranks or of parallel.tp, found '{table}'      {fixes}"])
+        fixes = "fix: --table ranks=1,2,4,8   or   --table tp=1,2,4   or   --table sp=1,2,4"
+        raise Refusal(
+            [f"--table: expected numbers of ranks, of parallel.tp or of parallel.sp, found '{table}'      {fixes}"]
+        )
     return Columns(match[1], sorted({int(number) for number in match[2].split(",")}))
 
 
@@ -138,7 +140,7 @@ def _points(overrides: Sequence[str], over: Columns | None) -> list[Point]:
     given = names(overrides)
     problems = [f"{key}: {why}" for key, why in OWN_KEYS.items() if key in given]
     key = over and KEYS[over.name]
-    if key and (key in given or (key == TP and "parallel" in given)):
+    if key and (key in given or (key != RANKS and "parallel" in given)):
         problems.append(f"--table varies {key}      fix: leave one of them out")
     if "resources.device=cuda" in overrides and "hardware" not in given and not here().hardware.gpus:
         problems.append(

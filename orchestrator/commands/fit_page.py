@@ -23,7 +23,12 @@ from zero_runtime.memory.caching_allocator import AllocatorSettings
 
 # Columns in the order in which a narrow terminal leaves them out.
 DROPPED = ("tokens", "activations", "states", "reserved", "largest part", "closed form", "what exists")
-MACHINES = ("resources.ranks=", "resources.nodes=", "parallel.tp=")
+MACHINES = ("resources.ranks=", "resources.nodes=", "parallel.tp=", "parallel.sp=")
+COLUMNS = {
+    "ranks": "the number of ranks",
+    "tp": "the ranks that hold slices of one model (parallel.tp)",
+    "sp": "the ranks that hold parts of one sequence (parallel.sp)",
+}
 ROUGH = "~"
 GAP = 2  # characters between columns
 OFFLOADED = " is not predicted with offload"
@@ -31,14 +36,16 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 class Columns(NamedTuple):
-    """What the columns of a table are: ranks, or the ranks of a tensor-parallel group (tp); and their numbers."""
+    """What the columns of a table are: ranks, or those of a tensor- or sequence-parallel group (tp, sp); and their
+    numbers."""
 
     name: str
     numbers: list[int]
 
     def of(self, one: Fit) -> int:
         """The column of a row's cell."""
-        return one.config.ranks if self.name == "ranks" else one.config.parallel.tp
+        parallel = one.config.parallel
+        return {"ranks": one.config.ranks, "tp": parallel.tp, "sp": parallel.sp}[self.name]
 
     def row(self, one: Fit) -> str:
         """The label without the number."""
@@ -74,10 +81,7 @@ class FitPage:
         self._screen.rows(_head(fits[0], over_ranks=over.name == "ranks"))
         cells = {(over.row(one), over.of(one)): _micro(one) for one in fits}
         names = dict.fromkeys(over.row(one) for one in shown)
-        what = (
-            "the number of ranks" if over.name == "ranks" else "the ranks that hold slices of one model (parallel.tp)"
-        )
-        self._say(f"the largest micro-batch of a rank, by {what}")
+        self._say(f"the largest micro-batch of a rank, by {COLUMNS[over.name]}")
         rows = tuple((name, *(cells.get((name, number), ABSENT) for number in over.numbers)) for name in names)
         self._screen.table(Table(("row", *map(str, over.numbers)), rows))
         if left := len({over.row(one) for one in fits} - set(names)):

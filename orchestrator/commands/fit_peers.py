@@ -38,8 +38,8 @@ def rows_as(engine: str, points: Sequence[Point], answers: Mapping[str, Mapping[
         raise Refusal(
             [
                 f"--as {engine}: its rules know none of these rows: they are for bf16 or fp16, without a tiled loss, "
-                "NVMe, recomputation by operation or tensor parallelism      "
-                "fix: precision=bf16 loss=full recompute=none,full parallel.tp=1"
+                "NVMe, recomputation by operation, tensor or sequence parallelism      "
+                "fix: precision=bf16 loss=full recompute=none,full parallel=none"
             ]
         )
     return found

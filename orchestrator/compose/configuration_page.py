@@ -50,7 +50,7 @@ DECIDES = {
     "scheduler": "the learning rate over the steps",
     "recompute": "activation checkpointing; `recompute.offload=cpu` keeps the saved activations in host memory",
     "loss": "all logits at once, or one tile of tokens at a time, recomputed in backward",
-    "parallel": "tensor parallelism: ranks that hold slices of each layer ([parallel.md](parallel.md))",
+    "parallel": "ranks that hold slices of each layer, or parts of each sequence ([parallel.md](parallel.md))",
     "checkpoint": "saving during training, retention, resuming ([checkpoints.md](checkpoints.md))",
     "resources": "device, ranks, nodes, threads, time limit",
     "hardware": "the GPUs that `--plan` assumes ([sweeps.md](sweeps.md#a-plan-for-hardware-that-is-not-here))",

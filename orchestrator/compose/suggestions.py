@@ -35,6 +35,11 @@ KEYS = {
     "tp": "parallel.tp",
     "tp_size": "parallel.tp",
     "tensor_parallel": "parallel.tp",
+    "sp": "parallel.sp",
+    "sp_size": "parallel.sp",
+    "sequence_parallel": "parallel.sp",
+    "sequence_parallel_size": "parallel.sp",
+    "ulysses": "parallel.sp",
 }
 VALUES = {"gpu": "cuda", "float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 # The key to suggest if a group is given a number.

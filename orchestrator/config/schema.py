@@ -68,7 +68,7 @@ class TrackingKind(Word):
 @dataclass(frozen=True)
 class Batch:
     """`micro` and `global_size` are numbers of sequences, `seq` is the number of tokens in a sequence;
-    global_size = micro x accumulation x ranks / parallel.tp."""
+    global_size = micro x accumulation x ranks / parallel.tp / parallel.sp."""
 
     micro: int = 4
     accumulation: int | None = None
@@ -266,8 +266,13 @@ class RunConfig:
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks with different batches, which ZeRO shards over, of a resolved configuration."""
+        """The number of ranks that ZeRO shards over, of a resolved configuration."""
         return self.parallel.data_ranks(self.ranks)
+
+    @property
+    def batch_ranks(self) -> int:
+        """The number of ranks with different batches, of a resolved configuration."""
+        return self.parallel.batch_ranks(self.ranks)
 
 
 def root_limits(values: Mapping[str, Any]) -> Limits:

@@ -65,6 +65,8 @@ def problems_of(config: RunConfig) -> list[str]:
     found = []
     if isinstance(config.optimizer.rule, AdamW8bitConfig):
         found.append("optimizer=adamw8bit: DeepSpeed has no AdamW with 8-bit states      fix: optimizer=adamw")
+    if config.parallel.sp > 1:
+        found.append("parallel.sp: the written configuration has no sequence parallelism      fix: parallel.sp=1")
     if config.parallel.tp > 1:
         found.append("parallel.tp: the written configuration has no tensor parallelism      fix: parallel.tp=1")
     if isinstance(config.optimizer.rule, MuonConfig):

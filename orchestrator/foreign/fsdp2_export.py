@@ -64,6 +64,8 @@ def problems_of(config: RunConfig) -> list[str]:
     """Why FSDP2 cannot run this point, one line each."""
     found = []
     dtypes = config.precision.dtypes
+    if config.parallel.sp > 1:
+        found.append("parallel.sp: the written script has no sequence parallelism      fix: parallel.sp=1")
     if config.parallel.tp > 1:
         found.append("parallel.tp: the written script has no tensor parallelism      fix: parallel.tp=1")
     if config.zero.stage == 0:

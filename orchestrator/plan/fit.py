@@ -118,6 +118,7 @@ class Fit:
             "overrides": list(self.overrides),
             "ranks": self.config.resources.ranks,
             "tp": self.config.parallel.tp,
+            "sp": self.config.parallel.sp,
             "micro": self.micro,
             "micro_at_most": self.most_micro,
             "micro_capped": self.capped,

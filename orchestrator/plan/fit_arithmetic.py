@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from orchestrator.plan.fit import BACKWARD, BLOCKS, BUFFERS, INPUTS, OUTSIDE, STATES, Fit
 from orchestrator.plan.step import error_bytes, kept_bytes, with_micro
+from orchestrator.plan.tensor_messages import words
 from orchestrator.text.units import count, many, size
 from zero_runtime.memory.counted_unit import GATHERED, GRADS, OPTIMIZER, PARAMS, TRANSFERS, WHOLE_GRADS
 from zero_runtime.memory.model import (
@@ -59,6 +60,8 @@ def letters(fit: Fit) -> str:
     slice_of = f" in the slice of a rank, of {full:,} that {tp} ranks hold" if tp > 1 else ""
     text = f"Ψ = {psi(fit):,} trained parameters{slice_of}, N = {many(ranks, 'rank')}"
     text += " with different batches" if tp > 1 else ""
+    sp = fit.config.parallel.sp
+    text += f", each {sp} of which read the same sequences" if sp > 1 else ""
     text += f", G = {shards} of them that share one copy of the states" if 1 < shards < ranks else ""
     return text + (f"; {also:,} frozen parameters are added to the closed form in bytes" if also else "")
 
@@ -169,8 +172,8 @@ def sent(fit: Fit) -> str:
 
 
 def _tensor(fit: Fit) -> str:
-    """What a rank sends to its tensor-parallel group; empty without one."""
+    """What a rank sends to its tensor- or sequence-parallel group; empty without one."""
     memory = replace(fit.memory, config=with_micro(fit.config, max(fit.micro, 1)))
     if not (sent := memory.tensor_sent()).calls:
         return ""
-    return f"{fit.config.batch.accumulation or 1} x {size(sent.nbytes)} in {sent.calls} sums of parallel.tp"
+    return f"{fit.config.batch.accumulation or 1} x {size(sent.nbytes)} in {words(fit.config, sent)}"

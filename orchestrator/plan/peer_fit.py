@@ -120,7 +120,8 @@ def peer_fit(
 ) -> PeerFit | None:
     """How large a micro-batch fits; None if the engine's rules do not know the settings, or nothing was counted."""
     config = memory.config
-    is_known = config.precision.dtypes.param in HALVES and config.loss.kind is LossKind.full and config.parallel.tp == 1
+    is_full = config.loss.kind is LossKind.full and config.parallel.group == 1
+    is_known = is_full and config.precision.dtypes.param in HALVES
     rules = ENGINES[engine](peer_model(shapes), config) if is_known else None
     if rules is None or not memory.parts:
         return None

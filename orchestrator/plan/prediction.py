@@ -151,7 +151,9 @@ def overhead_of(config: RunConfig) -> DeviceOverhead:
     if config.resources.device is not Device.cuda:
         return NO_OVERHEAD
     shard_count = config.zero.plan.shard_count(config.data_ranks)
-    return DeviceOverhead.on_cuda(config.ranks, shard_count, tensor_degree=config.parallel.tp)
+    return DeviceOverhead.on_cuda(
+        config.ranks, shard_count, tensor_degree=config.parallel.tp, sequence_degree=config.parallel.sp
+    )
 
 
 def gpu_bytes_here() -> int | None:

@@ -126,7 +126,7 @@ def _smaller(config: RunConfig, micro: int) -> Neighbour:
     keeps_size = samples % micro == 0 and config.measure.kind is MeasureKind.train
     accumulation = samples // micro if keeps_size else config.batch.accumulation
     more = f" batch.accumulation={accumulation}" if keeps_size else ""
-    global_size = micro * (accumulation or 1) * config.data_ranks
+    global_size = micro * (accumulation or 1) * config.batch_ranks
     batch = replace(config.batch, micro=micro, accumulation=accumulation, global_size=global_size)
     return Neighbour(f"batch.micro={micro}{more}", replace(config, batch=batch))
 

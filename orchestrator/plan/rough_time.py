@@ -58,15 +58,17 @@ def data_layout(config: RunConfig, shards: int) -> Layout:
 
 
 def _tensor_s(memory: ConfigMemory, peaks: Peaks) -> float:
-    """Seconds of the messages of tensor parallelism in a step; the ranks wait for all of them."""
-    config, sent, tp = memory.config, memory.tensor_sent(), memory.config.parallel.tp
+    """Seconds of the messages of tensor or sequence parallelism in a step; the ranks wait for all of them."""
+    config, sent, group = memory.config, memory.tensor_sent(), memory.config.parallel.group
     if not sent.calls:
         return 0.0
     per_node = config.ranks // config.resources.nodes
-    ring = Ring(tp, -(-tp // per_node)).curve(peaks, PUBLISHED, rounds=2)
-    # All messages as sums: those of one token's width are alike, and the loss's gather is small.
-    summed_bytes = sent.nbytes * tp / (2 * (tp - 1))
-    return (config.batch.accumulation or 1) * sent.calls * ring.at(summed_bytes / sent.calls)
+    # All messages of layers as sums: those of one token's width are alike, and the loss's gather is small. In an
+    # exchange of parts a rank sends as much as in one round of a ring.
+    rounds = 2 if config.parallel.tp > 1 else 1
+    ring = Ring(group, -(-group // per_node)).curve(peaks, PUBLISHED, rounds=rounds)
+    full_bytes = sent.nbytes * group / (rounds * (group - 1))
+    return (config.batch.accumulation or 1) * sent.calls * ring.at(full_bytes / sent.calls)
 
 
 def peak_flops_per_s(config: RunConfig) -> float | None:

@@ -135,9 +135,9 @@ def _key(kind: str, parts: Mapping[str, Any]) -> str:
 def missing(configs: Iterable[RunConfig], hardware: str, *, fresh: bool = False) -> list[TimingJob]:
     """What was not measured yet for these configurations, each once, the cheapest kinds first. fresh: all of it.
 
-    Nothing is measured for described hardware, nor with tensor parallelism.
+    Nothing is measured for described hardware, nor with tensor or sequence parallelism.
     """
-    local = [config for config in configs if not config.hardware.is_described and config.parallel.tp == 1]
+    local = [config for config in configs if not config.hardware.is_described and config.parallel.group == 1]
     wanted = {job.key: job for config in local for job in jobs(config)}
     order = ("copies", "links", "update", "segments")
     left = [job for job in wanted.values() if fresh or stored(hardware, job.key) is None]
@@ -167,11 +167,12 @@ def speed_of(memory: ConfigMemory, hardware: str) -> Speed | None:
     """The predicted speed of a configuration, on this machine or on its described hardware.
 
     None if something that it needs was not measured or is not on the data sheet, or is not predicted: parameters in a
-    scratch file, and any offload on described hardware. Of tensor parallelism on this machine nothing is measured.
+    scratch file, and any offload on described hardware. Of tensor and sequence parallelism on this machine nothing is
+    measured.
     """
     config = memory.config
     if not config.hardware.is_described:
-        time = _measured_time(memory, hardware) if config.parallel.tp == 1 else None
+        time = _measured_time(memory, hardware) if config.parallel.group == 1 else None
         return None if time is None else Speed(time, _tokens(config) / time.total_s)
     time, peak = rough_time(memory), peak_flops_per_s(config)
     if time is None or peak is None:

@@ -37,7 +37,7 @@ Units = list[tuple[UnitSize, MixedPrecision]]
 def with_micro(config: RunConfig, micro: int) -> RunConfig:
     """The configuration with another micro-batch and the same accumulation."""
     accumulation = config.batch.accumulation or 1
-    global_size = micro * accumulation * config.data_ranks
+    global_size = micro * accumulation * config.batch_ranks
     batch = replace(config.batch, micro=micro, accumulation=accumulation, global_size=global_size)
     return replace(config, batch=batch)
 

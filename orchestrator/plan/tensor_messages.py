@@ -1,4 +1,4 @@
-"""The messages of tensor parallelism in a step, by the formulas of docs/parallel.md. Pure."""
+"""The messages of tensor and of sequence parallelism in a step, by the formulas of docs/parallel.md. Pure."""
 
 from __future__ import annotations
 
@@ -24,26 +24,38 @@ class TensorSent:
 
 @dataclass(frozen=True)
 class TensorMessages:
-    """What the ranks of a tensor-parallel group exchange, as counts that depend on the model alone.
+    """What the ranks of a tensor- or sequence-parallel group exchange, as counts that depend on model and degree.
 
     widths: elements of each sum for a token, in forward and backward. repeated: by block, the widths of the sums that a
     recomputation of the block repeats. parameters: elements of the gradients of replicated parameters that are summed.
-    loss_numbers: fp32 numbers of a token that the loss gathers; 0 if the head is not divided.
+    loss_numbers: fp32 numbers of a token that the loss gathers; 0 if the head is not divided. traded: by block, the
+    widths of the messages between parts of sequences and heads for a token, in forward.
     """
 
     widths: tuple[int, ...] = ()
     repeated: tuple[tuple[int, ...], ...] = ()
     parameters: tuple[int, ...] = ()
     loss_numbers: int = 0
+    traded: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of_plain(cls, data: Mapping[str, Any]) -> TensorMessages:
-        repeated = tuple(tuple(block) for block in data["repeated"])
-        return cls(tuple(data["widths"]), repeated, tuple(data["parameters"]), data["loss_numbers"])
+        repeated, traded = (tuple(tuple(block) for block in data[name]) for name in ("repeated", "traded"))
+        return cls(tuple(data["widths"]), repeated, tuple(data["parameters"]), data["loss_numbers"], traded)
 
     def plain(self) -> dict[str, Any]:
         """As plain data, for JSON."""
         return asdict(self)
+
+    def traded_parts(self, degree: int, tokens: int, recompute: RecomputeRule, itemsize: int) -> TensorSent:
+        """Of one micro-batch with sequences of `tokens` tokens in parts, in forward, recomputation and backward.
+
+        An exchange of n elements between k ranks sends (k-1)/k n.
+        """
+        blocks = [*self.traded, *self.traded, *recompute.picks(self.traded)]
+        sizes = [tokens // degree * width for block in blocks for width in block]
+        elements = sum((degree - 1) * size // degree for size in sizes)
+        return TensorSent(elements, elements * itemsize, len(sizes))
 
     def sent(self, degree: int, tokens: int, recompute: RecomputeRule, itemsize: int) -> TensorSent:
         """Of one micro-batch with `tokens` tokens on a rank. itemsize: bytes of a number of the computation.
@@ -62,6 +74,14 @@ class TensorMessages:
 
 
 def messages_in(config: RunConfig, messages: TensorMessages) -> TensorSent:
-    """What a rank sends to its tensor-parallel group in one micro-batch of a resolved configuration."""
+    """What a rank sends to its group in one micro-batch of a resolved configuration."""
     mixed, tokens = config.precision.mixed, config.batch.micro * config.batch.seq
-    return messages.sent(config.parallel.tp, tokens, config.recompute, ITEMSIZE_BYTES[mixed.compute or mixed.param])
+    itemsize = ITEMSIZE_BYTES[mixed.compute or mixed.param]
+    if config.parallel.sp > 1:
+        return messages.traded_parts(config.parallel.sp, tokens, config.recompute, itemsize)
+    return messages.sent(config.parallel.tp, tokens, config.recompute, itemsize)
+
+
+def words(config: RunConfig, sent: TensorSent) -> str:
+    """Such as "18 sums of parallel.tp": the messages of a micro-batch."""
+    return f"{sent.calls} {'exchanges of parallel.sp' if config.parallel.sp > 1 else 'sums of parallel.tp'}"

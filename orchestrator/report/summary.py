@@ -44,7 +44,7 @@ def plan_rows(config: RunConfig, folder: str) -> list[Row]:
     """The configuration of the run, with the batch size spelled out."""
     precision, batch, resources = config.precision.dtypes, config.batch, config.resources
     ranks = resources.ranks or 1
-    per_group = f" / tp {config.parallel.tp}" if config.parallel.tp > 1 else ""
+    per_group = config.parallel.same_batch()
     tokens = (batch.global_size or 0) * batch.seq
     threads = f", {many(resources.threads or 1, 'thread')} each" if resources.device.value == "cpu" else ""
     steps = config.measure.steps + config.measure.warmup_steps
@@ -72,8 +72,11 @@ def plan_rows(config: RunConfig, folder: str) -> list[Row]:
 
 
 def _groups_text(config: RunConfig) -> str:
-    tp = config.parallel.tp
-    return f"; {tp} consecutive ranks hold slices of each layer and read the same batch" if tp > 1 else ""
+    parallel = config.parallel
+    if parallel.group == 1:
+        return ""
+    held = "slices of each layer" if parallel.tp > 1 else "parts of each sequence"
+    return f"; {parallel.group} consecutive ranks hold {held} and read the same batch"
 
 
 def _model_text(config: RunConfig) -> str:

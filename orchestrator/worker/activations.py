@@ -21,7 +21,7 @@ from orchestrator.config.parts import plain
 from orchestrator.config.schema import Device, MeasureKind, RunConfig
 from orchestrator.plan import memory_cache
 from orchestrator.worker.setup import build_deferred, unit_rules
-from orchestrator.worker.sliced import divide
+from orchestrator.worker.sliced import divide, divide_sequences
 from orchestrator.workloads.models import token_losses
 from zero_runtime.memory.activation_count import LinearTrace, Trace
 from zero_runtime.memory.activation_trace import trace_step
@@ -129,13 +129,14 @@ def shorten_once(config: RunConfig) -> None:
 
 def _counted(config: RunConfig, model: nn.Module, rules: UnitRules) -> CountedStep:
     ids = torch.zeros((config.batch.micro, config.batch.seq), dtype=torch.int64)
-    head, work = divide(config, model), WorkCounter()
+    head, sequence, work = divide(config, model), divide_sequences(config, model), WorkCounter()
+    tile = config.loss.tile_tokens
     trace = trace_step(
         model,
         rules,
         config.recompute,
         [ids, ids.clone(), torch.ones((), dtype=torch.int64)],
-        lambda built, ids, labels, tokens: token_losses(built, ids, labels, config.loss.tile_tokens, head) / tokens,
+        lambda built, ids, labels, tokens: token_losses(built, ids, labels, tile, head, sequence) / tokens,
         on_cuda=config.resources.device is Device.cuda,
         observe=work,
     )

@@ -139,11 +139,16 @@ def phases_ms(readings: Readings, warmup_steps: int) -> dict[str, float]:
 
 
 def communication(
-    runtime: ZeroRuntime, ledger: Ledger, *, reduces_at_boundary: bool, tensor: TensorSent = NOTHING_SENT
+    runtime: ZeroRuntime,
+    ledger: Ledger,
+    *,
+    reduces_at_boundary: bool,
+    tensor: TensorSent = NOTHING_SENT,
+    tensor_words: str = "",
 ) -> dict[str, Any]:
     """Communication volumes of one steady step on one rank, with the theoretical ones.
 
-    tensor: what a rank sends to its tensor-parallel group in one micro-batch, in theory.
+    tensor, tensor_words: what a rank sends to its tensor- or sequence-parallel group in one micro-batch, in theory.
     """
     world, shard_count = runtime.collectives.data_world, runtime.collectives.shard_count
     if runtime.trains:
@@ -173,7 +178,8 @@ def communication(
     if tensor.calls:
         micro_batches = runtime.settings.micro_batches
         theory += micro_batches * tensor.elements
-        text += f" + {micro_batches} x {tensor.calls} sums of parallel.tp (N: ranks with different batches)"
+        different = " (N: ranks with different batches)" if runtime.collectives.tensor_degree > 1 else ""
+        text += f" + {micro_batches} x {tensor_words}{different}"
     return {
         "data": {kind: asdict(volume) for kind, volume in sorted(ledger.data.items())},
         "theory": text,

@@ -17,7 +17,7 @@ from orchestrator.config.state_groups import Offload
 from orchestrator.launch.environment import set_kernel_cache
 from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.records.run_record import scratch_path
-from orchestrator.worker.sliced import messages_of, slices_of, tensor_parallel
+from orchestrator.worker.sliced import check_sequences, messages_of, slices_of, tensor_parallel
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model
 from zero_runtime.activations.recompute import Recomputation
@@ -34,6 +34,7 @@ from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.own_device import device_index, make_current
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.sequence_parallel.division import SequenceParallel
 from zero_runtime.unit_planner import UnitRules
 from zero_runtime.watch.watch import RankWatch
 
@@ -73,8 +74,9 @@ def build_data(config: RunConfig) -> TokenData:
 
 
 def unit_rules(config: RunConfig, model: nn.Module) -> UnitRules:
-    """The settings that decide the units of the full model. PlanError if tensor parallelism does not divide it."""
+    """The settings that decide the units of the full model. PlanError if its layers or sequences are not divided."""
     precision = config.precision
+    check_sequences(config, model)
     return UnitRules(
         precision.mixed,
         config.zero.unit_numel,
@@ -123,6 +125,7 @@ def build_runtime(
         stop_asked=stop_asked,
         wire=config.zero.wire,
         tensor_parallel=tensor_parallel(config),
+        sequence_parallel=SequenceParallel(config.parallel.sp),
     )
     with ExitStack() as stack:
         if config.model.path is not None:

@@ -1,5 +1,5 @@
-"""Tensor parallelism of a configured model: its slices, the messages of its layers, and its layers divided for a
-trace."""
+"""Tensor and sequence parallelism of a configured model: its slices, the messages of its layers, and its layers or
+sequences divided for a trace."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from torch import nn
 
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.plan.tensor_messages import TensorMessages
+from zero_runtime.sequence_parallel.attention import check_model, traded_widths
+from zero_runtime.sequence_parallel.axis import AloneInSequence, SequenceAxis
+from zero_runtime.sequence_parallel.division import DividedSequences
 from zero_runtime.tensor_parallel.axis import AloneOnAxis, TensorAxis
 from zero_runtime.tensor_parallel.cross_entropy import NUMBERS_PER_TOKEN
 from zero_runtime.tensor_parallel.division import DividedModel, TensorParallel, head_of
@@ -44,6 +47,24 @@ def divide(config: RunConfig, model: nn.Module) -> HeadForward | None:
     return head_of(model)
 
 
+def check_sequences(config: RunConfig, model: nn.Module) -> None:
+    """Raise PlanError, with degrees that do, if sp does not divide a model's sequences or heads."""
+    if config.parallel.sp > 1:
+        check_model(model, config.parallel.sp)
+
+
+def divide_sequences(config: RunConfig, model: nn.Module) -> SequenceAxis | None:
+    """Install the forward and the attention of a part in a model that is to be traced alone. Returns its axis.
+
+    None without sequence parallelism. Between CPUs and between GPUs, an exchange receives into a tensor of its own.
+    """
+    if config.parallel.sp == 1:
+        return None
+    axis = SequenceAxis(AloneInSequence(config.parallel.sp))
+    DividedSequences(model, axis)
+    return axis
+
+
 class _Messages(AloneOnAxis):
     """Stands in for messages between CPUs, which receive the terms of the other ranks in tensors: see gloo.py."""
 
@@ -56,7 +77,9 @@ class _Messages(AloneOnAxis):
 
 
 def messages_of(config: RunConfig, model: nn.Module) -> TensorMessages:
-    """The messages of a full model's layers, counted from the plan that divides them."""
+    """The messages of a full model's layers, counted from the plan that divides them, or those of its attentions."""
+    if config.parallel.sp > 1:
+        return TensorMessages(traded=traded_widths(model, config.parallel.sp))
     if config.parallel.tp == 1:
         return TensorMessages()
     plan, modules = tensor_parallel(config).plan(model), dict(model.named_modules())

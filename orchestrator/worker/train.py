@@ -13,7 +13,7 @@ import torch
 
 from orchestrator.config.schema import MeasureKind, RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord, Stopped
-from orchestrator.plan.tensor_messages import TensorMessages, messages_in
+from orchestrator.plan.tensor_messages import TensorMessages, messages_in, words
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker import evaluate, measure, predicted
@@ -84,7 +84,7 @@ class RankRun:
         self._data: TokenData = build_data(config)
         self._runtime = runtime
         self._head, self._tensor = head_of(runtime.model), tensor
-        self._data_rank, self._data_world = runtime.collectives.data_rank, runtime.collectives.data_world
+        self._batch_rank, self._batch_world = runtime.collectives.batch_rank, runtime.collectives.batch_world
         self._kept = recomputation.memory
         self._steps = config.measure.warmup_steps + config.measure.steps
         self._schedule = config.scheduler.curve.build(config.optimizer.lr, self._steps)
@@ -192,24 +192,32 @@ class RankRun:
             del loss
 
     def _losses(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The sum of the tokens' losses of a micro-batch."""
-        return token_losses(self._runtime.model, ids, labels, self._config.loss.tile_tokens, self._head)
+        """The sum of the losses of a micro-batch's tokens, or of this rank's part of them."""
+        tile, sequence = self._config.loss.tile_tokens, self._runtime.sequence
+        return token_losses(self._runtime.model, ids, labels, tile, self._head, sequence)
 
     def _micro_batches(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
         """This rank's slice of the step's global batch, split into micro-batches of [micro, seq] int64.
 
-        Also the number of its tokens that have a label, counted on the host: a GPU would have to be waited for.
+        Also the number of the tokens of its sequences, or of its parts of them, that have a label, counted on the host:
+        a GPU would have to be waited for.
         """
         size = self._config.batch.global_size
         assert size is not None
-        offset, count = slice_for_rank(size, self._data_rank, self._data_world)
+        offset, count = slice_for_rank(size, self._batch_rank, self._batch_world)
         ids, labels = self._data.train_batch(self._progress.samples + offset, count)
         micro = self._config.batch.micro
         parts = [
             (self._on_device(ids[start : start + micro]), self._on_device(labels[start : start + micro]))
             for start in range(0, count, micro)
         ]
-        return parts, _count(labels)
+        return parts, self._count(labels)
+
+    def _count(self, labels: IntArray) -> int:
+        """The labels of this rank's part of the sequences."""
+        degree, rank = self._runtime.sequence.degree, self._runtime.sequence.rank
+        length = labels.shape[1] // degree
+        return int((labels[:, rank * length : (rank + 1) * length] != IGNORED).sum())
 
     def _on_device(self, array: Any) -> torch.Tensor:
         """The array on the device. On a GPU the host does not wait for the copy: it is from pinned memory, which
@@ -278,7 +286,7 @@ class RankRun:
         per_rank = self._config.batch.micro
         batches = min(
             self._config.measure.validation_batches,
-            self._data.validation_samples // (per_rank * self._data_world),
+            self._data.validation_samples // (per_rank * self._batch_world),
         )
         if batches == 0:
             return None
@@ -286,11 +294,11 @@ class RankRun:
         tokens = 0
         with torch.no_grad():
             for index in range(batches):
-                position = (index * self._data_world + self._data_rank) * per_rank
+                position = (index * self._batch_world + self._batch_rank) * per_rank
                 batch = self._data.validation_batch(position, per_rank)
                 ids, labels = map(self._on_device, batch)
                 loss += self._losses(ids, labels)
-                tokens += _count(batch.labels)
+                tokens += self._count(batch.labels)
         total = self._runtime.sum_over_ranks(tokens)
         return float(self._runtime.collectives.sum_over_data_(loss) / total)
 
@@ -345,6 +353,7 @@ class RankRun:
 
     def _combined(self, memory: dict[str, Any], others: float | None) -> dict[str, Any]:
         readings, runtime = self._readings, self._runtime
+        tensor = messages_in(self._config, self._tensor)
         finite = [loss for loss in readings.losses if math.isfinite(loss)]
         missing = self._saving.missing_steps
         facts = RunFacts(self._config, runtime, self._data, self._rank.world, self._steps)
@@ -353,7 +362,8 @@ class RankRun:
                 runtime,
                 readings.ledger,
                 reduces_at_boundary=self._config.zero.reduce_at_boundary,
-                tensor=messages_in(self._config, self._tensor),
+                tensor=tensor,
+                tensor_words=words(self._config, tensor),
             ),
             "loss": {
                 "first": None if missing and missing[0][0] == 1 else finite[0],
@@ -363,7 +373,3 @@ class RankRun:
             },
             "checkpoints": self._saving.facts(self._first),
         }
-
-
-def _count(labels: IntArray) -> int:
-    return int((labels != IGNORED).sum())

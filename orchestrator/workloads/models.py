@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from orchestrator.config.strict import nearest
 from zero_runtime.activations.tiled_loss import tiled_cross_entropy
 from zero_runtime.initial_values import parameters_on_meta
+from zero_runtime.sequence_parallel.axis import SequenceAxis
 from zero_runtime.tensor_parallel.cross_entropy import vocabulary_cross_entropy
 from zero_runtime.tensor_parallel.layers import HeadForward
 
@@ -87,6 +88,7 @@ def token_losses(
     labels: torch.Tensor,
     tile: int | None = None,
     head: HeadForward | None = None,
+    sequence: SequenceAxis | None = None,
 ) -> torch.Tensor:
     """The cross entropy summed in fp32 over the tokens whose label is not -100: a scalar with a graph.
 
@@ -94,7 +96,9 @@ def token_losses(
     divides by the number of unmasked tokens in the global batch. Without any such token the loss and all its gradients
     are zero. Reads no value on the host. `tile`: the number of tokens whose logits exist at a time; None for all.
     `head`: the divided head of `head_of`, if the model has one; the loss is then the same on all ranks of its group.
+    `sequence`: the runtime's, if it may divide sequences; the loss is then that of this rank's part of them.
     """
+    labels = labels if sequence is None else sequence.part(labels)
     if tile is not None:
         return _tiled_losses(model, input_ids, labels, tile)
     if head is not None:

@@ -1,4 +1,4 @@
-"""Small transformers of many shapes, trained with tensor parallelism and by one process of plain PyTorch."""
+"""Small transformers of many shapes, trained with tensor or sequence parallelism, and by plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.plain_optimizers import plain_optimizer
+from zero_runtime.activations.recompute import Recomputation
+from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.offload.copy_streams import PlainCopies
 from zero_runtime.offload.plan import OffloadPlan, Tier
@@ -17,6 +19,8 @@ from zero_runtime.optim.configs import OptimizerConfig, SgdConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.sequence_parallel.axis import SequenceAxis
+from zero_runtime.sequence_parallel.division import SequenceParallel
 from zero_runtime.settings import NO_OFFLOAD
 from zero_runtime.tensor_parallel.cross_entropy import vocabulary_cross_entropy
 from zero_runtime.tensor_parallel.division import TensorParallel, head_of
@@ -25,6 +29,9 @@ CPU = torch.device("cpu")
 SGD = SgdConfig()
 VOCABULARY, WIDTH, BLOCKS, HEADS = 37, 24, 2, 4  # no degree above 1 divides the vocabulary
 MICRO, SEQ, LR, TRAINED_STEPS = 2, 12, 0.1, 3
+PROMPT = 4  # tokens of a sequence without a label, in runs with parts of sequences: most of the first of two parts
+IGNORED = -100
+NO_RECOMPUTATION = RecomputeRule()
 HOST = OffloadPlan(optimizer=Tier.HOST, copies=PlainCopies)
 HOST_PARAMS = OffloadPlan(Tier.HOST, Tier.HOST, copies=PlainCopies)
 
@@ -48,13 +55,22 @@ ODD_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "neox_tied": ("gpt_neox", {"tie_word_embeddings": True, "use_parallel_residual": False}),
     "t5_gated_untied": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "d_kv": 5}),
 }
+# Further architectures of which sequences are divided, with their own defaults that these sizes need.
+PART_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("gemma", {"num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0}),
+    "granite": ("granite", {"num_key_value_heads": 2, "embedding_multiplier": 1.5, "logits_scaling": 2.0}),
+    "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": None}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 4}),
+    "phi3": ("phi3", {"num_key_value_heads": 2, "sliding_window": None, "pad_token_id": 0}),
+    "smollm3": ("smollm3", {"num_key_value_heads": 2, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+}
 
 
 def model_of(kind: str, **others: Any) -> nn.Module:
     """A small model with values, the same in each call. others: of its configuration."""
     import transformers as library
 
-    architecture, own = (KINDS | ODD_KINDS)[kind]
+    architecture, own = (KINDS | ODD_KINDS | PART_KINDS)[kind]
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": BLOCKS}
     sizes |= {"intermediate_size": 40, "num_attention_heads": HEADS}
     if architecture == "gpt2":
@@ -77,11 +93,19 @@ def batch_of(model: nn.Module, step: int, data_rank: int, micro: int = 0) -> tor
     return torch.randint(model.config.vocab_size, (MICRO, SEQ), generator=generator)
 
 
-def loss_sum(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """The sum of the token losses, by the loss that the head's logits need."""
+def labels_of(ids: torch.Tensor, *, prompt: int = 0) -> torch.Tensor:
+    """The token after each of `ids`, without the first `prompt` ones."""
+    return ids.roll(-1, 1).index_fill(1, torch.arange(prompt), IGNORED)
+
+
+def loss_sum(
+    model: nn.Module, ids: torch.Tensor, labels: torch.Tensor | None = None, sequence: SequenceAxis | None = None
+) -> torch.Tensor:
+    """The sum of the token losses, by the loss that the head's logits need; of this rank's part of the sequences."""
     is_encoder_decoder = model.config.is_encoder_decoder
     given = {"input_ids": ids} | ({"decoder_input_ids": ids} if is_encoder_decoder else {})
-    logits, labels = model(**given, use_cache=False).logits, ids.roll(-1, 1)
+    logits, labels = model(**given, use_cache=False).logits, labels_of(ids) if labels is None else labels
+    labels = labels if sequence is None else sequence.part(labels)
     head = head_of(model)
     if head is not None:
         return vocabulary_cross_entropy(logits, labels, head.axis, vocabulary=head.vocabulary)
@@ -91,17 +115,19 @@ def loss_sum(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DividedRun:
-    """One way to train a model with tensor parallelism."""
+    """One way to train a model with tensor parallelism of `degree`, or with sequences in `parts`."""
 
     kind: str
     stage: int = 0
     degree: int = 2
+    parts: int = 1
     gathers_logits: bool = True
     micro_batches: int = 1
     clip_norm: float | None = None
     precision: MixedPrecision = field(default_factory=MixedPrecision)
     offload: OffloadPlan = NO_OFFLOAD
     optimizer: OptimizerConfig = SGD
+    recompute: RecomputeRule = NO_RECOMPUTATION
 
     def runtime(self, model: nn.Module | None = None) -> ZeroRuntime:
         settings = RuntimeSettings(
@@ -109,8 +135,10 @@ class DividedRun:
             clip_norm=self.clip_norm,
             offload=self.offload,
             tensor_parallel=TensorParallel(self.degree, gathers_logits=self.gathers_logits),
+            sequence_parallel=SequenceParallel(self.parts),
         )
         given, plan = model or model_of(self.kind), ZeroPlan.from_stage(self.stage)
+        Recomputation(given, self.recompute)
         return ZeroRuntime(given, plan, self.precision, self.optimizer, settings, CPU)
 
 
@@ -119,11 +147,12 @@ Result = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]  # (loss, nor
 
 def one_step(runtime: ZeroRuntime, step: int) -> tuple[float, float]:
     """Train one step on this rank's batches; returns loss and norm."""
-    micros = runtime.settings.micro_batches
-    tokens = runtime.sum_over_ranks(MICRO * SEQ * micros)
-    for micro in range(micros):
-        ids = batch_of(runtime.model, step, runtime.collectives.data_rank, micro)
-        runtime.backward(loss_sum(runtime.model, ids) / tokens)
+    micros, sequence = runtime.settings.micro_batches, runtime.sequence
+    batches = [batch_of(runtime.model, step, runtime.collectives.batch_rank, micro) for micro in range(micros)]
+    labels = [labels_of(ids, prompt=PROMPT if sequence.degree > 1 else 0) for ids in batches]
+    tokens = runtime.sum_over_ranks(sum(int((sequence.part(one) != IGNORED).sum()) for one in labels))
+    for ids, own in zip(batches, labels, strict=True):
+        runtime.backward(loss_sum(runtime.model, ids, own, sequence) / tokens)
     report = runtime.step(LR)
     return report.loss, report.grad_norm
 
@@ -147,7 +176,7 @@ def divided_results(runs: list[DividedRun]) -> list[Result]:
 
 def plain_result(run: DividedRun, data_world: int, dtype: torch.dtype) -> Result:
     """The same run in plain PyTorch: parameters of `dtype`, with masters and sums of gradients in fp32 or fp64."""
-    model, steps = model_of(run.kind).to(dtype), []
+    model, steps, prompt = model_of(run.kind).to(dtype), [], PROMPT if run.parts > 1 else 0
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     masters = {name: param.detach().to(wide) for name, param in model_of(run.kind).named_parameters()}
     optimizer = plain_optimizer(run.optimizer, masters, LR)
@@ -157,8 +186,9 @@ def plain_result(run: DividedRun, data_world: int, dtype: torch.dtype) -> Result
             param.data.copy_(masters[name])
         for rank in range(data_world):
             for micro in range(run.micro_batches):
-                loss = loss_sum(model, batch_of(model, step, rank, micro))
-                loss = loss / (MICRO * SEQ * run.micro_batches * data_world)
+                ids = batch_of(model, step, rank, micro)
+                loss = loss_sum(model, ids, labels_of(ids, prompt=prompt))
+                loss = loss / (MICRO * (SEQ - prompt) * run.micro_batches * data_world)
                 loss.backward()
                 total += float(loss.detach())
                 _move_gradients(model, masters)
@@ -189,7 +219,7 @@ def check_against_plain(by_rank: list[list[Result]], runs: list[DividedRun]) -> 
     for results in by_rank:
         assert [steps for steps, _ in results] == [steps for steps, _ in by_rank[0]]
     for run, (steps, weights) in zip(runs, by_rank[0], strict=True):
-        data_world, dtype = len(by_rank) // run.degree, TORCH_DTYPE[run.precision.param]
+        data_world, dtype = len(by_rank) // (run.degree * run.parts), TORCH_DTYPE[run.precision.param]
         exact_steps, exact = plain_result(run, data_world, torch.float64)
         own_steps, own = plain_result(run, data_world, dtype)
         least = 64 * 4 * 2.0**-24 if dtype == torch.float32 else 0.0

@@ -45,6 +45,8 @@ NOT_FOR: dict[str, Collection[str]] = {
     "zero/stage1": ("reduce_at_boundary",),
     "loss/full": ("tile",),
     "parallel/none": ("patterns",),
+    "parallel/tp2": ("sp",),
+    "parallel/sp2": ("tp", "patterns"),
     "adapter/none": ("rank", "alpha", "targets"),
     "checkpoint/none": ("every", "keep_last", "keep_every", "background"),
     "tracking/none": ("uri", "experiment"),

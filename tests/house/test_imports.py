@@ -91,6 +91,7 @@ IMPORTERS = {
         "orchestrator/workloads/tokenizer.py",
         "zero_runtime/integrations/pretrained.py",
         "zero_runtime/integrations/transformers.py",
+        "zero_runtime/sequence_parallel/attention.py",
     },
     "peft": {"orchestrator/workloads/adapters.py"},
 }
@@ -139,7 +140,9 @@ ROOMS = {
         "unit_planner": "dtypes pure",
         "initial_values": "pure",
         "guarded_parameter": "pure",
-        "tensor_parallel": "pure unit_planner",
+        "group_batch": "pure",
+        "tensor_parallel": "group_batch pure unit_planner",
+        "sequence_parallel": "group_batch pure",
         "unit_parameters": "collectives dtypes guarded_parameter initial_values pure shard_location tensor_parallel "
         "tensor_source unit_planner",
         "unit_gradients": "collectives dtypes pure unit_planner",
@@ -154,14 +157,15 @@ ROOMS = {
         "gather_turns": "collectives pure unit unit_parameters",
         "generation": "",
         "inference": "offload pure",
-        "settings": "initial_values offload pure tensor_parallel tensor_source watch",
+        "settings": "initial_values offload pure sequence_parallel tensor_parallel tensor_source watch",
         "build": "agreement collectives initial_values offload optim pure settings shard_location tensor_source unit "
         "unit_planner",
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives offload optim pure unit",
         "accounting": "collectives offload optim pure settings unit",
-        "runtime": "accounting build collectives gather_turns generation inference ledger module_hooks non_finite "
-        "offload optim own_device phase_clock pure settings step_report tensor_parallel unit whole_tensors world",
+        "runtime": "accounting build collectives gather_turns generation group_batch inference ledger module_hooks "
+        "non_finite offload optim own_device phase_clock pure sequence_parallel settings step_report tensor_parallel "
+        "unit whole_tensors world",
         "memory": "accounting activations dtypes guarded_parameter ledger module_hooks offload pure runtime unit "
         "unit_planner",
         "timing": "activations collectives memory module_hooks pure runtime settings unit_planner",
@@ -184,6 +188,7 @@ ROOMS = {
 INTEGRATIONS = {
     "zero_runtime/integrations/pretrained.py": {"transformers"},
     "zero_runtime/integrations/transformers.py": {"transformers"},
+    "zero_runtime/sequence_parallel/attention.py": {"transformers"},
 }
 LIBRARIES = {"kernels": {"torch", "triton"}, "zero_runtime": {"torch", "numpy", "safetensors"}}
 

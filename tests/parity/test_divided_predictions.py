@@ -1,4 +1,4 @@
-"""Memory and messages of a step with tensor parallelism are those that a plan predicts, on two slices x two data ranks.
+"""Memory and messages of a step with tensor or sequence parallelism are those that a plan predicts, on four ranks.
 
 Compared as benchmarks/predicted_peaks.py does: states between two steps, the most that torch's allocator gave out above
 them in a step, and the bytes in the ledger.
@@ -27,7 +27,8 @@ from orchestrator.workloads.models import token_losses
 from zero_runtime.memory.census import take_census
 from zero_runtime.tensor_parallel.division import head_of
 
-RANKS, TP = 4, 2
+RANKS = 4
+SLICES, PARTS, MANY_PARTS = Parallel(tp=2), Parallel(sp=2), Parallel(sp=4)
 
 
 class Bytes(NamedTuple):
@@ -39,11 +40,17 @@ class Bytes(NamedTuple):
 
 
 def divided(
-    stage: int, model: str = "llama", precision: str = "fp32", accumulation: int = 1, recompute: str = "none"
+    stage: int,
+    model: str = "llama",
+    precision: str = "fp32",
+    accumulation: int = 1,
+    recompute: str = "none",
+    parallel: Parallel = SLICES,
+    loss: str = "full",
 ) -> RunConfig:
-    case = Case(model, RANKS, stage, precision, accumulation, recompute, 2, "full", "none", 1, 0)
-    config = replace(config_of(case), parallel=Parallel(TP))
-    return replace(config, batch=replace(config.batch, global_size=2 * accumulation * RANKS // TP))
+    case = Case(model, RANKS, stage, precision, accumulation, recompute, 2, loss, "none", 1, 0)
+    config = replace(config_of(case), parallel=parallel)
+    return replace(config, batch=replace(config.batch, global_size=2 * accumulation * RANKS // parallel.group))
 
 
 STAGES = [divided(stage) for stage in range(4)]
@@ -55,6 +62,15 @@ OTHERS = [
     divided(0, "gpt2", "fp32", 2, "full"),
     replace(divided(3), zero=Zero(stage=3, unit_numel=40_000)),  # several units in a block
 ]
+PART_STAGES = [divided(stage, parallel=PARTS) for stage in range(4)]
+PART_OTHERS = [
+    divided(1, "gpt2", "bf16", 2, parallel=PARTS),
+    divided(2, "llama", "bf16 in fp32", 2, "full", PARTS),
+    divided(3, "gpt_neox", "fp32", 1, "by_operation", PARTS),
+    divided(3, "llama", "bf16", 1, "every_nth", MANY_PARTS),
+    divided(0, "gpt2", "fp32", 2, "full", MANY_PARTS),
+    divided(2, "llama", "fp32", 1, "none", PARTS, "tiled"),
+]
 
 
 def measured(configs: list[RunConfig]) -> list[Bytes]:
@@ -65,12 +81,12 @@ def measured(configs: list[RunConfig]) -> list[Bytes]:
 def _measured(config: RunConfig) -> Bytes:
     runtime = build_runtime(config, torch.device("cpu"), None).runtime  # type: ignore[arg-type]
     ids, head = torch.zeros((config.batch.micro, SEQ), dtype=torch.int64), head_of(runtime.model)
-    assert head is not None
+    assert (head is not None) == (config.parallel.tp > 1)
 
     def step() -> None:
         tokens = runtime.sum_over_ranks(ids.numel())
         for _ in range(config.batch.accumulation or 1):
-            loss = token_losses(runtime.model, ids, ids, None, head) / tokens
+            loss = token_losses(runtime.model, ids, ids, config.loss.tile_tokens, head, runtime.sequence) / tokens
             runtime.backward(loss)
             del loss
         runtime.step(1e-3)
@@ -118,3 +134,12 @@ def test_states_peaks_and_messages_of_every_stage_are_the_predicted_ones() -> No
 @pytest.mark.full
 def test_states_peaks_and_messages_with_other_settings_are_the_predicted_ones() -> None:
     check(OTHERS)
+
+
+def test_parts_of_sequences_have_the_predicted_states_peaks_and_messages_at_every_stage() -> None:
+    check(PART_STAGES)
+
+
+@pytest.mark.full
+def test_parts_of_sequences_have_the_predicted_states_peaks_and_messages_with_other_settings() -> None:
+    check(PART_OTHERS)

@@ -178,7 +178,7 @@ _REFUSED: dict[str, Key] = {
     "gradient_allreduce_op": only("mean", kind=TEXT, reason="the engine averages over the ranks; sum in your loss"),
     "managed_gradient_accumulation": only(True, kind=BOOL, reason="the engine counts the micro-batches itself"),
     "sparse_gradients": only(False, kind=BOOL, reason="the runtime's gradients are dense"),
-    "sequence_parallel_size": only(1, kind=WHOLE, reason="sequence parallelism is not here"),
+    "sequence_parallel_size": only(1, kind=WHOLE, reason="it is on the command line alone (parallel.sp)"),
     "pipeline": Key(ANY, only=(), reason="pipeline parallelism is not here; leave it out"),
     "amp": _absent("Apex' mixed precision (use fp16 or bf16)"),
     "torch_autocast": _absent("autocast by the engine (wrap your forward, or use fp16 or bf16)"),

@@ -29,9 +29,9 @@ class DeviceOverhead:
     most: int = 0
 
     @classmethod
-    def on_cuda(cls, world: int, shard_count: int, tensor_degree: int = 1) -> DeviceOverhead:
+    def on_cuda(cls, world: int, shard_count: int, tensor_degree: int = 1, sequence_degree: int = 1) -> DeviceOverhead:
         """The context, cuBLAS's workspaces, and NCCL's buffers of each communicator of a rank."""
-        count = communicators(world, shard_count, tensor_degree)
+        count = communicators(world, shard_count, tensor_degree, sequence_degree)
         least, most = (
             context + count * communicator + WORKSPACES
             for context, communicator in zip(CONTEXT, COMMUNICATOR, strict=True)
@@ -42,17 +42,21 @@ class DeviceOverhead:
 NO_OVERHEAD = DeviceOverhead()
 
 
-def communicators(world: int, shard_count: int, tensor_degree: int = 1) -> int:
+def communicators(world: int, shard_count: int, tensor_degree: int = 1, sequence_degree: int = 1) -> int:
     """The number of communicators that a rank holds: the world's, and those of `RankGroups`. None for a single rank.
 
-    PlanError if `tensor_degree` does not divide `world`, or `shard_count` the ranks of the data axis.
+    PlanError if `tensor_degree` does not divide `world`, or `shard_count` or `sequence_degree` the ranks of the data
+    axis.
     """
     if world % tensor_degree:
         raise PlanError(f"parallel.tp={tensor_degree}: expected a divisor of the {world} ranks")
     data_world = world // tensor_degree
     if data_world % shard_count:
         raise PlanError(f"shard groups of {shard_count}: expected a divisor of the {data_world} ranks")
+    if data_world % sequence_degree:
+        raise PlanError(f"parallel.sp={sequence_degree}: expected a divisor of the {data_world} ranks")
     if world == 1:
         return 0
     sharded = 2 if shard_count > 1 else 0  # gathers and reductions
-    return 1 + sharded + (shard_count < data_world) + (tensor_degree > 1)  # the replicas of a shard; the slices
+    # The replicas of a shard; the slices of layers; the parts of sequences.
+    return 1 + sharded + (shard_count < data_world) + (tensor_degree > 1) + (sequence_degree > 1)

@@ -29,11 +29,12 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_re
 ALL_TO_ALL = "all_to_all"  # parts of matrices, of all units together
 SIGNS = ("sign_all_to_all", "sign_all_gather")  # of 1-bit Adam
 SLICE_SUM, LOSS_NUMBERS = "tensor_all_reduce", "tensor_all_gather"  # of tensor parallelism, of all units together
+TRADED_PARTS = "sequence_all_to_all"  # of sequence parallelism, of all units together
 MESSAGES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL)
 _SIZES = STATE_ITEMSIZE_BYTES | dict[str, int](ITEMSIZE_BYTES.items())
 _SETTINGS = {
     **dict.fromkeys((PARAMS, ALL_GATHER), "precision.param"),
-    **dict.fromkeys((GATHERED, AUTOCAST, SLICE_SUM, LOSS_NUMBERS), "precision.compute"),
+    **dict.fromkeys((GATHERED, AUTOCAST, SLICE_SUM, LOSS_NUMBERS, TRADED_PARTS), "precision.compute"),
     **dict.fromkeys((REDUCED, REDUCE_SCATTER, ALL_REDUCE), "precision.reduce"),
     **dict.fromkeys((GRADS, ACCUMULATED), "precision.accumulate"),
     MASTER: "precision.master",
@@ -132,7 +133,8 @@ class AskedDTypes:
         The loss of a divided head sends fp32 numbers of each token.
         """
         computed = self.precision.compute or self.precision.param
-        return {ALL_TO_ALL: self.whole, SLICE_SUM: computed, LOSS_NUMBERS: "fp32"}.get(component)
+        asked = {SLICE_SUM: computed, TRADED_PARTS: computed, LOSS_NUMBERS: "fp32", ALL_TO_ALL: self.whole}
+        return asked.get(component)
 
     def setting(self, component: str) -> str:
         """The key that decides a component's dtype."""

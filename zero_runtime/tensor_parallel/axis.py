@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-_MIX, _BITS = 1_000_003, 31  # a multiplier, and the bits of a fingerprint: sums of 2**20 of them are exact in fp64
+from zero_runtime.group_batch import GroupBatch
 
 
 class SliceCollectives(Protocol):
@@ -22,7 +21,7 @@ class SliceCollectives(Protocol):
 
 
 class TensorAxis:
-    """The ranks that hold the slices of one model. They compute on the same batch, which `fingerprint` lets them check.
+    """The ranks that hold the slices of one model. They compute on the same batch, which `batch` checks.
 
     All of them must run the same layers in the same order, since each sum and gather is a collective.
     """
@@ -30,8 +29,8 @@ class TensorAxis:
     def __init__(self, collectives: SliceCollectives) -> None:
         self.rank = collectives.tensor_rank
         self.degree = collectives.tensor_degree
+        self.batch = GroupBatch("parallel.tp", self.rank, self.degree)
         self._collectives = collectives
-        self._seen: torch.Tensor | None = None
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a contiguous tensor over the group, in place; equal bits on every rank."""
@@ -40,28 +39,6 @@ class TensorAxis:
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, [degree, *shape]."""
         return self._collectives.gather_slices(values)
-
-    # ---- the batch -------------------------------------------------------------------------------------------------
-
-    def note(self, ids: torch.Tensor) -> None:
-        """Add token ids or labels of a training forward to the fingerprint. Does not wait for the device."""
-        if not torch.is_grad_enabled() or isinstance(ids, FakeTensor) or ids.is_meta:
-            return
-        flat = ids.detach().reshape(-1).to(torch.int64)
-        places = torch.arange(1, 2 * flat.numel(), 2, device=flat.device)  # places change the sum
-        found = ((flat + _MIX) * places * _MIX).sum()  # wraps around, on every device in the same way
-        self._seen = found if self._seen is None else self._seen * _MIX + found
-
-    def fingerprint(self, device: torch.device) -> torch.Tensor:
-        """0-dim fp64: an integer below 2**31 that is equal on ranks that noted the same since the last call."""
-        seen, self._seen = self._seen, None
-        if seen is None:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return ((seen ^ (seen >> 32)) & (2**_BITS - 1)).to(torch.float64)
-
-    def difference(self, fingerprint: torch.Tensor) -> torch.Tensor:
-        """This rank's term of a sum over all ranks that is zero if the fingerprints agree in every group."""
-        return fingerprint * (self.degree - 1) if self.rank == 0 else -fingerprint
 
 
 class AloneOnAxis:

@@ -32,7 +32,7 @@ def vocabulary_cross_entropy(
             f"vocabulary_cross_entropy: expected the {rows} rows of {vocabulary} logits that this rank holds, found "
             f"{logits.shape[-1]}; give the head's output as it is, of TensorParallel(gathers_logits=False)"
         )
-    axis.note(labels)
+    axis.batch.note(labels)
     loss: torch.Tensor = _VocabularyCrossEntropy.apply(
         logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), axis, vocabulary, ignored
     )

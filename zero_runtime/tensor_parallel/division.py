@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from zero_runtime.errors import PlanError
 from zero_runtime.tensor_parallel.axis import TensorAxis
@@ -69,7 +67,6 @@ class DividedModel:
 
     def __init__(self, model: nn.Module, plan: SplitPlan, axis: TensorAxis, *, gathers_logits: bool) -> None:
         self.axis = axis
-        self._fingerprint = torch.zeros(())
         self._modules = dict(model.named_modules())
         self._installed: list[nn.Module] = []
         self._heads: list[HeadForward] = []
@@ -98,28 +95,6 @@ class DividedModel:
     def _install(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         module.forward = forward
         self._installed.append(module)
-
-    def batch_difference(self, device: torch.device) -> torch.Tensor:
-        """0-dim fp64: zero, summed over all ranks, if each group saw one batch since the last call."""
-        self._fingerprint = self.axis.fingerprint(device)
-        return self.axis.difference(self._fingerprint)
-
-    def check_batches(self, difference: float, gather_objects: Callable[[Any], list[Any]]) -> None:
-        """Raise PlanError on every rank unless `difference`, summed over all ranks, is zero; then a collective.
-
-        A no-op in a dry run, which has no values.
-        """
-        if difference == 0 or isinstance(self._fingerprint, FakeTensor):
-            return
-        found: list[float] = gather_objects(float(self._fingerprint))
-        degree = self.axis.degree
-        groups = [range(start, start + degree) for start in range(0, len(found), degree)]
-        wrong = [list(group) for group in groups if len({found[rank] for rank in group}) > 1]
-        raise PlanError(
-            f"parallel.tp={degree}: expected the ranks of each tensor-parallel group to be given the same batch, found "
-            f"different tokens or labels on ranks {' and '.join(map(str, wrong))}; slice the data by "
-            f"rank // {degree} of world // {degree}, as runtime.collectives.data_rank and data_world count"
-        )
 
     @contextmanager
     def full_logits(self) -> Iterator[None]:

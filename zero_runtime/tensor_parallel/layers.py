@@ -132,7 +132,7 @@ class EmbeddingForward:
         self._module, self._axis = module, axis
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        self._axis.note(ids)
+        self._axis.batch.note(ids)
         weight, rows = self._module.weight, self._module.weight.shape[0]
         low = self._axis.rank * rows
         own = (ids >= low) & (ids < low + rows)

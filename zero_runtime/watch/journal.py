@@ -34,6 +34,7 @@ _CHANNEL = {
     "all_to_all": "reduce",
     "tensor_all_reduce": "tensor",
     "tensor_all_gather": "tensor",
+    "sequence_all_to_all": "sequence",
 }
 
 

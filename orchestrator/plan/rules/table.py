@@ -47,7 +47,7 @@ def resolve(config: RunConfig, scene: Scene) -> RunConfig:
     device, ranks = scene.device(config.resources), scene.ranks(config.resources)
     threads = config.resources.threads or _threads(config.cluster, ranks, scene)
     batch, data, model = config.batch, config.data, pretrained.completed(config.model)
-    one = batch.micro * config.parallel.data_ranks(ranks)
+    one = batch.micro * config.parallel.batch_ranks(ranks)
     accumulation = batch.accumulation or (batch.global_size or one) // one
     return replace(
         config,
@@ -145,15 +145,15 @@ def _each_rank_has_a_gpu(scene: Scene, resources: Resources, cluster: Cluster) -
 def _batch_divides(scene: Scene, batch: Batch, resources: Resources, parallel: Parallel) -> Broken | None:
     if batch.global_size is None:
         return None
-    ranks = parallel.data_ranks(scene.ranks(resources))
-    of_tp = f" (parallel.tp={parallel.tp} makes one of each {parallel.tp})" if parallel.tp > 1 else ""
+    ranks, name = parallel.batch_ranks(scene.ranks(resources)), "tp" if parallel.tp > 1 else "sp"
+    of_group = f" (parallel.{name}={parallel.group} makes one of each {parallel.group})" if parallel.group > 1 else ""
     one = batch.micro * ranks * (batch.accumulation or 1)
     if batch.global_size == one or (batch.accumulation is None and batch.global_size % one == 0):
         return None
     if batch.accumulation is None:
-        rule = f"batch.global_size must be a multiple of micro {batch.micro} x {ranks} ranks{of_tp} = {one}"
+        rule = f"batch.global_size must be a multiple of micro {batch.micro} x {ranks} ranks{of_group} = {one}"
         return Broken(rule, str(batch.global_size), _divisible(batch, ranks))
-    product = f"micro {batch.micro} x accumulation {batch.accumulation} x {ranks} ranks{of_tp} = {one}"
+    product = f"micro {batch.micro} x accumulation {batch.accumulation} x {ranks} ranks{of_group} = {one}"
     free = ("batch.accumulation=null",) if batch.global_size % (batch.micro * ranks) == 0 else ()
     rule = f"batch.global_size must be {product}"
     return Broken(rule, str(batch.global_size), (f"batch.global_size={one}", *free))
@@ -164,7 +164,7 @@ def _one_reduction_has_micro_batches(
 ) -> Broken | None:
     if not zero.reduce_at_boundary:
         return None
-    share = (batch.global_size or 0) // (batch.micro * parallel.data_ranks(scene.ranks(resources)))
+    share = (batch.global_size or 0) // (batch.micro * parallel.batch_ranks(scene.ranks(resources)))
     many = max(batch.accumulation or 1, share) > 1
     if zero.stage >= 2 and many:
         return None
@@ -285,6 +285,10 @@ RULES = (
     Rule(parallel_rules.slices_are_sent_exactly, ("parallel", "zero")),
     Rule(parallel_rules.optimizer_updates_slices, ("parallel", "optimizer")),
     Rule(parallel_rules.inference_has_full_layers, ("parallel", "measure")),
+    Rule(parallel_rules.sp_divides_the_ranks, ("parallel", "resources")),
+    Rule(parallel_rules.heads_are_divided_once, ("parallel",)),
+    Rule(parallel_rules.sp_divides_the_sequences, ("parallel", "batch")),
+    Rule(parallel_rules.inference_has_whole_sequences, ("parallel", "measure")),
     Rule(offload_rules.offloaded_params_are_sharded, ("offload", "zero")),
     Rule(offload_rules.optimizer_can_be_offloaded, ("offload", "optimizer", "resources")),
     Rule(offload_rules.guesses_need_a_tier, ("offload", "resources")),

@@ -200,15 +200,32 @@ def test_a_table_has_a_column_for_each_number_of_slices(monkeypatch: pytest.Monk
     assert states["stage1-tp2"] < states["stage1-tp1"] < 2 * states["stage1-tp2"]  # norms are replicated
 
 
+@pytest.mark.full
+def test_a_table_has_a_column_for_each_number_of_parts(monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
+    monkeypatch.setattr(memory_cache, "_start_child", WarmShapes)
+    small = (*LINE, "zero=stage3", "offload=none", "resources.ranks=4", "--table", "sp=1,2")
+    code, out, _ = say(*small)
+    assert code == 0
+    assert "by the ranks that hold parts of one sequence (parallel.sp)" in out
+    rows = {row["label"]: row for row in say.json(*small)}
+    assert {row["sp"] for row in rows.values()} == {1, 2}
+    kept = {label: row["peak_parts_bytes"]["blocks"] / row["micro"] for label, row in rows.items()}
+    assert kept["stage3-sp2"] < 0.6 * kept["stage3-sp1"]  # of a sequence; each rank has half of it
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         ((*TWO, "--explain", "stage1-ful"), "there is no row 'stage1-ful'. Did you mean 'stage1-full'?"),
         ((*TWO, "batch.micro=4"), "batch.micro: fit finds the largest"),
         ((*TWO, "batch.global_size=64"), "batch.global_size: it varies with the micro-batch"),
-        ((*TWO, "--table", "ranks=0"), "--table: expected numbers of ranks or of parallel.tp, found 'ranks=0'"),
+        (
+            (*TWO, "--table", "ranks=0"),
+            "--table: expected numbers of ranks, of parallel.tp or of parallel.sp, found 'ranks=0'",
+        ),
         ((*TWO, "--table", "ranks=1,2"), "--table varies resources.ranks"),
         ((*TWO, "parallel=tp2", "--table", "tp=1,2"), "--table varies parallel.tp"),
+        ((*TWO, "parallel.sp=2", "--table", "sp=1,2"), "--table varies parallel.sp"),
         ((*TWO, "--detach"), "fit starts no run and has no --detach"),
         ((*TWO, "--tabel"), "there is no flag '--tabel'"),
         (("model=llama_tiny", "hardware=a100"), "hardware has no option 'a100'"),

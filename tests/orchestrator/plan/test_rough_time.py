@@ -134,6 +134,19 @@ def test_the_ranks_of_a_group_wait_for_every_sum_over_their_slices(counted: dict
     assert rough_time._tensor_s(memory, peaks) == 0.0
 
 
+def test_the_ranks_of_a_group_wait_for_every_exchange_of_their_parts(counted: dict[str, Any]) -> None:
+    """4 blocks exchange twice in forward and twice in backward; a rank sends 3/4 of what it holds of 3 x 16 / 4 tokens,
+    as in one round of a ring of 4 ranks on a node."""
+    one, memory = config("resources.ranks=8 parallel.sp=4"), step.Memories(counted).of(config("resources.ranks=8"))
+    peaks = rough_time.peaks_of(one)
+    assert memory is not None
+    assert peaks is not None
+    parts = replace(memory, config=one, tensor=TensorMessages(traded=((128, 128),) * 4))
+    alone_s = Ring(4, 1).curve(peaks, PUBLISHED).at(2 * 3 * SEQ * 128 / 4)
+    assert rough_time._tensor_s(parts, peaks) == pytest.approx(16 * alone_s)
+    assert rough_time.data_layout(one, 8) == Layout(8, 1, 8)  # ZeRO shards over all of them
+
+
 def test_zero_shards_over_one_rank_of_each_group() -> None:
     assert rough_time.data_layout(config("resources.ranks=8 parallel.tp=4"), 2) == Layout(2, 1, 2)
     assert rough_time.data_layout(config("resources.ranks=16 resources.nodes=2 parallel.tp=8"), 2) == Layout(2, 2, 2)

@@ -1,4 +1,4 @@
-"""The messages of tensor parallelism by the formulas of docs/parallel.md."""
+"""The messages of tensor and of sequence parallelism by the formulas of docs/parallel.md."""
 
 from __future__ import annotations
 
@@ -37,5 +37,20 @@ def test_gradients_of_replicated_parameters_in_divided_layers_are_summed_once_a_
     assert sent == TensorSent(16, 32, 2)
 
 
+@pytest.mark.parametrize(
+    ("recompute", "forwards"), [("none", BLOCKS), ("full", 2 * BLOCKS), ("every_nth", BLOCKS + BLOCKS // 2)]
+)
+@pytest.mark.parametrize("degree", [2, 5])
+def test_a_block_trades_parts_before_and_after_its_attention(degree: int, recompute: str, forwards: int) -> None:
+    """Forwards, recomputed ones too, and one backward of a block; a rank keeps its own part of what it trades."""
+    rule = RecomputeRule(recompute)  # type: ignore[arg-type]
+    sent = TensorMessages(traded=((3 * WIDTH, WIDTH),) * BLOCKS).traded_parts(degree, TOKENS, rule, BF16_BYTES)
+    elements = (forwards + BLOCKS) * 4 * WIDTH * (TOKENS // degree) * (degree - 1) // degree
+    assert abs(sent.elements - elements) < sent.calls  # of each message, a fraction is dropped
+    assert (sent.nbytes, sent.calls) == (BF16_BYTES * sent.elements, 2 * (forwards + BLOCKS))
+
+
 def test_counts_survive_json() -> None:
+    traded = TensorMessages(traded=((3, 1), (3, 1)))
+    assert TensorMessages.of_plain(json.loads(json.dumps(traded.plain()))) == traded
     assert TensorMessages.of_plain(json.loads(json.dumps(MESSAGES.plain()))) == MESSAGES

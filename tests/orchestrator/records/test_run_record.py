@@ -31,6 +31,11 @@ def test_a_point_without_slices_keeps_the_id_that_it_had_before_there_were_any(t
     config["parallel"]["tp"] = 2
     assert point_id(config, 2, "cpu") != point_id(earlier, 2, "cpu")
     assert from_dict(earlier).data_ranks == 2
+    before_parts = {**config, "parallel": {"tp": 2, "patterns": []}}
+    assert point_id(config, 2, "cpu") == point_id(before_parts, 2, "cpu")
+    assert from_dict(before_parts).parallel.sp == 1
+    config["parallel"]["sp"] = 2
+    assert point_id(config, 2, "cpu") != point_id(before_parts, 2, "cpu")
 
 
 @pytest.mark.parametrize("change", [("zero", "stage"), ("batch", "micro"), ("resources", "threads")])

@@ -1,4 +1,4 @@
-"""A run with tensor parallelism learns what a run on its data ranks learns, and counts tokens and messages once."""
+"""A run with tensor or sequence parallelism learns what a run on its data ranks learns, and counts tokens once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness.patience import HANG_S
 from harness.ranks import prepare_fork_server
 from points import LLAMA, config_of
@@ -25,6 +26,7 @@ STEPS, DATA_RANKS = 5, 2  # an odd number of steps is measured, so that medians 
 # TERMS x 2^-24 at most; SUMS of them follow one another in two blocks, and their values are below 4 here, as the loss.
 TERMS, SUMS, LARGEST = max(LLAMA["vocab_size"], LLAMA["intermediate_size"]), 14, 4.5
 ROUNDING = 2 * TERMS * 2**-24 * SUMS * LARGEST
+RATE = 1e-9  # so low that a gradient of another rounding changes no later loss: by STEPS x RATE x its L1 norm at most
 
 
 def _rank_main(root: Path, rank: int, world: int) -> None:
@@ -57,14 +59,32 @@ def run(root: Path, config: RunConfig) -> dict[str, Any]:
     return {**result, "curve": [event["loss"] for event in events if event["event"] == "step"]}
 
 
-def config_with(tp: int) -> RunConfig:
-    config = config_of(STEPS, every=None, stage=1, ranks=DATA_RANKS * tp)
-    return replace(config, parallel=Parallel(tp), batch=replace(config.batch, global_size=DATA_RANKS))
+def config_with(parallel: Parallel) -> RunConfig:
+    config = config_of(STEPS, every=None, stage=1, ranks=DATA_RANKS * parallel.group)
+    batch, optimizer = replace(config.batch, global_size=DATA_RANKS), replace(config.optimizer, lr=RATE)
+    return replace(config, parallel=parallel, batch=batch, optimizer=optimizer)
 
 
-def test_a_run_on_slices_has_the_losses_tokens_and_parameters_of_its_data_ranks(tmp_path: Path) -> None:
-    alone, divided = (run(tmp_path / f"tp{tp}", config_with(tp)) for tp in (1, 2))
-    assert abs(alone["curve"][0] - divided["curve"][0]) <= ROUNDING
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run with all of the model and of the sequences on each rank."""
+    return run(tmp_path_factory.mktemp("alone"), config_with(Parallel()))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "messages", "kinds"),
+    [
+        (Parallel(tp=2), "sums of parallel.tp", {"tensor_all_reduce", "tensor_all_gather"}),
+        (Parallel(sp=2), "8 exchanges of parallel.sp", {"sequence_all_to_all"}),
+    ],
+    ids=["tp2", "sp2"],
+)
+def test_a_divided_run_has_the_losses_tokens_and_parameters_of_its_data_ranks(
+    tmp_path: Path, alone: dict[str, Any], parallel: Parallel, messages: str, kinds: set[str]
+) -> None:
+    divided = run(tmp_path, config_with(parallel))
+    losses = [(run["loss"]["validation"], *run["curve"]) for run in (alone, divided)]
+    assert all(abs(one - other) <= ROUNDING for one, other in zip(*losses, strict=True)), losses
     assert alone["data"] == divided["data"]
     assert alone["batch"] == divided["batch"]
     assert alone["model"] == divided["model"]
@@ -74,8 +94,9 @@ def test_a_run_on_slices_has_the_losses_tokens_and_parameters_of_its_data_ranks(
     assert abs(speed["tokens_per_second"]["median"] * step_s - DATA_RANKS * 16) <= DATA_RANKS * 16 * 2**-40
     (theory,) = (row for row in summary.communication_rows(divided) if row.name == "  and in theory")
     assert theory.text.endswith(": equal")
-    assert "sums of parallel.tp" in theory.text
-    assert {"tensor_all_reduce", "tensor_all_gather"} <= divided["communication"]["data"].keys()
+    assert messages in theory.text
+    assert kinds <= divided["communication"]["data"].keys()
+    assert divided["dtypes"]
     assert divided["memory"]["peak_predicted_bytes"] > 0
     for state in divided["memory"]["states"]:
         assert state["measured_bytes"] == state["predicted_bytes"], state

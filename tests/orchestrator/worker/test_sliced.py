@@ -1,4 +1,4 @@
-"""A configured model with tensor parallelism: the shapes of a rank, its messages, and what cannot be divided."""
+"""A configured model with tensor or sequence parallelism: its shapes, its messages, and what cannot be divided."""
 
 from __future__ import annotations
 
@@ -56,3 +56,41 @@ def test_heads_that_do_not_divide_are_a_problem_with_the_nearest_degrees_that_do
     assert answer is not None
     assert "parallel.tp=4: expected a divisor of the 6 heads" in answer["problem"]
     assert "parallel.tp=2 or parallel.tp=3" in answer["problem"]
+
+
+# ---- sequence parallelism --------------------------------------------------------------------------------------------
+
+
+def in_parts(kind: str, sizes: dict[str, Any], sp: int) -> RunConfig:
+    return replace(config_of(4, every=None), model=Model("tiny", kind, sizes), parallel=Parallel(sp=sp))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "sp", "block", "blocks"),
+    [
+        ("gpt2", GPT2, 4, (3 * 32, 32), 3),
+        ("llama", LLAMA, 3, ((12 + 2 * 6) * 4, 48), 2),
+        ("llama", LLAMA, 12, ((12 + 2 * 12) * 4, 48), 2),  # each key and value head on two ranks
+    ],
+)
+def test_a_rank_has_full_shapes_and_trades_heads_twice_in_a_block(
+    kind: str, sizes: dict[str, Any], sp: int, block: tuple[int, int], blocks: int
+) -> None:
+    full, part = shapes.units_of(divided(kind, sizes, 1)), shapes.units_of(in_parts(kind, sizes, sp))
+    assert shapes_in(part) == shapes_in(full)
+    assert TensorMessages.of_plain(part["tensor"]) == TensorMessages(traded=(block,) * blocks)
+
+
+def test_heads_that_the_parts_do_not_divide_are_a_problem_with_the_nearest_degrees_that_do() -> None:
+    answer = shapes._answer(in_parts("llama", LLAMA, 4))
+    assert answer is not None
+    assert "parallel.sp=4: expected a divisor of the 12 attention heads" in answer["problem"]
+    assert "use parallel.sp=3 or parallel.sp=6" in answer["problem"]
+
+
+def test_a_model_that_may_mix_tokens_outside_of_its_attention_is_a_problem() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
+    answer = shapes._answer(in_parts("opt", {"vocab_size": 64, **sizes, "word_embed_proj_dim": 32}, 2))
+    assert answer is not None
+    assert "parallel.sp=2: expected a model of transformers that is known to mix tokens" in answer["problem"]
+    assert "found opt" in answer["problem"]

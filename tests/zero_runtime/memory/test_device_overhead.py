@@ -12,19 +12,23 @@ from zero_runtime.world import RankGroups
 
 
 @pytest.mark.parametrize(
-    ("world", "shard_count", "degree"),
+    ("world", "shard_count", "degrees"),
     [
-        *((1, 1, 1), (8, 1, 1), (8, 8, 1), (8, 4, 1), (8, 2, 1), (2, 2, 1)),
-        *((8, 1, 2), (8, 4, 2), (8, 2, 2), (8, 1, 8), (2, 1, 2)),
+        *((1, 1, (1, 1)), (8, 1, (1, 1)), (8, 8, (1, 1)), (8, 4, (1, 1)), (8, 2, (1, 1)), (2, 2, (1, 1))),
+        *((8, 1, (2, 1)), (8, 4, (2, 1)), (8, 2, (2, 1)), (8, 1, (8, 1)), (2, 1, (2, 1))),
+        *((8, 1, (1, 2)), (8, 8, (1, 4)), (8, 2, (1, 8)), (2, 2, (1, 2))),
     ],
 )
-def test_there_is_a_communicator_for_the_world_and_for_each_group(world: int, shard_count: int, degree: int) -> None:
+def test_there_is_a_communicator_for_the_world_and_for_each_group(
+    world: int, shard_count: int, degrees: tuple[int, int]
+) -> None:
+    """degrees: of tensor and of sequence parallelism."""
     dist.init_process_group("fake", store=FakeStore(), rank=world - 1, world_size=world)
     try:
-        groups = {group for group in RankGroups.make(shard_count, degree) if group is not None} | {dist.group.WORLD}
+        groups = {group for group in RankGroups.make(shard_count, *degrees) if group is not None} | {dist.group.WORLD}
     finally:
         dist.destroy_process_group()
-    assert communicators(world, shard_count, degree) == (len(groups) if world > 1 else 0)
+    assert communicators(world, shard_count, *degrees) == (len(groups) if world > 1 else 0)
 
 
 def test_a_single_rank_needs_the_context_and_the_workspaces_alone() -> None:
@@ -38,3 +42,5 @@ def test_a_single_rank_needs_the_context_and_the_workspaces_alone() -> None:
         communicators(8, 8, 2)
     with pytest.raises(PlanError, match=r"parallel\.tp=3: expected a divisor of the 8 ranks"):
         communicators(8, 1, 3)
+    with pytest.raises(PlanError, match=r"parallel\.sp=3: expected a divisor of the 8 ranks"):
+        communicators(8, 1, 1, 3)

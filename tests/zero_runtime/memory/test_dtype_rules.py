@@ -71,8 +71,9 @@ def test_of_messages_and_sums_only_the_dtype_is_fixed(component: str, right: str
     ]
 
 
-def test_slices_are_summed_in_the_dtype_of_the_computation_and_their_loss_in_fp32() -> None:
+def test_slices_and_parts_are_sent_in_the_dtype_of_the_computation_and_a_divided_loss_in_fp32() -> None:
     right = [DTypeCount("tensor_all_reduce", "", "bf16", 8, 16), DTypeCount("tensor_all_gather", "", "fp32", 3, 12)]
+    right.append(DTypeCount("sequence_all_to_all", "", "bf16", 8, 16))
     assert differences(ASKED, [UNIT], [*ASKED.of_unit(UNIT), *right]) == []
     wrong = right[0]._replace(dtype="fp32", nbytes=32)
     (text,) = differences(ASKED, [UNIT], [*ASKED.of_unit(UNIT), wrong])

@@ -1,0 +1,65 @@
+"""Checks that the ranks of a tensor- or sequence-parallel group are given the same batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zero_runtime.errors import PlanError
+
+_MIX, _BITS = 1_000_003, 31  # a multiplier, and the bits of a fingerprint: sums of 2**20 of them are exact in fp64
+
+
+class GroupBatch:
+    """A fingerprint of what this rank of a group was given since the last step.
+
+    setting: the key of the group's size, such as `parallel.tp`. rank, degree: this rank's place among the consecutive
+    ranks of its group, and their number.
+    """
+
+    def __init__(self, setting: str, rank: int, degree: int) -> None:
+        self._setting, self._rank, self._degree = setting, rank, degree
+        self._seen: torch.Tensor | None = None
+        self._fingerprint = torch.zeros(())
+
+    def note(self, ids: torch.Tensor) -> None:
+        """Add token ids or labels of a training forward to the fingerprint. Does not wait for the device."""
+        if not torch.is_grad_enabled() or isinstance(ids, FakeTensor) or ids.is_meta:
+            return
+        flat = ids.detach().reshape(-1).to(torch.int64)
+        places = torch.arange(1, 2 * flat.numel(), 2, device=flat.device)  # places change the sum
+        found = ((flat + _MIX) * places * _MIX).sum()  # wraps around, on every device in the same way
+        self._seen = found if self._seen is None else self._seen * _MIX + found
+
+    def difference(self, device: torch.device) -> torch.Tensor:
+        """This rank's term, 0-dim fp64, of a sum over all ranks that is zero if the ranks of each group noted the same
+        since the last call."""
+        self._fingerprint = self._conclude(device)
+        return self._fingerprint * (self._degree - 1) if self._rank == 0 else -self._fingerprint
+
+    def _conclude(self, device: torch.device) -> torch.Tensor:
+        """0-dim fp64: an integer below 2**31 that is equal on ranks that noted the same since the last call."""
+        seen, self._seen = self._seen, None
+        if seen is None:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return ((seen ^ (seen >> 32)) & (2**_BITS - 1)).to(torch.float64)
+
+    def check(self, difference: float, gather_objects: Callable[[Any], list[Any]]) -> None:
+        """Raise PlanError on every rank unless `difference`, summed over all ranks, is zero; then a collective.
+
+        A no-op in a dry run, which has no values.
+        """
+        if difference == 0 or isinstance(self._fingerprint, FakeTensor):
+            return
+        found: list[float] = gather_objects(float(self._fingerprint))
+        degree = self._degree
+        groups = [range(start, start + degree) for start in range(0, len(found), degree)]
+        wrong = [list(group) for group in groups if len({found[rank] for rank in group}) > 1]
+        raise PlanError(
+            f"{self._setting}={degree}: expected the {degree} ranks of each group to be given the same batch, found "
+            f"different tokens or labels on ranks {' and '.join(map(str, wrong))}; slice the data by "
+            f"rank // {degree} of world // {degree}, as runtime.collectives.batch_rank and batch_world count"
+        )
