@@ -62,6 +62,7 @@ LATER_KEYS: Mapping[str, Any] = {
     "optimizer.adamw_lr_ratio": None,
     "parallel.tp": 1,
     "parallel.patterns": [],
+    "zero.outer_sharding": None,
 }
 
 
