@@ -1,7 +1,8 @@
 """Compares the predicted peak memory of a training step with the bytes that torch's allocator counts on CPU ranks.
 
 `python benchmarks/predicted_peaks.py [--count N] [--seed N]`; writes benchmarks/results/. The combinations of settings
-are chosen by `covering` from the seed: every two values of different settings that are allowed together occur in one.
+are chosen by `covering` from the seed: every two values of different settings that are allowed together occur in one;
+and those of OUTER.
 The prediction comes from the configuration alone.
 
 [Note: what is compared]
@@ -69,6 +70,7 @@ from zero_runtime.memory.counted_unit import CountRules  # noqa: E402
 from zero_runtime.memory.step_memory import StepMemory, StepPeaks, replay_states  # noqa: E402
 from zero_runtime.offload.copy_streams import HoldingCopies  # noqa: E402
 from zero_runtime.offload.plan import Tier  # noqa: E402
+from zero_runtime.plan import OuterSharding  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
 
@@ -98,7 +100,8 @@ ALLOWED_MEDIAN, ALLOWED_WORST = 0.01, 0.03
 
 
 class Case(NamedTuple):
-    """One combination. micro: sequences of a micro-batch. group: ranks that shard; 0: all."""
+    """One combination. micro: sequences of a micro-batch. group: ranks that shard; 0: all. outer: the outer sharding
+    of the groups, of OUTER alone."""
 
     model: str
     world: int
@@ -111,6 +114,7 @@ class Case(NamedTuple):
     offload: str
     prefetch: int
     group: int
+    outer: OuterSharding | None = None
 
 
 VALUES = Case(
@@ -139,18 +143,31 @@ def covering(count: int, seed: int) -> list[Case]:
 
 
 def _drawn(draw: random.Random) -> Case:
-    return Case(*(draw.choice(values) for values in VALUES))  # type: ignore[call-overload]
+    return Case(*(draw.choice(values) for values in VALUES if values is not None))  # type: ignore[call-overload]
 
 
 def pairs(case: Case) -> set[tuple[Any, ...]]:
-    return set(itertools.combinations(case._asdict().items(), 2))
+    return set(itertools.combinations([one for one in case._asdict().items() if one[1] is not None], 2))
+
+
+# With outer sharding: both kinds, in groups of one and of two ranks, in every precision.
+OUTER = [
+    Case("llama", 2, 3, "bf16", 2, "none", 1, "full", "none", 1, 1, "optim"),
+    Case("gpt2", 2, 3, "fp32", 1, "full", 2, "tiled", "none", 0, 1, "hpz"),
+    Case("llama", 4, 3, "bf16", 1, "full", 2, "full", "none", 1, 2, "optim"),
+    Case("gpt_neox", 4, 3, "fp32", 2, "none", 2, "full", "none", 2, 2, "optim"),
+    Case("gpt2", 4, 3, "bf16 in fp32", 4, "by_operation", 1, "tiled", "none", 1, 2, "hpz"),
+    Case("llama", 4, 3, "bf16_pure", 2, "every_nth", 5, "full", "none", 0, 2, "hpz"),
+    Case("gpt_neox", 4, 3, "bf16", 2, "none", 2, "full", "optimizer nvme", 1, 2, "optim"),
+    Case("gpt2", 4, 3, "bf16", 1, "none", 2, "tiled", "optimizer host", 1, 2, "optim"),
+]
 
 
 def config_of(case: Case, folder: str = ".") -> RunConfig:
     params, optimizer = OFFLOADS[case.offload]
     return RunConfig(
         model=Model(case.model, case.model, MODELS[case.model]),
-        zero=Zero(stage=case.stage, prefetch=case.prefetch, shard_ranks=case.group or None),
+        zero=Zero(case.stage, case.prefetch, case.group or None, case.outer),
         precision=PRECISIONS[case.precision],
         batch=Batch(case.micro, case.accumulation, case.micro * case.accumulation * case.world, SEQ),
         resources=Resources(Device.cpu, ranks=case.world, threads=1),
@@ -384,7 +401,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     start = time.monotonic()
-    cases = covering(args.count, args.seed)
+    cases = [*covering(args.count, args.seed), *OUTER]
     ranks = measured_in_worlds(cases)
     predictions = Predictions()
     rows = [Compared(case, predictions.of(case), ranks[case]) for case in cases]

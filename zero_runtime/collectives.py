@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zero_runtime.errors import RankError
 from zero_runtime.gloo import Messages
+from zero_runtime.issuing import CollectiveIssuer, Start, Started
 from zero_runtime.ledger import Ledger
-from zero_runtime.phase_clock import COMMUNICATION, PhaseClock
-from zero_runtime.watch.failure import is_out_of_memory
-from zero_runtime.watch.journal import Journal
+from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.watch.watch import RankWatch
 from zero_runtime.world import RankGroups
 
 # torch 2.13 renamed these two functions and warns about the old names; 2.11 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Started(NamedTuple):
-    """A collective under way, in the backend.
-
-    wait: blocks the host or, with NCCL, only the current stream. is_completed: asks without blocking whether the device
-    has completed it; None if `wait` blocks the host.
-    """
-
-    wait: Callable[[], Any]
-    is_completed: Callable[[], bool] | None = None
-
-
-Start = Callable[[], Started]  # issues a collective without blocking
 
 
 def _starting(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Start:
@@ -79,7 +62,7 @@ class Pending:
         self._held = ()
 
 
-class Collectives:
+class Collectives(CollectiveIssuer):
     """Collectives of one rank: data over its shard group and over the replicas of its shard, control over all ranks.
 
     A shard group is `shard_count` consecutive ranks, each with a different shard; the ranks at the same position in
@@ -87,6 +70,12 @@ class Collectives:
     one model and compute on the same batch; ranks are then counted along the data axis, which holds every
     `tensor_degree`-th rank, and `data_world` is its size. With sequence parallelism, `sequence_degree` consecutive
     ranks of the data axis hold the parts of the same sequences, so there are `batch_world` different batches.
+
+    [Note: outer sharding]
+    With `group_ranks` G below `shard_count`, which is then `data_world` N, a shard group is G consecutive ranks, and
+    each of the N/G groups holds all parameters. The ranks at one position of all groups hold the same G-th of a unit,
+    of which each owns one part, a shard of N: the rank at position p of group g owns shard p * N/G + g. So the shards
+    of the ranks at one position are consecutive, and what these ranks hold is gathered from their shards in place.
     """
 
     def __init__(
@@ -97,9 +86,11 @@ class Collectives:
         *,
         tensor_degree: int = 1,
         sequence_degree: int = 1,
+        group_ranks: int | None = None,
     ) -> None:
-        self.world = dist.get_world_size()
-        self.rank = dist.get_rank()
+        super().__init__(
+            dist.get_rank(), dist.get_world_size(), clock, watch, waits_on_host=dist.get_backend() == "gloo"
+        )
         self.tensor_degree = tensor_degree
         self.data_world = self.world // tensor_degree
         self.data_rank, self.tensor_rank = divmod(self.rank, tensor_degree)
@@ -109,24 +100,26 @@ class Collectives:
         self.shard_count = shard_count
         self.replica_count = self.data_world // shard_count
         self.replica_rank, self.shard_rank = divmod(self.data_rank, shard_count)
-        self._groups = RankGroups.make(shard_count, tensor_degree, sequence_degree)
+        self.group_ranks = group_ranks or shard_count
+        self.group_count = self.data_world // self.group_ranks
+        self.group, self._group_place = divmod(self.data_rank, self.group_ranks)
+        self._shards_across = self.group_ranks < shard_count
+        if self._shards_across:
+            assert shard_count == self.data_world, "outer sharding is over all ranks of the data axis"
+            self.shard_rank = self._group_place * self.group_count + self.group
+        self._groups = RankGroups.make(
+            self.group_ranks, tensor_degree, sequence_degree, gathers_across=self._shards_across
+        )
         self._messages: dict[dist.ProcessGroup | None, Messages] = {}  # by group, for gloo only; see gloo.py
         if self.world > 1 and dist.get_backend() == "gloo":
             self._messages = {group: Messages(group) for group in self._groups if group is not None}
-        self._side_stream: torch.cuda.Stream | None = None  # see [Note: all-reduce behind a reduce-scatter]
+        self._side_streams: dict[str, torch.cuda.Stream] = {}  # see [Note: one collective behind another]
         self.ledger = Ledger()
-        self._exposed = clock.phase(COMMUNICATION)
-        self._watch = watch
-        self.journal = Journal() if watch is None else watch.journal
-        # See [Note: waits of a device] in watch/device_progress.py.
-        self._progress = None if watch is None or dist.get_backend() == "gloo" else watch.progress
-        if dist.get_backend() != "gloo":
-            self.journal.keep_one_order()
 
     def holds_shard_of(self, rank: int) -> bool:
         """Whether another rank, or this one, holds the same shards as this rank."""
         data_rank, tensor_rank = divmod(rank, self.tensor_degree)
-        return (data_rank % self.shard_count, tensor_rank) == (self.shard_rank, self.tensor_rank)
+        return (data_rank - self.data_rank) % self.shard_count == 0 and tensor_rank == self.tensor_rank
 
     def free(self) -> None:
         """Destroy the process groups that this object created; all ranks must call it together. Idempotent."""
@@ -136,26 +129,57 @@ class Collectives:
         self._groups = RankGroups()
         self._messages.clear()
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str = "", *, lasting: bool = True) -> Pending:
-        """Fill `full` [P] from every rank's `shard` [S], which may be its own slice of `full`.
+    def all_gather(
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        unit: str = "",
+        *,
+        lasting: bool = True,
+        after: Pending | None = None,
+    ) -> Pending:
+        """Fill `full` [P] from the `shard` [P / G] of every rank of the shard group, which may be its own slice of it.
 
         lasting: `full` is not a temporary tensor, so the watch may hold it until the device has completed the gather.
+        after: the gather that fills `shard`. A host that must wait for it starts this gather when it waits for that.
         """
-        if self.shard_count == 1:
+        if self.group_ranks == 1:
+            if after is not None:
+                after.wait()
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
             return Pending()
-        self.ledger.record("all_gather", unit, (self.shard_count - 1) * shard.numel(), shard.dtype)
+        if after is not None and not _on_cuda(full):
+            return Pending(after.wait, then=lambda: self.all_gather(full, shard, unit, lasting=lasting).wait())
+        self.ledger.record("all_gather", unit, (self.group_ranks - 1) * shard.numel(), shard.dtype)
         start = self._gathering(full, shard, self._groups.gather)
+        if after is not None:
+            start = self._behind("gather", after.wait, start, full.device)
         return Pending(self._issue("all_gather", unit, full, start, polled=lasting))
 
+    def gather_across(self, held: torch.Tensor, shard: torch.Tensor, unit: str = "") -> Pending:
+        """Fill `held` [P / G] from the `shard` [P / N] of every rank at this position of a shard group, which is that
+        rank's slice of it; see [Note: outer sharding]."""
+        self.ledger.record("outer_all_gather", unit, (self.group_count - 1) * shard.numel(), shard.dtype)
+        start = self._gathering(held, shard, self._groups.outer)
+        return Pending(self._issue("outer_all_gather", unit, held, start, polled=True))
+
+    def held_part(self, full: torch.Tensor) -> torch.Tensor:
+        """The elements [P / G] of `full` [P] that the ranks at this position of all shard groups have; a view."""
+        return full.chunk(self.group_ranks)[self._group_place]
+
     def all_gather_uncounted(self, full: torch.Tensor, shard: torch.Tensor) -> None:
-        """Like `all_gather`, but blocks and is not counted: for inspecting full tensors, not for training steps."""
-        if self.shard_count == 1:
+        """Fill `full` [P] from every rank's `shard` [S]. Blocks and is not counted: for inspecting full tensors, not
+        for training steps."""
+        shard = shard.contiguous()
+        if self._shards_across:
+            held = self.held_part(full)
+            self._issue("outer_all_gather", "", held, self._gathering(held, shard, self._groups.outer))()
+            shard = held
+        if self.group_ranks > 1:
+            self._issue("all_gather", "", full, self._gathering(full, shard, self._groups.gather))()
+        elif not self._shards_across:
             full.copy_(shard)
-        else:
-            start = self._gathering(full, shard.contiguous(), self._groups.gather)
-            self._issue("all_gather", "", full, start)()
 
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]], numel: int
@@ -224,6 +248,8 @@ class Collectives:
         Reduce-scatter over the shard group, then all-reduce over the replicas of the shard. The rest of `full` has no
         defined contents afterwards.
         """
+        if self._shards_across:
+            return self._reduce_across(full, shard, unit)
         if self.shard_count == 1:
             if full.data_ptr() != shard.data_ptr():
                 shard.copy_(full)
@@ -238,26 +264,51 @@ class Collectives:
         wait = partial(self._blocking, *scatter)
         return Pending(wait, then=lambda: self.all_reduce_replicas(shard, unit).wait())
 
-    def _all_reduce_behind(self, wait_scatter: Callable[[], Any], shard: torch.Tensor, unit: str) -> Callable[[], None]:
-        """Issue the all-reduce over the replicas of `shard` behind its reduce-scatter. Returns a function that waits.
+    def _reduce_across(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
+        """As `reduce`, by a reduce-scatter over the shard group into a part of `full`, and one across the groups."""
+        held = self.held_part(full)
+        scatter: tuple[int, Callable[[], Any]] | None = None
+        if self.group_ranks > 1:
+            self.ledger.record("reduce_scatter", unit, (self.group_ranks - 1) * held.numel(), full.dtype)
+            scatter = self._start("reduce_scatter", unit, full, self._summing(held, full, self._groups.reduce))
 
-        [Note: all-reduce behind a reduce-scatter]
+        def across() -> Start:
+            self.ledger.record("outer_reduce_scatter", unit, (self.group_count - 1) * shard.numel(), full.dtype)
+            return self._summing(shard, held, self._groups.replica)
+
+        if scatter is None:
+            return Pending(self._issue("outer_reduce_scatter", unit, held, across()), held=(full, shard))
+        if _on_cuda(shard):
+            start = self._behind("reduce", scatter[1], across(), shard.device)
+            return Pending(self._issue("outer_reduce_scatter", unit, held, start), held=(full, shard))
+        wait = partial(self._blocking, *scatter)
+        return Pending(wait, then=lambda: self._issue("outer_reduce_scatter", unit, held, across())())
+
+    def _all_reduce_behind(self, wait_scatter: Callable[[], Any], shard: torch.Tensor, unit: str) -> Callable[[], None]:
+        """Issue the all-reduce over the replicas of `shard` behind its reduce-scatter; returns what waits for it."""
+        start = self._behind("reduce", wait_scatter, self._counted_all_reduce(shard, unit), shard.device)
+        return self._issue("all_reduce", unit, shard, start)
+
+    def _behind(self, kind: str, wait_first: Callable[[], Any], start: Start, device: torch.device) -> Start:
+        """Issues a collective behind another of its `kind`, for whose end `wait_first` lets the current stream wait.
+
+        [Note: one collective behind another]
         A collective of NCCL starts behind the work of the stream that is current at its issue. On a side stream that
         has waited for the reduce-scatter, the all-reduce starts when the reduce-scatter ends, and the compute stream
         waits for both only when the unit's gradient is needed. After the side stream's wait torch no longer holds the
         reduce-scatter's tensors, whose memory the compute stream may reuse when they are freed: Pending holds them.
+        Gathers have a side stream of their own, since they need not wait for reductions.
         """
-        if self._side_stream is None:
-            self._side_stream = torch.cuda.Stream(shard.device)
-        side_stream = self._side_stream
-        start = self._counted_all_reduce(shard, unit)
+        if kind not in self._side_streams:
+            self._side_streams[kind] = torch.cuda.Stream(device)
+        side_stream = self._side_streams[kind]
 
         def start_behind() -> Started:
             with torch.cuda.stream(side_stream):
-                wait_scatter()
+                wait_first()
                 return start()
 
-        return self._issue("all_reduce", unit, shard, start_behind)
+        return start_behind
 
     def all_reduce_replicas(self, shard: torch.Tensor, unit: str = "") -> Pending:
         """Sum `shard` over its replicas, in place."""
@@ -384,67 +435,3 @@ class Collectives:
         sequence = self.journal.issue("gather_objects", "", 0, "object")
         self._blocking(sequence, partial(dist.all_gather_object, values, value))
         return values
-
-    # ---- ranks that differ -------------------------------------------------------------------------------------
-
-    def fingerprint(self) -> tuple[float, float]:
-        """This rank's fingerprint of the collectives issued so far, and its square.
-
-        Sum it over the ranks and pass the two sums to `check_fingerprints`.
-        """
-        value = self.journal.fingerprint()
-        return float(value), float(value * value)
-
-    def check_fingerprints(self, total: float, squares: float) -> None:
-        """Raise the same RankError on every rank if the sums over the ranks show that the fingerprints differ.
-
-        world * sum of squares = square of the sum only if all fingerprints are equal (Cauchy-Schwarz); the sums are
-        exact, see `Journal.fingerprint`. Without this check, different collectives may silently give wrong numbers:
-        gloo sums 8 fp32 values with 4 fp64 values without an error. A no-op without a watch, because only the watch can
-        name the ranks that differ.
-        """
-        if self._watch is None or (math.isfinite(squares) and self.world * int(squares) == int(total) ** 2):
-            return
-        self._explain("the ranks issued different collectives in this step", None)
-
-    def _issue(
-        self, kind: str, unit: str, tensor: torch.Tensor, start: Start, *, polled: bool = False
-    ) -> Callable[[], None]:
-        """Start a collective and return the function that waits for it; both charge their time to the clock.
-
-        tensor: the collective's larger tensor, by whose size and dtype the journal records it. polled: the watch may
-        ask whether the device has completed it, and holds its output meanwhile.
-        """
-        return partial(self._blocking, *self._start(kind, unit, tensor, start, polled=polled))
-
-    def _start(
-        self, kind: str, unit: str, tensor: torch.Tensor, start: Start, *, polled: bool = False
-    ) -> tuple[int, Callable[[], Any]]:
-        """Start a collective; returns its number in the journal and the backend's function that waits for it."""
-        sequence = self.journal.issue(kind, unit, tensor.numel(), tensor.dtype)
-        with self._exposed:
-            try:
-                started = start()
-            except RuntimeError as error:
-                self._explain(f"{kind} of unit {unit!r} could not start: {error}", error)
-        if polled and self._progress is not None and started.is_completed is not None:
-            self._progress.add(sequence, started.is_completed)
-        return sequence, started.wait
-
-    def _blocking(self, sequence: int, wait: Callable[[], Any]) -> None:
-        """Wait for the collective with this number in the journal. A backend error is raised as a RankError."""
-        self.journal.wait(sequence)
-        with self._exposed:
-            try:
-                wait()
-            except RuntimeError as error:
-                self._explain(f"collective {sequence} failed: {error}", error)
-        self.journal.wait(0)
-
-    def _explain(self, trouble: str, error: RuntimeError | None) -> NoReturn:
-        if error is not None and is_out_of_memory(error):
-            raise error  # this rank's own failure, with its cause: the others hear of it when the rank ends
-        # With a watch, all ranks raise the same RankError. Without one, this rank can only report its own error.
-        if self._watch is not None:
-            self._watch.explain(trouble, error)
-        raise RankError(f"rank {self.rank}: {trouble}; join_world's watch names the culprit", (self.rank,)) from error

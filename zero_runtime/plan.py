@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal, get_args
 
 from zero_runtime.errors import PlanError
 from zero_runtime.limits import Broken, ConfigError, Limits
 
 
 class Partition(Enum):
-    """How one model state is distributed over the data-parallel ranks."""
+    """How one model state is distributed over the data-parallel ranks.
+
+    GROUP: over the ranks of a shard group, where SHARDED is over all ranks; see `ZeroPlan.held_params`.
+    """
 
     REPLICATED = "replicated"
+    GROUP = "group"
     SHARDED = "sharded"
 
 
@@ -31,6 +36,7 @@ class Phase(Enum):
 
 
 R, S = Partition.REPLICATED, Partition.SHARDED
+OuterSharding = Literal["optim", "hpz"]
 
 # (params, grads, optimizer), arXiv 1910.02054 section 5: each stage shards one more state.
 _STAGES = {0: (R, R, R), 1: (R, R, S), 2: (R, S, S), 3: (S, S, S)}
@@ -42,12 +48,18 @@ class ZeroPlan:
 
     shard_ranks: sharded states are split over groups of this many consecutive ranks and replicated across the groups
     (hybrid sharding: a group inside a node, replicas across nodes); None splits them over all ranks.
+
+    outer_sharding: what is replicated across the groups is sharded too, so that gradients, masters and optimizer states
+    are split over all ranks. Each group still holds all parameters in the dtype that is gathered, so full copies are
+    gathered inside a group. "optim": the groups exchange new parameters once after a step. "hpz": they exchange them in
+    each forward, and backward gathers from what the forward left in the group (arXiv 2306.10209, section 3.2).
     """
 
     params: Partition
     grads: Partition
     optimizer: Partition
     shard_ranks: int | None = None
+    outer_sharding: OuterSharding | None = None
 
     def __post_init__(self) -> None:
         row = (self.params, self.grads, self.optimizer)
@@ -62,20 +74,37 @@ class ZeroPlan:
         if self.shard_ranks is not None and self.optimizer is R:
             rule = "zero.shard_ranks needs a stage that shards something"
             limits.refuse(rule, "stage 0", "zero.shard_ranks=null", "zero.stage=1")
+        limits.must("outer_sharding", get_args(OuterSharding).__contains__, "optim or hpz, or null", None)
+        if self.outer_sharding is not None and not limits.broken:
+            self._check_outer_sharding(limits)
         limits.conclude()
 
+    def _check_outer_sharding(self, limits: Limits) -> None:
+        if self.params is R:
+            rule = (
+                "zero.outer_sharding needs zero.stage=3: the other stages keep full parameters on every rank, and "
+                "shard the rest over all ranks with zero.shard_ranks=null"
+            )
+            limits.refuse(rule, f"stage {self.stage}", "zero.outer_sharding=null", "zero.stage=3")
+        elif self.shard_ranks is None:
+            rule = "zero.outer_sharding needs zero.shard_ranks, the ranks of a group such as a node"
+            limits.refuse(rule, None, "zero.outer_sharding=null")
+
     @classmethod
-    def from_stage(cls, stage: int, *, shard_ranks: int | None = None) -> ZeroPlan:
+    def from_stage(
+        cls, stage: int, *, shard_ranks: int | None = None, outer_sharding: OuterSharding | None = None
+    ) -> ZeroPlan:
         """The plan of ZeRO stage 0 (plain data parallelism), 1, 2 or 3."""
         if stage not in _STAGES:
             raise ConfigError([Broken("zero.stage must be 0, 1, 2 or 3", repr(stage), ("zero.stage=2",))])
-        return cls(*_STAGES[stage], shard_ranks=shard_ranks)
+        return cls(*_STAGES[stage], shard_ranks=shard_ranks, outer_sharding=outer_sharding)
 
     def less_sharded(self) -> ZeroPlan | None:
         """The plan that shards one state less; None if nothing is sharded."""
         if self.stage == 0:
             return None
-        return ZeroPlan(*_STAGES[self.stage - 1], shard_ranks=self.shard_ranks if self.stage > 1 else None)
+        keeps_groups = self.stage > 1 and self.outer_sharding is None
+        return ZeroPlan(*_STAGES[self.stage - 1], shard_ranks=self.shard_ranks if keeps_groups else None)
 
     @property
     def stage(self) -> int:
@@ -85,13 +114,35 @@ class ZeroPlan:
 
     def shard_count(self, world: int) -> int:
         """Number of ranks that a sharded state is split over; a divisor of `world`."""
+        group_ranks = self.group_ranks(world)
+        return group_ranks if self.outer_sharding is None else world
+
+    def group_ranks(self, world: int) -> int:
+        """Number of ranks of a shard group, from which a full copy is gathered; a divisor of `world`.
+
+        Equal to `shard_count` unless the plan has outer sharding.
+        """
         count = (self.shard_ranks or world) if self.optimizer is S else 1
         if world % count:
             raise PlanError(f"zero.shard_ranks={count}: expected a divisor of the {world} ranks")
         return count
 
+    @property
+    def held_params(self) -> Partition:
+        """How the parameters that a rank holds between their uses are distributed."""
+        return self.params if self.outer_sharding is None else Partition.GROUP
+
+    def ranks_of(self, partition: Partition, world: int) -> int:
+        """Number of ranks that a state of this partition is split over."""
+        if partition is R:
+            return 1
+        return self.group_ranks(world) if partition is Partition.GROUP else self.shard_count(world)
+
     def check_inference(self) -> None:
         """ConfigError if this plan shards only what inference does not have: gradients and optimizer states."""
+        if self.outer_sharding is not None:
+            rule = "zero.outer_sharding shards gradients and optimizer states, which inference does not have"
+            raise ConfigError([Broken(rule, self.outer_sharding, ("zero.outer_sharding=null",))])
         if self.params is R and self.optimizer is S:
             rule = (
                 "inference has no gradients and no optimizer states, which are all that stages 1 and 2 shard: expected "
@@ -121,6 +172,16 @@ class ZeroPlan:
     def reduces_every_backward(self) -> bool:
         """Whether gradients are reduced after each micro-batch, or summed locally until the last one."""
         return not self.keeps_full_grads
+
+    def group_is_stale_after(self, phase: Phase) -> bool:
+        """With outer sharding, whether the parameters that a group holds are stale after `phase`, so that the groups
+        exchange parameters before the next gather. They are stale after every step."""
+        return phase is Phase.STEP or (phase is Phase.BACKWARD and self.outer_sharding == "hpz")
+
+    @property
+    def exchanges_after_step(self) -> bool:
+        """With outer sharding, whether groups exchange new parameters right after a step, or when they need them."""
+        return self.outer_sharding == "optim"
 
     def releases_params_after(self, phase: Phase) -> bool:
         """Whether the full parameters are freed or become stale after `phase`. They are stale after every step."""

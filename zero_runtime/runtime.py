@@ -48,6 +48,19 @@ from zero_runtime.world import world_size
 __all__ = ["RuntimeSettings", "ZeroRuntime"]
 
 
+def _collectives_of(plan: ZeroPlan, settings: RuntimeSettings, clock: PhaseClock) -> Collectives:
+    tensor = settings.tensor_parallel
+    data_world = tensor.data_world(world_size())
+    return Collectives(
+        plan.shard_count(data_world),
+        clock,
+        settings.watch,
+        tensor_degree=tensor.degree,
+        sequence_degree=settings.sequence_parallel.degree,
+        group_ranks=plan.group_ranks(data_world),
+    )
+
+
 def _checked_plan(
     model: nn.Module,
     plan: ZeroPlan,
@@ -95,12 +108,9 @@ class ZeroRuntime:
         self.settings = settings
         self.device = device = make_current(device)
         self.clock = PhaseClock(device)
-        tensor, sequence = settings.tensor_parallel, settings.sequence_parallel
-        shard_count = plan.shard_count(tensor.data_world(world_size()))
+        tensor = settings.tensor_parallel
         split = tensor.plan(model, trains=self.trains) if tensor.degree > 1 else None
-        self.collectives = Collectives(
-            shard_count, self.clock, settings.watch, tensor_degree=tensor.degree, sequence_degree=sequence.degree
-        )
+        self.collectives = _collectives_of(plan, settings, self.clock)
         self.collectives.journal.begin("start")
         # As the model is given: its parameters are views of flat tensors from here on.
         self.given_dtypes = {name: param.dtype for name, param in model.named_parameters()}

@@ -146,14 +146,18 @@ class Unit:
         self._parameters.join_gather()
 
     def renew(self) -> None:
-        """Start gathering a full copy that is kept between steps, after the shards have changed.
+        """Start gathering a full copy that is kept between steps, or exchanging parameters between shard groups, after
+        the shards have changed.
 
         All ranks must call it for all units in the same order. A no-op if the plan frees full copies, or if the unit's
-        update runs elsewhere and may still be under way. Blocks only if the gather needs a separate buffer.
+        update runs elsewhere and may still be under way; an exchange waits for that update, because ranks may use
+        units in another order than those of other groups. Else it blocks only if the gather needs a separate buffer.
 
         The end of a step calls it, not the next forward: a parameter read between two steps would otherwise have old
         values, and a gather that the read itself starts would hang if only one rank reads.
         """
+        if self._plan.exchanges_after_step:
+            self._parameters.renew_group()
         if not self._plan.keeps_full_params or self._parameters.location is not ON_DEVICE:
             return
         self.unshard()
@@ -177,6 +181,7 @@ class Unit:
         """
         parameters = self._parameters
         parameters.end_gather()
+        parameters.end_exchange(stale=self.trainable and self._plan.group_is_stale_after(after))
         if parameters.state is not DataState.UNSHARDED or not self._plan.releases_params_after(after):
             return
         if not self.trainable and self._plan.keeps_full_params:
@@ -189,6 +194,7 @@ class Unit:
         Also for frozen units, which `reshard` may leave unsharded.
         """
         self._parameters.end_gather()
+        self._parameters.end_exchange(stale=True)
         if self._parameters.state is DataState.UNSHARDED:
             self._parameters.make_stale()
 

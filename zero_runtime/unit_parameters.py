@@ -18,6 +18,7 @@ from zero_runtime.collectives import Collectives, Pending
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Piece, Segment
+from zero_runtime.group_shard import GroupShard
 from zero_runtime.guarded_parameter import ParameterGuard
 from zero_runtime.initial_values import InitialValues, swap_content
 from zero_runtime.kernels import ops
@@ -70,12 +71,14 @@ class UnitParameters:
 
     unsharded_param [P] compute_dtype: the full copy; the modules' parameters are views of it. param_shard [S]
     param_dtype: the shard that is gathered; bytes of codes [stored_numel] uint8 if the unit is quantised.
-    master_shard [S] master_dtype: the shard that is updated; None if frozen.
+    master_shard [S] master_dtype: the shard that is updated; None if frozen. group_shard: with outer sharding, what is
+    gathered instead of param_shard, which is a slice of it; else None.
     """
 
     unsharded_param: torch.Tensor
     param_shard: torch.Tensor
     master_shard: torch.Tensor | None
+    group_shard: GroupShard | None
 
     def __init__(
         self,
@@ -102,6 +105,7 @@ class UnitParameters:
         self.location: ShardLocation = ON_DEVICE
         self._compute_dtype = TORCH_DTYPE[precision.compute or precision.param]
         self._keeps_full = plan.keeps_full_params
+        self._has_group_shard = plan.outer_sharding is not None
         gathers = wire.gathers(plan, trainable=spec.trainable) and collectives.shard_count > 1
         self._wire_bits = BITS[wire.gather] if gathers and wire.gather else None  # of a gathered element, if quantised
         self._collectives = collectives
@@ -118,7 +122,7 @@ class UnitParameters:
         Replicated parameters: param_shard is this rank's slice of unsharded_param, whose storage is never freed.
         Sharded parameters: param_shard is a separate tensor, because it outlives the release of unsharded_param's
         storage. It is also separate if the compute and param dtypes differ, because unsharded_param is then a cast of
-        the gathered tensor.
+        the gathered tensor. With outer sharding it is this rank's slice of group_shard.
         master_shard is param_shard itself if both have the same dtype and are stored in the same memory.
         """
         self.casts = self._compute_dtype != self.param_dtype  # also if the unit is quantised: uint8 computes nothing
@@ -132,7 +136,12 @@ class UnitParameters:
     def _allocate(self) -> None:
         """Allocate the tensors. Offloaded shards get no memory here; their tier binds it while it is needed."""
         self.unsharded_param = self._empty(self.layout.padded_numel, self._compute_dtype)
-        if self.param_is_slice:
+        self.group_shard = None
+        if self._has_group_shard:
+            held = self._empty(self.layout.padded_numel // self._collectives.group_ranks, self.param_dtype)
+            self.group_shard = GroupShard(self.name, held, self._collectives)
+            self.param_shard = self.group_shard.own
+        elif self.param_is_slice:
             self.param_shard = self._own_slice()
         else:
             self.param_shard = self._empty(0 if self.params_offloaded else self.stored_numel, self.param_dtype)
@@ -286,8 +295,15 @@ class UnitParameters:
                 self._start_quantised(shard, self._wire_bits)
                 return
             full = self._gathered() if self.casts else self.unsharded_param
-            pending = self._collectives.all_gather(full, shard, self.name, lasting=not self.casts)
+            pending = self._gather_into(full, shard, lasting=not self.casts)
             self._gather = Gather(pending, shard, full)
+
+    def _gather_into(self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool) -> Pending:
+        """Start filling `full` [P] param_dtype from the shards, or from what the ranks of a group hold of them."""
+        after = None
+        if self.group_shard is not None:
+            shard, after = self.group_shard.values, self.group_shard.ready()
+        return self._collectives.all_gather(full, shard, self.name, lasting=lasting, after=after)
 
     def _start_quantised(self, shard: torch.Tensor, bits: int) -> None:
         """See [Note: quantised collectives] in wire.py."""
@@ -342,8 +358,22 @@ class UnitParameters:
             fetched = self.location.fetch()
             shard = self.param_shard if fetched is None else fetched
             full = self._gathered()
-            self._collectives.all_gather(full, shard, self.name, lasting=False).wait()
+            self._gather_into(full, shard, lasting=False).wait()
             self.location.drop()
+
+    def renew_group(self) -> None:
+        """Start exchanging new parameters between the shard groups. Blocks until the update has written them."""
+        assert self.group_shard is not None
+        self.location.fetch()
+        self.location.drop()
+        self.group_shard.renew()
+
+    def end_exchange(self, *, stale: bool) -> None:
+        """Block until no exchange between the groups is under way; `stale`: its result is. A no-op without groups."""
+        if self.group_shard is not None:
+            self.group_shard.wait()
+            if stale:
+                self.group_shard.make_stale()
 
     def make_stale(self) -> None:
         """Make a current full copy STALE, and free its memory if the plan shards parameters."""
@@ -371,6 +401,8 @@ class UnitParameters:
             for param in self.params:
                 param.grad = None
                 param.data = empty
+        if self.group_shard is not None:
+            self.group_shard.free()
         self.unsharded_param = self.param_shard = empty
         self.master_shard = None
 

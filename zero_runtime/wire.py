@@ -50,13 +50,17 @@ class Wire:
 
     def check_plan(self, plan: ZeroPlan) -> None:
         """Raise ConfigError if nothing is sharded: then nothing is gathered, and every rank needs the whole sum, which
-        would be quantised twice."""
+        would be quantised twice. Also with outer sharding, whose messages across groups are exact."""
         limits = Limits({}, "zero")
         if self != EXACT and plan.optimizer is Partition.REPLICATED:
             key = "gather_dtype" if self.gather else "reduce_dtype"
             rule = f"zero.{key} needs sharded optimizer states: without them every rank sums the full gradients"
             fix = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
             limits.refuse(rule, "replicated ones", fix)
+        elif self != EXACT and plan.outer_sharding is not None:
+            rule = "zero.outer_sharding sends exact messages: zero.gather_dtype and zero.reduce_dtype must be null"
+            fix = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
+            limits.refuse(rule, f"{self.gather or 'null'} and {self.reduce or 'null'}", fix)
         limits.conclude()
 
     def check_inference(self) -> None:
@@ -130,14 +134,24 @@ def gathered(
     return Sent(others * shard_numel, others * int(shard_numel * itemsize))
 
 
-def reduced(wire: Wire, shard_numel: int, shard_count: int, replicas: int, itemsize: int) -> Sent:
-    """One reduction: to every other rank of the group its shard, then an all-reduce of the shard over its replicas."""
-    others, across = shard_count - 1, 2 * shard_numel * (replicas - 1) // replicas
+def reduced(
+    wire: Wire, shard_numel: int, shard_count: int, replicas: int, itemsize: int, *, stays_split: bool = False
+) -> Sent:
+    """One reduction: to every other rank of the group its shard, then an all-reduce of the shard over its replicas, or
+    a reduce-scatter if the sum `stays_split` between them (outer sharding)."""
+    others, across = shard_count - 1, (2 - stays_split) * shard_numel * (replicas - 1) // replicas
     exact = Sent(across, across * itemsize)
     if wire.reduce is not None:
         packed = others * packed_bytes(shard_numel, wire.reduce)
         return Sent(packed, packed) + exact
     return Sent(others * shard_numel, others * shard_numel * itemsize) + exact
+
+
+def exchanged(held_numel: int, groups: int, itemsize: float) -> Sent:
+    """One exchange of parameters between shard groups with outer sharding: this rank's part of the `held_numel`
+    elements that it holds for its group, to the other ranks at its position."""
+    sent = held_numel * (groups - 1) // groups
+    return Sent(sent, int(sent * itemsize))
 
 
 def signs_bytes(padded_numel: int, world: int) -> int:

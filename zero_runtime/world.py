@@ -134,7 +134,7 @@ def _fails_on_nccl() -> bool:
 
 class RankGroups(NamedTuple):
     """The process groups of one rank: for gathers, for reductions, for the replicas of its shard, for the slices of its
-    layers, and for the parts of its sequences.
+    layers, for the parts of its sequences, and for gathers across the shard groups.
 
     None if not needed. Gathers and reductions have separate groups: all ranks must issue the collectives of one group
     in the same order, but the two kinds interleave differently on a rank that leaves parameters unused. Gathers over
@@ -147,14 +147,18 @@ class RankGroups(NamedTuple):
     replica: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
     sequence: dist.ProcessGroup | None = None
+    outer: dist.ProcessGroup | None = None
 
     @classmethod
-    def make(cls, shard_count: int, tensor_degree: int = 1, sequence_degree: int = 1) -> RankGroups:
+    def make(
+        cls, shard_count: int, tensor_degree: int = 1, sequence_degree: int = 1, *, gathers_across: bool = False
+    ) -> RankGroups:
         """Create the groups for shard groups of `shard_count` consecutive ranks. Every rank must call it.
 
         With tensor parallelism, `tensor_degree` consecutive ranks hold the slices of one model, and the shard groups
         and replicas are among the ranks that hold the same slice. With sequence parallelism, `sequence_degree`
-        consecutive ones of these hold the parts of the same sequences.
+        consecutive ones of these hold the parts of the same sequences. gathers_across: the ranks at the same position
+        of all shard groups gather from each other too, which is separate from their reductions.
         """
         world = dist.get_world_size()
         data_world = world // tensor_degree
@@ -167,19 +171,22 @@ class RankGroups(NamedTuple):
             _launch_in_host_order()  # another program may have made the default group
         # In this order on every rank, and destroyed in the reverse one.
         axes = [range(slice_rank, world, tensor_degree) for slice_rank in range(tensor_degree)]
-        gather = reduce = replica = tensor = sequence = None
+        gather = reduce = replica = tensor = sequence = outer = None
         if shard_count > 1:
             starts = range(0, data_world, shard_count)
             shards = [axis[start : start + shard_count] for axis in axes for start in starts]
             gather, reduce = _divide(shards), _divide(shards)
+        across = [axis[place::shard_count] for axis in axes for place in range(shard_count)]
         if shard_count < data_world:
-            replica = _divide([axis[place::shard_count] for axis in axes for place in range(shard_count)])
+            replica = _divide(across)
         if tensor_degree > 1:
             tensor = _divide([range(start, start + tensor_degree) for start in range(0, world, tensor_degree)])
         if sequence_degree > 1:
             starts = range(0, data_world, sequence_degree)
             sequence = _divide([axis[start : start + sequence_degree] for axis in axes for start in starts])
-        return cls(gather, reduce, replica, tensor, sequence)
+        if shard_count < data_world and gathers_across:
+            outer = _divide(across)
+        return cls(gather, reduce, replica, tensor, sequence, outer)
 
     def destroy(self) -> None:
         """Destroy the groups, on every rank in the same order: the reverse of making.

@@ -12,7 +12,7 @@ from zero_runtime.limits import broken_by
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_settings import ScratchSettings
 from zero_runtime.optim.loss_scaler import LossScaleRule
-from zero_runtime.plan import ZeroPlan
+from zero_runtime.plan import OuterSharding, ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.wire import EXACT, Wire
 
@@ -30,10 +30,12 @@ class Zero:
 
     `prefetch`: number of units that are gathered ahead of the one in use; it affects the time of a step, never the
     bits of its result. `shard_ranks`: shard over groups of this many ranks and replicate across the groups; null
-    shards over all ranks (with tensor parallelism, over those that hold the same slice). `reduce_at_boundary`: in
-    stages 2 and 3 too, keep full gradients over the micro-batches and reduce them once. `unit_numel`: the most
-    elements of a unit, which is gathered and reduced together; only a unit that cannot be split is larger. null
-    makes one unit of each block.
+    shards over all ranks (with tensor parallelism, over those that hold the same slice). `outer_sharding`: with groups
+    in stage 3, shard gradients, masters and optimizer states over all ranks, while each group holds the parameters.
+    optim exchanges new parameters between the groups once a step, hpz in each forward; null replicates across the
+    groups. `reduce_at_boundary`: in stages 2 and 3 too, keep full gradients over the micro-batches and reduce them
+    once. `unit_numel`: the most elements of a unit, which is gathered and reduced together; only a unit that cannot
+    be split is larger. null makes one unit of each block.
 
     Lossy, and less on the wire: `gather_dtype`: int8 gathers parameters as 8-bit codes with a scale for each 256
     elements; null gathers them in precision.param. `reduce_dtype`: int8 or int4 sends gradients as such codes and sums
@@ -44,6 +46,7 @@ class Zero:
     stage: int = 2
     prefetch: int = 1
     shard_ranks: int | None = None
+    outer_sharding: OuterSharding | None = None
     reduce_at_boundary: bool = False
     unit_numel: int | None = None
     wire: Wire = field(default=EXACT, metadata=part())
@@ -54,14 +57,15 @@ class Zero:
         limits.broken += broken_by(lambda: self.plan) if not limits.broken else []
         if not limits.broken:
             broken = broken_by(lambda: self.wire.check_plan(self.plan))
-            limits.broken += [one._replace(fix=(*one.fix, "zero.stage=1")) for one in broken]
+            also = ("zero.stage=1",) if self.stage == 0 else ()
+            limits.broken += [one._replace(fix=(*one.fix, *also)) for one in broken]
         limits.at_least(0, prefetch=1)
         limits.at_least(1, unit_numel=None)
         limits.conclude()
 
     @property
     def plan(self) -> ZeroPlan:
-        return ZeroPlan.from_stage(self.stage, shard_ranks=self.shard_ranks)
+        return ZeroPlan.from_stage(self.stage, shard_ranks=self.shard_ranks, outer_sharding=self.outer_sharding)
 
 
 @dataclass(frozen=True)

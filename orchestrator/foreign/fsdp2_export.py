@@ -76,6 +76,11 @@ def problems_of(config: RunConfig) -> list[str]:
         found.append("precision=bf16_pure: cast the model itself and use fp32 policies      fix: precision=bf16")
     if Tier.NVME in (config.offload.params, config.offload.optimizer):
         found.append("offload on a disk: FSDP2 has none      fix: offload=optimizer_param_cpu, or --to deepspeed")
+    if config.zero.outer_sharding is not None:
+        found.append(
+            f"zero.outer_sharding={config.zero.outer_sharding}: FSDP2 replicates what its groups hold      fix: "
+            "zero.outer_sharding=null"
+        )
     if config.zero.wire != EXACT:
         exact = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
         found.append(f"quantised messages: FSDP2 sends exact ones      fix: {exact}")

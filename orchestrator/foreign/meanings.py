@@ -20,6 +20,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "zero_optimization": ("zero",),
     "zero_optimization.stage": ("zero",),
     "zero_optimization.mics_shard_size": ("zero.shard_ranks",),
+    "zero_optimization.zero_hpz_partition_size": ("zero.shard_ranks", "zero.outer_sharding"),
     "zero_optimization.zero_quantized_weights": ("zero.gather_dtype",),
     "zero_optimization.zero_quantized_gradients": ("zero.reduce_dtype",),
     "zero_optimization.cpu_offload": ("offload",),

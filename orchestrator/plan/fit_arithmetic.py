@@ -55,19 +55,21 @@ def frozen(fit: Fit) -> int:
 
 def letters(fit: Fit) -> str:
     """The letters of the closed forms with their numbers."""
-    ranks, shards, also = fit.config.data_ranks, shard_count(fit), frozen(fit)
+    ranks, also = fit.config.data_ranks, frozen(fit)
     tp, full = fit.config.parallel.tp, fit.memory.full_numel(trainable=True)
     slice_of = f" in the slice of a rank, of {full:,} that {tp} ranks hold" if tp > 1 else ""
     text = f"Ψ = {psi(fit):,} trained parameters{slice_of}, N = {many(ranks, 'rank')}"
     text += " with different batches" if tp > 1 else ""
     sp = fit.config.parallel.sp
     text += f", each {sp} of which read the same sequences" if sp > 1 else ""
-    text += f", G = {shards} of them that share one copy of the states" if 1 < shards < ranks else ""
+    group, outer = fit.config.zero.plan.group_ranks(ranks), fit.config.zero.outer_sharding
+    shared = "the states" if outer is None else "the parameters"
+    text += f", G = {group} of them that share one copy of {shared}" if 1 < group < ranks or outer else ""
     return text + (f"; {also:,} frozen parameters are added to the closed form in bytes" if also else "")
 
 
 def shard_count(fit: Fit) -> int:
-    """The number of ranks of a shard group: all N of them, or fewer (G)."""
+    """The number of ranks that share one copy of the states: all N of them, or fewer (G)."""
     return fit.config.zero.plan.shard_count(fit.config.data_ranks)
 
 
@@ -116,12 +118,14 @@ def _of_matrices(fit: Fit, state_bytes: float) -> str:
 
 def _closed(fit: Fit, terms: tuple[Term, ...]) -> str:
     """Such as "4Ψ/N = 4 x 6.74 B / 8"."""
-    used = [(f"{nbytes:.10g}", partition is Partition.SHARDED) for nbytes, partition in terms if nbytes]
-    numel, shards = count(psi(fit)), shard_count(fit)
-    letter = "N" if shards == fit.config.data_ranks else "G"
-    symbols = " + ".join(f"{nbytes}Ψ{f'/{letter}' if sharded else ''}" for nbytes, sharded in used)
-    numbers = " + ".join(f"{nbytes} x {numel}{f' / {shards}' if sharded else ''}" for nbytes, sharded in used)
-    return f"{symbols} = {numbers}" if used else "0"
+    numel, plan, ranks = count(psi(fit)), fit.config.zero.plan, fit.config.data_ranks
+    symbols, numbers = [], []
+    for nbytes, partition in terms:
+        shards, split = plan.ranks_of(partition, ranks), partition is not Partition.REPLICATED
+        if nbytes:
+            symbols.append(f"{nbytes:.10g}Ψ{'/' + ('N' if shards == ranks else 'G') if split else ''}")
+            numbers.append(f"{nbytes:.10g} x {numel}{f' / {shards}' if split else ''}")
+    return f"{' + '.join(symbols)} = {' + '.join(numbers)}" if symbols else "0"
 
 
 def _moving(fit: Fit) -> Iterator[Part]:
@@ -157,16 +161,18 @@ def sent(fit: Fit) -> str:
     counts = CollectiveCounts.of(
         config.zero.plan, config.batch.accumulation or 1, reduces_at_boundary=config.zero.reduce_at_boundary
     )
-    closed = collective_formula(counts, world=config.data_ranks, shard_count=shard_count(fit))
+    group_ranks = config.zero.plan.group_ranks(config.data_ranks)
+    closed = collective_formula(counts, world=config.data_ranks, shard_count=group_ranks)
     wire = config.zero.wire
     gathered, reduced = wire.gather or kind.param, wire.reduce or kind.reduce
-    gathers = f"{counts.gathers} x gathered in {gathered}, " if counts.gathers and shard_count(fit) > 1 else ""
+    gathers = f"{counts.gathers} x gathered in {gathered}, " if counts.gathers and group_ranks > 1 else ""
+    gathers += f"{counts.exchanges} x exchanged between groups in {gathered}, " if counts.exchanges else ""
     text = f"{closed} elements: {gathers}{counts.reductions} x reduced in {reduced}"
     text += "; 4 bytes of scale for each 256 quantised" if wire != EXACT else ""
     if tensor := _tensor(fit):
         text += f"; {tensor}"
     text += "; parts of matrices to their owners and back" if fit.memory.matrices and shard_count(fit) > 1 else ""
-    frozen_elements = fit.memory.frozen_gathers() if shard_count(fit) > 1 else 0
+    frozen_elements = fit.memory.frozen_gathers() if group_ranks > 1 else 0
     also = f"; {count(frozen_elements)} frozen elements gathered, each as often as the schedule does"
     return text + also if frozen_elements else text
 

@@ -150,9 +150,13 @@ def overhead_of(config: RunConfig) -> DeviceOverhead:
     """What libraries take of a rank's GPU; nothing on a CPU."""
     if config.resources.device is not Device.cuda:
         return NO_OVERHEAD
-    shard_count = config.zero.plan.shard_count(config.data_ranks)
+    plan = config.zero.plan
     return DeviceOverhead.on_cuda(
-        config.ranks, shard_count, tensor_degree=config.parallel.tp, sequence_degree=config.parallel.sp
+        config.ranks,
+        plan.group_ranks(config.data_ranks),
+        tensor_degree=config.parallel.tp,
+        sequence_degree=config.parallel.sp,
+        gathers_across=plan.outer_sharding is not None,
     )
 
 

@@ -47,7 +47,7 @@ def _computed(memory: ConfigMemory) -> StepSeconds | None:
         config.batch.accumulation or 1,
         clips=optimizer.clip_norm is not None,
     )
-    costs = step_costs(peaks, data_layout(config, rules.shard_count), element_bytes)
+    costs = step_costs(peaks, data_layout(config, rules.group_ranks), element_bytes)
     time = step_time(linear.trace, memory.units, rules, segments, costs, prefetch=config.zero.prefetch)
     return replace(time, exposed_s=time.exposed_s + _tensor_s(memory, peaks))
 

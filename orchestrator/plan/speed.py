@@ -98,7 +98,7 @@ def _of_model(config: RunConfig, activations: str) -> dict[str, Any]:
 
 
 def _links(config: RunConfig) -> TimingJob:
-    shards = config.zero.plan.shard_count(config.data_ranks)
+    shards = config.zero.plan.group_ranks(config.data_ranks)
     return TimingJob("links", _key("links", {"shards": shards, **place_of(config)}), config)
 
 
@@ -106,7 +106,7 @@ def anchored(config: RunConfig) -> RunConfig:
     """The configuration of the real step that is measured next to the segments: one micro-batch in which each unit is
     gathered and reduced once, updated by AdamW on the device, whatever the configuration's own step is. So what it
     takes in addition to its parts serves all stages, offloads and optimizers."""
-    zero = replace(config.zero, stage=ANCHOR_STAGE, shard_ranks=None, reduce_at_boundary=False)
+    zero = replace(config.zero, stage=ANCHOR_STAGE, shard_ranks=None, outer_sharding=None, reduce_at_boundary=False)
     one = replace(config, zero=zero, optimizer=Optimizer(), offload=Offload())
     return replace(one, batch=replace(one.batch, accumulation=1))
 

@@ -27,7 +27,7 @@ from zero_runtime.optim.configs import MATRIX_STATES, STATE_ITEMSIZE_BYTES, whol
 from zero_runtime.optim.matrix_owners import OwnedMatrix, most_sent_elements, owned_matrices, working_bytes
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, WEIGHT_BLOCK_NUMEL, MixedPrecision
-from zero_runtime.wire import gathered, reduced, signs_bytes
+from zero_runtime.wire import exchanged, gathered, reduced, signs_bytes
 
 EXPORTED_BYTES = 2  # of an element of exported weights, in bf16
 Answers = Mapping[str, Mapping[str, Any]]
@@ -198,23 +198,26 @@ class ConfigMemory:
         schedule, and they are left out if no micro-batch was traced. With matrices that are updated whole, the most of
         any rank. With tensor parallelism, the messages of one group in addition.
         """
-        config, ranks = self.config, self.config.data_ranks
-        shard_count = config.zero.plan.shard_count(ranks)
+        config, ranks, plan = self.config, self.config.data_ranks, self.config.zero.plan
+        group_ranks, groups = plan.group_ranks(ranks), ranks // plan.group_ranks(ranks)
         counts = CollectiveCounts.of(
-            config.zero.plan, config.batch.accumulation or 1, reduces_at_boundary=config.zero.reduce_at_boundary
+            plan, config.batch.accumulation or 1, reduces_at_boundary=config.zero.reduce_at_boundary
         )
-        wire, total = config.zero.wire, 0
+        wire, splits, total = config.zero.wire, plan.outer_sharding is not None, 0
         for (size, kind), replayed in zip(self.units, self._gathers(), strict=True):
-            shard, train = size.padded_numel // shard_count, size.trainable
-            one = gathered(wire, config.zero.plan, shard, shard_count, kind.stored_bytes, trainable=size.trainable)
+            held, train = size.padded_numel // group_ranks, size.trainable
+            one = gathered(wire, plan, held, group_ranks, kind.stored_bytes, trainable=size.trainable)
             total += one.nbytes * (counts.gathers if train else replayed)
+            total += exchanged(held, groups, kind.stored_bytes).nbytes * (counts.exchanges or 0) * train
             if config.optimizer.rule.compresses_in(sys.maxsize):
                 total += signs_bytes(size.padded_numel, ranks) * train
                 continue
-            one = reduced(wire, shard, shard_count, ranks // shard_count, ITEMSIZE_BYTES[kind.reduce])
+            one = reduced(wire, held, group_ranks, groups, ITEMSIZE_BYTES[kind.reduce], stays_split=splits)
             total += one.nbytes * counts.reductions * train
         total += self.tensor_sent().nbytes * (config.batch.accumulation or 1)
-        return total + most_sent_elements(self.matrices, shard_count) * whole_itemsize(config.optimizer.rule)
+        return total + most_sent_elements(self.matrices, plan.shard_count(ranks)) * whole_itemsize(
+            config.optimizer.rule
+        )
 
     def tensor_sent(self) -> TensorSent:
         """What a rank sends to its tensor-parallel group in one micro-batch."""

@@ -63,6 +63,7 @@ LATER_KEYS: Mapping[str, Any] = {
     "parallel.tp": 1,
     "parallel.patterns": [],
     "parallel.sp": 1,
+    "zero.outer_sharding": None,
 }
 
 

@@ -20,7 +20,7 @@ PHASES = (
     ("optimizer", "optimizer"),
     ("data", "data"),
 )
-MESSAGES = ("all_gather", "reduce_scatter", "all_reduce")
+MESSAGES = ("all_gather", "reduce_scatter", "all_reduce", "outer_all_gather", "outer_reduce_scatter")
 UNSHOWN = (*MESSAGES, "reduced", "accumulated", "autocast")  # of `dtypes`: sent, or for a moment in the dtype of others
 STATES = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer"}
 

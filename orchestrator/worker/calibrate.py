@@ -213,7 +213,7 @@ class Calibration:
 
     def _links(self, config: RunConfig) -> Answer:
         world = config.resources.ranks or 1
-        collectives = Collectives(config.zero.plan.shard_count(world), PhaseClock(self._device), self._watch)
+        collectives = Collectives(config.zero.plan.group_ranks(world), PhaseClock(self._device), self._watch)
         try:
             return asdict(time_links(self._repeated, collectives, self._device, SIZES))
         finally:

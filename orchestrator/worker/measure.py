@@ -151,6 +151,7 @@ def communication(
     tensor, tensor_words: what a rank sends to its tensor- or sequence-parallel group in one micro-batch, in theory.
     """
     world, shard_count = runtime.collectives.data_world, runtime.collectives.shard_count
+    group_ranks = runtime.collectives.group_ranks
     if runtime.trains:
         counts = memory_model.CollectiveCounts.of(
             runtime.plan, runtime.settings.micro_batches, reduces_at_boundary=reduces_at_boundary
@@ -160,10 +161,10 @@ def communication(
     sizes = [unit for unit in unit_sizes(runtime) if unit.trainable == runtime.trains]
 
     def elements(numel: int) -> int:
-        return memory_model.collective_elements(counts, numel, world=world, shard_count=shard_count)
+        return memory_model.collective_elements(counts, numel, world=world, shard_count=group_ranks)
 
     theory = elements(sum(unit.numel for unit in sizes))
-    text = memory_model.collective_formula(counts, world=world, shard_count=shard_count)
+    text = memory_model.collective_formula(counts, world=world, shard_count=group_ranks)
     padding = elements(sum(unit.padded_numel for unit in sizes)) - theory
     if runtime.optimizer.config.compresses_in(runtime.optimizer.updates):
         theory, padding = _sign_elements(runtime, counts), 0

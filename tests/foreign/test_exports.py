@@ -31,6 +31,7 @@ from orchestrator.plan.point import Point
 from orchestrator.plan.points import judged
 from orchestrator.plan.rules.scene import here
 
+GROUPS = "zero=stage3 zero.shard_ranks=2"
 LINES = (
     "zero=stage0 precision=fp32",
     "zero=stage1 precision=bf16_pure scheduler=constant",
@@ -41,6 +42,7 @@ LINES = (
     "optimizer=lion scheduler=one_cycle model=gpt2 batch.seq=64 loss=tiled measure.steps=9",
     "optimizer=torch optimizer.name=Adagrad scheduler=lr_range_test optimizer.no_decay=false zero.shard_ranks=null",
     "optimizer=lamb scheduler=warmup scheduler.start_lr_ratio=0.1 model.config.num_hidden_layers=2",
+    "zero=stage3 zero.shard_ranks=2 zero.outer_sharding=hpz resources.ranks=4 resources.device=cpu",
     "zero=stage3 zero.gather_dtype=int8 zero.reduce_dtype=int4 precision=bf16",
     "zero=stage0 optimizer=onebitadam optimizer.warmup_updates=7 optimizer.beta2=0.99 scheduler=warmup",
 )
@@ -104,6 +106,9 @@ def test_compressed_messages_are_written_as_deepspeeds_keys() -> None:
         ("zero=stage3 optimizer=muon", "deepspeed", "optimizer=muon: DeepSpeed's has matrices and rates of other"),
         ("zero=stage3 optimizer=muon", "fsdp2", "optimizer=muon: torch.optim has none"),
         ("zero=stage3 zero.gather_dtype=int8", "fsdp2", "quantised messages: FSDP2 sends exact ones"),
+        ("zero=stage3 zero.shard_ranks=1 zero.outer_sharding=hpz", "deepspeed", "no second partition of one rank"),
+        (f"{GROUPS} zero.outer_sharding=optim", "deepspeed", "DeepSpeed exchanges parameters in each forward"),
+        (f"{GROUPS} zero.outer_sharding=hpz", "fsdp2", "zero.outer_sharding=hpz: FSDP2 replicates what its groups"),
     ],
 )
 def test_a_stack_that_lacks_compression_or_the_optimizer_is_refused(line: str, stack: str, told: str) -> None:

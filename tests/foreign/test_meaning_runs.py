@@ -258,9 +258,9 @@ def engine_messages(config: dict[str, Any], steps: int) -> tuple[Weights, list[S
     return found
 
 
-def runtime_messages(level: int, optimizer: OptimizerConfig, wire: Wire, steps: int) -> tuple[Weights, list[Sent]]:
+def runtime_messages(plan: ZeroPlan, optimizer: OptimizerConfig, wire: Wire, steps: int) -> tuple[Weights, list[Sent]]:
     """The same by the runtime, with settings of its own."""
-    plan, settings = ZeroPlan.from_stage(level), RuntimeSettings(wire=wire)
+    settings = RuntimeSettings(wire=wire)
     runtime = ZeroRuntime(TinyTransformer(SPEC), plan, MixedPrecision(), optimizer, settings, torch.device("cpu"))
 
     def update(step: int) -> None:
@@ -280,12 +280,12 @@ def quantised_messages() -> list[tuple[bool, bool, float, float]]:
     """For qwZ and qgZ alone: whether weights and messages are those of the runtime's own setting, and the bytes of
     gathers and reductions as shares of the exact ones."""
     adamw = AdamWConfig(0.8, 0.95, 1e-6, 0.1, no_decay=False)
-    _, exact = runtime_messages(3, adamw, Wire(), STEPS)
+    _, exact = runtime_messages(ZeroPlan.from_stage(3), adamw, Wire(), STEPS)
     found = []
     for key, wire in (("zero_quantized_weights", Wire("int8")), ("zero_quantized_gradients", Wire(None, "int4"))):
         config = PLAIN_ADAM | {"optimizer": {"type": "AdamW", "params": ADAM_PARAMS}}
         weights, sent = engine_messages(config | {"zero_optimization": {"stage": 3, key: True}}, STEPS)
-        own, own_sent = runtime_messages(3, adamw, wire, STEPS)
+        own, own_sent = runtime_messages(ZeroPlan.from_stage(3), adamw, wire, STEPS)
         gathers, sums = (one / other for one, other in zip(bytes_of(sent[-1]), bytes_of(exact[-1]), strict=True))
         found.append((differing(own, weights) == [], sent == own_sent, gathers, sums))
     return found
@@ -307,6 +307,20 @@ def test_zero_plus_plus_is_int8_gathers_and_int4_reductions() -> None:
         assert 1 / 8 < gradients[3] < 1 / 6
 
 
+def second_partition() -> list[bool]:
+    """For hpZ: whether weights and messages are those of the runtime's own setting."""
+    config = PLAIN_ADAM | {"optimizer": {"type": "AdamW", "params": ADAM_PARAMS}}
+    config |= {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+    weights, sent = engine_messages(config, STEPS)
+    plan = ZeroPlan.from_stage(3, shard_ranks=2, outer_sharding="hpz")
+    own, own_sent = runtime_messages(plan, AdamWConfig(0.8, 0.95, 1e-6, 0.1, no_decay=False), Wire(), STEPS)
+    return [differing(own, weights) == [], sent == own_sent, "outer_all_gather" in sent[-1]]
+
+
+def test_a_second_partition_is_outer_sharding_with_an_exchange_in_each_forward() -> None:
+    assert run_ranks(second_partition, 4) == [[True] * 3] * 4
+
+
 def one_bit_messages() -> list[tuple[list[str], bool, list[bool]]]:
     """By level: differing weights, whether messages are those of the runtime's own setting, and which steps send
     signs."""
@@ -316,7 +330,10 @@ def one_bit_messages() -> list[tuple[list[str], bool, list[bool]]]:
         config = PLAIN_ADAM | {"optimizer": {"type": "OneBitAdam", "params": params}}
         weights, sent = engine_messages(config | {"zero_optimization": {"stage": level}}, 4)
         own, own_sent = runtime_messages(
-            level, OneBitAdamConfig(0.8, 0.95, 1e-6, 0.1, warmup_updates=2, no_decay=False), Wire(), 4
+            ZeroPlan.from_stage(level),
+            OneBitAdamConfig(0.8, 0.95, 1e-6, 0.1, warmup_updates=2, no_decay=False),
+            Wire(),
+            4,
         )
         signs = ["sign_all_to_all" in step and not {"reduce_scatter", "all_reduce"} & {*step} for step in sent]
         found.append((differing(own, weights), sent == own_sent, signs))

@@ -16,6 +16,7 @@ from harness.trainee import backwards_of_step, build_runtime
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint, shards_of
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.optim.configs import OptimizerConfig
+from zero_runtime.plan import OuterSharding
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import ZeroRuntime
 
@@ -33,11 +34,11 @@ class Setting:
     shard_ranks: int | None = None
     unit_numel: int | None = None
     micro_batches: int = 2
+    outer_sharding: OuterSharding | None = None
 
     def case(self, **changes: Any) -> Case:
-        return replace(
-            Case(self.world, self.micro_batches, precision=self.precision, shard_ranks=self.shard_ranks), **changes
-        )
+        case = Case(self.world, self.micro_batches, precision=self.precision, shard_ranks=self.shard_ranks)
+        return replace(case, outer_sharding=self.outer_sharding, **changes)
 
     def runtime(self, optimizer: OptimizerConfig = ADAMW, **changes: Any) -> ZeroRuntime:
         return build_runtime(self.case(**changes), self.stage, optimizer=optimizer, unit_numel=self.unit_numel)

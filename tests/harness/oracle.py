@@ -2,7 +2,8 @@
 
 It runs each rank's micro-batches in rank order, divides by the tokens of the global batch as the runtime does, and
 sums in the order of the accumulation class: full gradients are summed over micro-batches first and over ranks
-last; sharded ones are summed over the ranks in each micro-batch, then over micro-batches.
+last; sharded ones are summed over the ranks in each micro-batch, then over micro-batches. Sums over the ranks are
+sums over the shard groups of the sums in each group.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from harness.plain_optimizers import plain_optimizer
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.optim.configs import AdamWConfig, OptimizerConfig
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
+from zero_runtime.plan import OuterSharding
 from zero_runtime.precision import MixedPrecision
 
 LR = 1e-2
@@ -36,6 +38,7 @@ class Case:
     loss_scale: LossScaleRule = UNSCALED
     no_sync: bool = False  # reduce at the step's last backward only
     shard_ranks: int | None = None
+    outer_sharding: OuterSharding | None = None
     model: TinySpec = field(default_factory=TinySpec)
 
 
@@ -184,9 +187,15 @@ def _sum(case: Case, parts: Parts, name: str, ranks: range, reduces_every_backwa
     rest = TORCH_DTYPE[case.precision.grad(case.micro_batches)]
     micros = range(case.micro_batches)
     if reduces_every_backward and not case.no_sync:
-        return _in_order(_in_order(parts[r, m][name].to(reduce) for r in ranks).to(rest) for m in micros)
-    local = (_in_order(parts[r, m][name].to(rest) for m in micros) for r in ranks)
-    return _in_order(grad.to(reduce) for grad in local).to(rest)
+        return _in_order(_over_ranks(case, [parts[r, m][name].to(reduce) for r in ranks]).to(rest) for m in micros)
+    local = [_in_order(parts[r, m][name].to(rest) for m in micros) for r in ranks]
+    return _over_ranks(case, [grad.to(reduce) for grad in local]).to(rest)
+
+
+def _over_ranks(case: Case, terms: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of the ranks' terms, by shard groups. Every group is replicated: of stage 0, one rank is a group."""
+    group = case.shard_ranks or case.world
+    return _in_order(_in_order(terms[start : start + group]) for start in range(0, case.world, group))
 
 
 def _in_order(terms: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -14,6 +14,13 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 
+def plan_of(case: Case, stage: int) -> ZeroPlan:
+    if stage == 0:
+        return ZeroPlan.from_stage(0)
+    outer = case.outer_sharding if stage == 3 else None
+    return ZeroPlan.from_stage(stage, shard_ranks=case.shard_ranks, outer_sharding=outer)
+
+
 def build_runtime(
     case: Case,
     stage: int,
@@ -24,7 +31,7 @@ def build_runtime(
 ) -> ZeroRuntime:
     return ZeroRuntime(
         TinyTransformer(case.model),
-        ZeroPlan.from_stage(stage, shard_ranks=case.shard_ranks if stage else None),
+        plan_of(case, stage),
         case.precision,
         optimizer,
         RuntimeSettings(
@@ -49,11 +56,16 @@ def backwards_of_step(runtime: ZeroRuntime, case: Case, step: int) -> None:
             runtime.backward(token_loss_sum(runtime.model, ids, labels) / tokens)
 
 
-def train(case: Case, stages: tuple[int, ...] = (0, 1, 2, 3), prefetch: int = 1) -> dict[int, Trace]:
+def train(
+    case: Case,
+    stages: tuple[int, ...] = (0, 1, 2, 3),
+    prefetch: int = 1,
+    optimizer: OptimizerConfig = ADAMW,
+) -> dict[int, Trace]:
     """Run the case at each stage in turn. Full weights and first gradients are joined by `full_tensors`."""
     traces = {}
     for stage in stages:
-        runtime = build_runtime(case, stage, prefetch=prefetch)
+        runtime = build_runtime(case, stage, prefetch=prefetch, optimizer=optimizer)
         before: dict[str, torch.Tensor] = {}
         trace = Trace([], [], {})
         for step in range(case.steps):
@@ -77,6 +89,8 @@ def train(case: Case, stages: tuple[int, ...] = (0, 1, 2, 3), prefetch: int = 1)
 def full_tensors(runtime: ZeroRuntime, attribute: str) -> dict[str, torch.Tensor]:
     """Join the shards of every unit without the runtime's own gather. Returns tensors by name, in parameter shapes."""
     found = {}
+    owners: list[int] = [0] * dist.get_world_size()  # the shard of each rank; of replicas, the first counts
+    dist.all_gather_object(owners, runtime.collectives.shard_rank)
     for unit in runtime.units:
         shard = getattr(unit, attribute)
         if shard is None:
@@ -85,7 +99,7 @@ def full_tensors(runtime: ZeroRuntime, attribute: str) -> dict[str, torch.Tensor
         if runtime.collectives.shard_count > 1:
             pieces = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
             dist.all_gather(pieces, shard.contiguous())
-            full = torch.cat(pieces[: runtime.collectives.shard_count])  # of the first group; others are replicas
+            full = torch.cat([pieces[owners.index(one)] for one in range(runtime.collectives.shard_count)])
         for segment in unit.layout.segments:
             values = full[segment.offset : segment.offset + segment.numel]
             found[segment.name] = values.reshape(segment.shape).clone()

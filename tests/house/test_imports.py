@@ -135,7 +135,8 @@ ROOMS = {
         "ledger": "",
         "watch": "pure process_identity",
         "world": "own_device pure watch",
-        "collectives": "gloo ledger phase_clock pure watch world",
+        "issuing": "phase_clock pure watch",
+        "collectives": "gloo issuing ledger phase_clock watch world",
         "agreement": "collectives pure",
         "unit_planner": "dtypes pure",
         "initial_values": "pure",
@@ -143,8 +144,9 @@ ROOMS = {
         "group_batch": "pure",
         "tensor_parallel": "group_batch pure unit_planner",
         "sequence_parallel": "group_batch pure",
-        "unit_parameters": "collectives dtypes guarded_parameter initial_values pure shard_location tensor_parallel "
-        "tensor_source unit_planner",
+        "group_shard": "collectives",
+        "unit_parameters": "collectives dtypes group_shard guarded_parameter initial_values pure shard_location "
+        "tensor_parallel tensor_source unit_planner",
         "unit_gradients": "collectives dtypes pure unit_planner",
         "unit": "collectives guarded_parameter initial_values pure shard_location tensor_parallel tensor_source "
         "unit_gradients "

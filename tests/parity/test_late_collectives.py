@@ -54,7 +54,15 @@ def test_every_stage_keeps_the_bits_of_plain_torch(name: str, prefetch: int, for
 
 @pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", [Case(4, 2, STEPS, shard_ranks=2), Case(3, 1, STEPS)], ids=["hybrid", "world_3"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(4, 2, STEPS, shard_ranks=2),
+        *(Case(4, 2, STEPS, shard_ranks=2, outer_sharding=kind) for kind in ("optim", "hpz")),
+        Case(3, 1, STEPS),
+    ],
+    ids=["hybrid", "outer_optim", "outer_hpz", "world_3"],
+)
 def test_hybrid_sharding_and_uneven_worlds_keep_the_bits_of_the_usual_messages(case: Case, form: str) -> None:
     """There the order of a sum differs from the oracle's, so the reference is the same run without the delays."""
     found, wanted = (run_ranks(_rows, case.world, one, case, 1)[0] for one in (form, None))

@@ -15,6 +15,9 @@ from harness.virtual_gpu.pairs import covering_rows
 from harness.virtual_gpu.process import Job, VirtualGpu
 from harness.virtual_gpu.row import Row
 
+from zero_runtime.plan import OuterSharding
+
+KINDS: tuple[OuterSharding, ...] = ("optim", "hpz")
 STAGES = [Row(stage=stage) for stage in (0, 1, 2, 3)]
 OFFLOADED = [
     *(Row(stage=stage, offload="optimizer") for stage in (0, 1, 2, 3)),
@@ -53,6 +56,17 @@ RECOMPUTED = [
     ),
     Row(stage=2, recompute="full", offload="activations", micro_batches=2),
 ]
+OUTER = [
+    *(Row(shard_ranks=shards, outer_sharding=kind) for shards in (1, 4, 8) for kind in KINDS),
+    *(Row(shard_ranks=2, outer_sharding=kind, micro_batches=2, recompute="full") for kind in KINDS),
+    *(Row(shard_ranks=4, outer_sharding=kind, offload="optimizer") for kind in KINDS),
+    Row(shard_ranks=4, outer_sharding="optim", offload="optimizer nvme"),
+    Row(shard_ranks=4, outer_sharding="optim", offload="optimizer", speculative="right"),
+    Row(shard_ranks=4, outer_sharding="optim", frozen=True, tied=True),
+    Row(shard_ranks=4, outer_sharding="optim", precision="fp32"),
+    Row(shard_ranks=4, outer_sharding="hpz", precision="fp16", skips=True, steps=5),
+    Row(shard_ranks=8, outer_sharding="hpz", world=64, rank=37),
+]
 OTHERS = [
     *(Row(stage=stage, micro_batches=3) for stage in (0, 1, 2, 3)),
     *(Row(stage=stage, micro_batches=3, no_sync=True) for stage in (2, 3)),
@@ -60,6 +74,7 @@ OTHERS = [
     *(Row(prefetch=prefetch) for prefetch in (0, 3)),
     *(Row(stage=stage, shard_ranks=shards) for stage in (1, 2, 3) for shards in (1, 2, 4)),
     Row(shard_ranks=2, micro_batches=2),
+    *OUTER,
     *(Row(stage=stage, optimizer="lamb") for stage in (0, 2, 3)),
     *(Row(optimizer=name) for name in ("adamw8bit", "lion", "sgd", "torch")),
     Row(precision="fp32"),
@@ -80,6 +95,7 @@ LATE = [replace(row, late=True) for row in ROWS if row.offload not in ("none", "
 SHORT = {
     Row(stage=2),
     Row(shard_ranks=4),
+    Row(shard_ranks=4, outer_sharding="optim"),
     Row(offload="both", late=True),
     Row(stage=2, offload="optimizer", speculative="wrong"),
     Row(recompute="by_operation", offload="activations"),
@@ -106,7 +122,8 @@ def test_a_row_keeps_every_rule(row: Row, virtual_gpu: VirtualGpu, checked: Tall
     )
     assert not broken, "\n".join(f"{rule}:\n  " + "\n  ".join(lines) for rule, lines in broken.items())
     gathers = sum(kind == "all_gather" for _, kind, *_ in found["issued"])
-    assert bool(gathers) == (row.stage > 0 and row.world > 1 and row.shard_ranks != 1), "no collective was recorded"
+    sends = row.shard_ranks != 1 or row.outer_sharding is not None
+    assert bool(gathers) == (row.stage > 0 and row.world > 1 and sends), "no collective was recorded"
 
 
 def test_the_rules_can_fail(virtual_gpu: VirtualGpu) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 
 from zero_runtime.errors import RankError
 from zero_runtime.optim.configs import AdamWConfig
-from zero_runtime.plan import ZeroPlan
+from zero_runtime.plan import OuterSharding, ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.world import leave_world
@@ -44,6 +44,7 @@ class Program:
     shard_ranks: int | None = None
     prefetch: int = 1
     micro_batches: int = 1
+    outer_sharding: OuterSharding | None = None
 
     @property
     def shards(self) -> int:
@@ -54,7 +55,8 @@ class Program:
         everyone = tuple(range(self.world))
         start, place = rank - rank % self.shards, rank % self.shards
         shard, replicas = everyone[start : start + self.shards], everyone[place :: self.shards]
-        kinds = [shard, shard] * (self.shards > 1) + [replicas] * (self.shards < self.world)
+        across = 1 if self.outer_sharding is None else 2
+        kinds = [shard, shard] * (self.shards > 1) + [replicas] * across * (self.shards < self.world)
         return {WORLD: everyone} | {f"group {number}": kind for number, kind in enumerate(kinds, 1)}
 
 
@@ -78,7 +80,8 @@ def run(program: Program, rank: int, told: list[torch.Tensor], failing_at: int =
     """Run one rank. If it fails, it closes its runtime as a `finally` of a user's program would."""
     with lone_rank(rank, program.world, failing_at=failing_at, told=told) as own:
         model, loss_of = _model_and_loss(program.model)
-        plan = ZeroPlan.from_stage(program.stage, shard_ranks=program.shard_ranks if program.stage else None)
+        shard_ranks = program.shard_ranks if program.stage else None
+        plan = ZeroPlan.from_stage(program.stage, shard_ranks=shard_ranks, outer_sharding=program.outer_sharding)
         settings = RuntimeSettings(program.micro_batches, prefetch=program.prefetch, read_host=own.read_host)
         runtime = ZeroRuntime(model, plan, MixedPrecision("bf16"), AdamWConfig(), settings, torch.device("cpu"))
         journal = runtime.collectives.journal
@@ -120,7 +123,9 @@ def issues(script: Script) -> list[Deed]:
 
 FIRST = (0, 1, 2, 3, 4, 5, 6, 7)
 HYBRID = Program(shard_ranks=4)
-PROGRAMS = [HYBRID]
+OUTER = Program(shard_ranks=4, outer_sharding="optim")
+PROGRAMS = [HYBRID, OUTER, replace(OUTER, outer_sharding="hpz")]
+PROGRAMS += [replace(OUTER, model="frozen", outer_sharding="hpz", micro_batches=2), replace(OUTER, shard_ranks=1)]
 PROGRAMS += [Program(model) for model in ("tiny", "frozen", "recomputed", "adapters", "partly unused")]
 PROGRAMS += [Program(stage=stage, micro_batches=2) for stage in (0, 1, 2, 3)]
 PROGRAMS += [Program("frozen", stage, shard_ranks=2, micro_batches=2) for stage in (1, 2, 3)]
@@ -143,9 +148,11 @@ def check(program: Program, ranks: tuple[int, ...], checked: Tally, seeds: int =
     checked("collective order", ranks=len(everyone), collectives=count, replays=len(replays), deadlocks=0)
 
 
-@pytest.mark.parametrize("program", [pytest.param(one, marks=() if one is HYBRID else LONG) for one in PROGRAMS])
+@pytest.mark.parametrize(
+    "program", [pytest.param(one, marks=() if one in (HYBRID, OUTER) else LONG) for one in PROGRAMS]
+)
 def test_all_ranks_of_a_node_issue_one_order_and_none_waits_forever(program: Program, checked: Tally) -> None:
-    check(program, (0, 1, 4, 7) if program is HYBRID else FIRST, checked)
+    check(program, (0, 1, 4, 7) if program in (HYBRID, OUTER) else FIRST, checked)
 
 
 @pytest.mark.parametrize("world", [64, pytest.param(1024, marks=LONG)])

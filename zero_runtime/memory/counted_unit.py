@@ -103,12 +103,12 @@ class Copying:
 class CountRules:
     """The settings by which the tensors of all units are allocated.
 
-    shard_count, replica_count: ranks of a shard group, and replicas of each shard. state_bytes: of the optimizer's
-    states, per element. by_messages: collectives are messages between CPUs, and a reduction receives the terms of the
-    other ranks in tensors (gloo.py). params_in_file: offloaded parameters are in a scratch file; they are read to the
-    host ahead of a gather, and are copied to the device by the gather. reduces_at_boundary: gradients are reduced in
-    the last micro-batch alone, and kept in full until then (`no_sync`). updating_bytes: of tensors that exist only
-    while the optimizer updates matrices (optim/matrix_owners.py). wire: which collectives are quantised.
+    shard_count, replica_count: ranks that share one copy of the states, and replicas of each shard. state_bytes: of the
+    optimizer's states, per element. by_messages: collectives are messages between CPUs, and a reduction receives the
+    terms of the other ranks in tensors (gloo.py). params_in_file: offloaded parameters are in a scratch file; they are
+    read to the host ahead of a gather, and are copied to the device by the gather. reduces_at_boundary: gradients are
+    reduced in the last micro-batch alone, and kept in full until then (`no_sync`). updating_bytes: of tensors that
+    exist only while the optimizer updates matrices (optim/matrix_owners.py). wire: which collectives are quantised.
     kept_bytes: per element of the model, what the optimizer keeps on every rank besides its states.
     """
 
@@ -123,6 +123,16 @@ class CountRules:
     updating_bytes: int = 0
     wire: Wire = EXACT
     kept_bytes: float = 0.0
+
+    @property
+    def group_ranks(self) -> int:
+        """The ranks that a full copy is gathered from: fewer than share the states, with outer sharding."""
+        return self.plan.group_ranks(self.shard_count * self.replica_count)
+
+    @property
+    def group_count(self) -> int:
+        """The number of shard groups."""
+        return self.shard_count * self.replica_count // self.group_ranks
 
 
 class CountedReduction(NamedTuple):
@@ -172,7 +182,7 @@ class CountedUnit:
         self._full = self._book.allocate(PARAMS, self._numel * self._compute) if keeps_full else None
         is_slice = keeps_full and not self._casts
         if not is_slice and not size.params_offloaded:
-            self._book.allocate(PARAMS, self._shard * self._param)
+            self._book.allocate(PARAMS, self._numel // self._rules.group_ranks * self._param)
         if not size.trainable:
             return
         if size.optimizer_offloaded:
@@ -291,8 +301,8 @@ class CountedUnit:
             self._book.free(fed)
             self._reducing = CountedReduction(cast, out, traded)
             return
-        ranks, numel = (rules.shard_count, self._numel) if rules.shard_count > 1 else (rules.replica_count, self._shard)
-        self._reducing = CountedReduction(cast, out, self._receive(ranks, numel))
+        ranks = rules.group_ranks if rules.group_ranks > 1 else rules.group_count
+        self._reducing = CountedReduction(cast, out, self._receive(ranks, self._numel))
 
     @property
     def _in_place(self) -> bool:
@@ -313,8 +323,9 @@ class CountedUnit:
             total = self._book.allocate(TRANSFERS, self._shard * ERROR_BYTES)
             self._convert()
             self._book.free(total)
-        if self._rules.shard_count > 1:  # then the replicas of the shard are summed
-            self._book.free(self._receive(self._rules.replica_count, self._shard))
+        ranks = self._rules.group_ranks
+        if ranks > 1:  # then the sums of the groups are summed
+            self._book.free(self._receive(self._rules.group_count, self._numel // ranks))
         self._book.free(received)
         if self._plan.keeps_full_grads:
             self._book.free(cast)

@@ -29,9 +29,17 @@ class DeviceOverhead:
     most: int = 0
 
     @classmethod
-    def on_cuda(cls, world: int, shard_count: int, tensor_degree: int = 1, sequence_degree: int = 1) -> DeviceOverhead:
+    def on_cuda(
+        cls,
+        world: int,
+        shard_count: int,
+        tensor_degree: int = 1,
+        sequence_degree: int = 1,
+        *,
+        gathers_across: bool = False,
+    ) -> DeviceOverhead:
         """The context, cuBLAS's workspaces, and NCCL's buffers of each communicator of a rank."""
-        count = communicators(world, shard_count, tensor_degree, sequence_degree)
+        count = communicators(world, shard_count, tensor_degree, sequence_degree, gathers_across=gathers_across)
         least, most = (
             context + count * communicator + WORKSPACES
             for context, communicator in zip(CONTEXT, COMMUNICATOR, strict=True)
@@ -42,8 +50,17 @@ class DeviceOverhead:
 NO_OVERHEAD = DeviceOverhead()
 
 
-def communicators(world: int, shard_count: int, tensor_degree: int = 1, sequence_degree: int = 1) -> int:
+def communicators(
+    world: int,
+    shard_count: int,
+    tensor_degree: int = 1,
+    sequence_degree: int = 1,
+    *,
+    gathers_across: bool = False,
+) -> int:
     """The number of communicators that a rank holds: the world's, and those of `RankGroups`. None for a single rank.
+
+    shard_count: ranks of a shard group. gathers_across: shard groups exchange parameters.
 
     PlanError if `tensor_degree` does not divide `world`, or `shard_count` or `sequence_degree` the ranks of the data
     axis.
@@ -58,5 +75,6 @@ def communicators(world: int, shard_count: int, tensor_degree: int = 1, sequence
     if world == 1:
         return 0
     sharded = 2 if shard_count > 1 else 0  # gathers and reductions
-    # The replicas of a shard; the slices of layers; the parts of sequences.
-    return 1 + sharded + (shard_count < data_world) + (tensor_degree > 1) + (sequence_degree > 1)
+    across = (1 + gathers_across) * (shard_count < data_world)  # the replicas of a shard
+    # The slices of layers; the parts of sequences.
+    return 1 + sharded + across + (tensor_degree > 1) + (sequence_degree > 1)

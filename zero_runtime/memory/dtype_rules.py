@@ -26,16 +26,17 @@ PARAMS, GATHERED, MASTER, GRADS, REDUCED = "params", "gathered", "master", "grad
 # Components of which there may be any number of elements: the rule is their dtype alone.
 ACCUMULATED, AUTOCAST = "accumulated", "autocast"
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+OUTER_GATHER, OUTER_SCATTER = "outer_all_gather", "outer_reduce_scatter"  # between shard groups
 ALL_TO_ALL = "all_to_all"  # parts of matrices, of all units together
 SIGNS = ("sign_all_to_all", "sign_all_gather")  # of 1-bit Adam
 SLICE_SUM, LOSS_NUMBERS = "tensor_all_reduce", "tensor_all_gather"  # of tensor parallelism, of all units together
 TRADED_PARTS = "sequence_all_to_all"  # of sequence parallelism, of all units together
-MESSAGES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL)
+MESSAGES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, OUTER_GATHER, OUTER_SCATTER, ALL_TO_ALL)
 _SIZES = STATE_ITEMSIZE_BYTES | dict[str, int](ITEMSIZE_BYTES.items())
 _SETTINGS = {
-    **dict.fromkeys((PARAMS, ALL_GATHER), "precision.param"),
+    **dict.fromkeys((PARAMS, ALL_GATHER, OUTER_GATHER), "precision.param"),
     **dict.fromkeys((GATHERED, AUTOCAST, SLICE_SUM, LOSS_NUMBERS, TRADED_PARTS), "precision.compute"),
-    **dict.fromkeys((REDUCED, REDUCE_SCATTER, ALL_REDUCE), "precision.reduce"),
+    **dict.fromkeys((REDUCED, REDUCE_SCATTER, ALL_REDUCE, OUTER_SCATTER), "precision.reduce"),
     **dict.fromkeys((GRADS, ACCUMULATED), "precision.accumulate"),
     MASTER: "precision.master",
     ALL_TO_ALL: "optimizer.ns_dtype",
@@ -117,13 +118,15 @@ class AskedDTypes:
         if component == ALL_GATHER:
             codes = self.plan is not None and self.wire.gathers(self.plan, trainable=unit.trainable)
             return "uint8" if codes else kind.param
+        if component == OUTER_GATHER:
+            return kind.param
         if component in SIGNS:
             return "uint8"
         if component == AUTOCAST:
             return kind.compute or kind.param
         if not unit.trainable:
             return None
-        sums: dict[str, str] = {ACCUMULATED: kind.accumulate, ALL_REDUCE: kind.reduce}
+        sums: dict[str, str] = {ACCUMULATED: kind.accumulate, ALL_REDUCE: kind.reduce, OUTER_SCATTER: kind.reduce}
         sums |= {ALL_TO_ALL: "uint8"} if self.wire.reduce else {REDUCE_SCATTER: kind.reduce}
         return sums.get(component)
 

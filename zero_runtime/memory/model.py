@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 
 from zero_runtime.flat_layout import FlatLayout
-from zero_runtime.plan import Partition, ZeroPlan
+from zero_runtime.plan import Partition, Phase, ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 
 ADAM_BYTES = 8.0  # bytes per element of exp_avg and exp_avg_sq in fp32; other states: see OptimizerConfig.state_bytes
@@ -76,7 +76,8 @@ class StateBytes:
         return self.params + self.grads + self.optimizer
 
 
-Term = tuple[float, Partition]  # bytes per element, and whether they are split over the shard group
+_DIVISOR = {Partition.REPLICATED: "", Partition.GROUP: "/G", Partition.SHARDED: "/N"}
+Term = tuple[float, Partition]  # bytes per element, and the ranks that they are split over
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class BytesPerElement:
 def _param_terms(plan: ZeroPlan, precision: MixedPrecision) -> tuple[Term, ...]:
     size = precision.stored_bytes
     if precision.stores_as_computed or plan.params is Partition.SHARDED:
-        return ((size, plan.params),)
+        return ((size, plan.held_params),)
     # The full copy is a cast of the gathered parameters, so the shard that is gathered cannot be a slice of it.
     return ((ITEMSIZE_BYTES[precision.compute or precision.param], plan.params), (size, plan.optimizer))
 
@@ -138,7 +139,7 @@ def model_state_bytes(
         size: asdict(BytesPerElement.of(plan, precision, micro_batches, size, error_bytes, kept_bytes))
         for size in {state_bytes, *(unit.state_bytes for unit in units if unit.state_bytes is not None)}
     }
-    ranks = {Partition.REPLICATED: 1, Partition.SHARDED: plan.shard_count(world)}
+    ranks = {partition: plan.ranks_of(partition, world) for partition in Partition}
     totals = dict.fromkeys(of_states[state_bytes], 0)
     exact = 0.0
     for unit in units:
@@ -287,7 +288,9 @@ def formula(
     with_frozen: bool = False,
     matrix_state_bytes: float | None = None,
 ) -> str:
-    """The closed form of `model_state_bytes` in Ψ (parameters) and N (ranks of a shard group), such as `4Ψ + 12Ψ/N`.
+    """The closed form of `model_state_bytes` in Ψ (parameters) and N (ranks that share one copy), such as `4Ψ + 12Ψ/N`.
+
+    With outer sharding, N are all ranks and G those of a shard group.
 
     `with_frozen`: Ψ are the trained parameters, Φ the frozen ones. matrix_state_bytes: of the trained matrices, M, if
     the optimizer keeps other states for them.
@@ -302,9 +305,9 @@ def formula(
 
 
 def _closed_form(terms: Iterable[Term], letter: str) -> str:
-    full = sum(size for size, partition in terms if partition is Partition.REPLICATED)
-    split = sum(size for size, partition in terms if partition is Partition.SHARDED)
-    return " + ".join(([f"{full:.10g}{letter}"] if full else []) + ([f"{split:.10g}{letter}/N"] if split else []))
+    terms = list(terms)
+    sums = {one: sum(size for size, partition in terms if partition is one) for one in Partition}
+    return " + ".join(f"{size:.10g}{letter}{_DIVISOR[one]}" for one, size in sums.items() if size)
 
 
 @dataclass(frozen=True)
@@ -313,6 +316,7 @@ class CollectiveCounts:
 
     gathers: int
     reductions: int
+    exchanges: int | None = None  # gathers across the shard groups, of a plan with outer sharding
 
     @classmethod
     def of(cls, plan: ZeroPlan, micro_batches: int = 1, *, reduces_at_boundary: bool = False) -> CollectiveCounts:
@@ -321,7 +325,16 @@ class CollectiveCounts:
         micro-batch if gradients are sharded and are not kept unsharded until the last micro-batch (`no_sync`)."""
         gathers = 2 * micro_batches if plan.params is Partition.SHARDED else int(plan.optimizer is Partition.SHARDED)
         every = plan.reduces_every_backward and not reduces_at_boundary
-        return cls(gathers, micro_batches if every else 1)
+        exchanges = None
+        if plan.outer_sharding is not None:
+            exchanges = micro_batches if plan.group_is_stale_after(Phase.BACKWARD) else 1
+        return cls(gathers, micro_batches if every else 1, exchanges)
+
+    @property
+    def across(self) -> int:
+        """How often an element is sent across the shard groups: an all-reduce sends it twice, as a reduce-scatter and
+        an all-gather do."""
+        return 2 * self.reductions if self.exchanges is None else self.reductions + self.exchanges
 
 
 def collective_elements(counts: CollectiveCounts, numel: int, *, world: int, shard_count: int) -> int:
@@ -329,23 +342,23 @@ def collective_elements(counts: CollectiveCounts, numel: int, *, world: int, sha
 
     With groups of G = shard_count ranks and N/G replicas of each shard: a gather or reduce-scatter of P elements sends
     (G-1)/G P, and the all-reduce of a shard over its replicas sends 2 (N/G - 1)/(N/G) P/G. For G = N that is (N-1)/N P
-    per collective; for G = 1 only the all-reduce remains, 2 (N-1)/N P. Exact if numel is a multiple of `world`,
+    per collective; for G = 1 only the all-reduce remains, 2 (N-1)/N P. With outer sharding, half of that all-reduce is
+    sent in each reduction (a reduce-scatter), and as much in each exchange. Exact if numel is a multiple of `world`,
     otherwise rounded down.
     """
     replicas = world // shard_count
     within = (counts.gathers + counts.reductions) * numel * (shard_count - 1) // shard_count
-    across = counts.reductions * 2 * numel * (replicas - 1) // world
-    return within + across
+    return within + counts.across * numel * (replicas - 1) // world
 
 
 def collective_formula(counts: CollectiveCounts, *, world: int, shard_count: int) -> str:
     """The closed form of `collective_elements`, in Ψ, N (ranks) and G (ranks of a shard group, if fewer)."""
     if shard_count == 1:
-        return f"{2 * counts.reductions}Ψ·(N-1)/N"
+        return f"{counts.across}Ψ·(N-1)/N"
     within = counts.gathers + counts.reductions
     if shard_count == world:
         return f"{within}Ψ·(N-1)/N"
-    return f"{within}Ψ·(G-1)/G + {2 * counts.reductions}Ψ/G·(N/G-1)/(N/G)"
+    return f"{within}Ψ·(G-1)/G + {counts.across}Ψ/G·(N/G-1)/(N/G)"
 
 
 def kept_grad_bytes(plan: ZeroPlan, precision: MixedPrecision, units: Iterable[UnitSize]) -> int:

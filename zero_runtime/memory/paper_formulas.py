@@ -17,7 +17,7 @@ PAPER_PRECISION = MixedPrecision("fp16", reduce="fp16", accumulate="fp16")
 
 def paper_bytes_per_param(plan: ZeroPlan, world: int) -> float:
     """Bytes of model states per parameter and rank (arXiv 1910.02054, section 5, figure 1), from `model.py`."""
-    ranks = {Partition.REPLICATED: 1, Partition.SHARDED: plan.shard_count(world)}
+    ranks = {partition: plan.ranks_of(partition, world) for partition in Partition}
     terms = astuple(BytesPerElement.of(plan, PAPER_PRECISION, 1, ADAM_BYTES))
     return sum(size / ranks[partition] for component in terms for size, partition in component)
 

@@ -74,7 +74,8 @@ class OffloadPlan:
 
     def check(self, plan: ZeroPlan, device: str) -> None:
         """PlanError if parameters are to be offloaded and `plan` keeps full ones (moving their shards would save
-        nothing), if a speculative step has no offloaded states, or if offload does not support the device type."""
+        nothing) or those of a group, if a speculative step has no offloaded states, or if offload does not support the
+        device type."""
         if device not in ("cpu", "cuda") and (self.uses_nvme or self.uses_host):
             raise PlanError(
                 f"offload: expected a CPU or a CUDA device, found {device}, from which nothing is moved yet; use "
@@ -90,6 +91,12 @@ class OffloadPlan:
             raise PlanError(
                 f"offload.params={self.params}: expected a plan that shards parameters, found one that keeps "
                 "them in full on every rank; shard them too, or offload the optimizer alone"
+            )
+        if self.params is not Tier.DEVICE and plan.outer_sharding is not None:
+            raise PlanError(
+                f"offload.params={self.params}: expected a plan without outer sharding, found "
+                f"zero.outer_sharding={plan.outer_sharding}, with which parameters stay on the device for their group; "
+                "offload the optimizer alone, or set zero.outer_sharding=null"
             )
 
 

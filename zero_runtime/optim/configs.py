@@ -215,6 +215,13 @@ class MuonConfig(OptimizerConfig):
     def held_by(self, *, matrices: bool) -> tuple[HeldState, ...]:
         return tuple(held for held in self.held_states if (held.name in MATRIX_STATES) == matrices)
 
+    def check_run(self, plan: ZeroPlan, clip_norm: float | None, wire: Wire) -> None:
+        limits = Limits({}, "optimizer")
+        if plan.outer_sharding is not None:
+            rule = "optimizer.kind=muon sends parts of matrices inside a shard group: zero.outer_sharding must be null"
+            limits.refuse(rule, plan.outer_sharding, "zero.outer_sharding=null", "optimizer=adamw")
+        limits.conclude()
+
     @property
     def matrix_patterns(self) -> tuple[str, ...] | None:
         return tuple(self.matrices)

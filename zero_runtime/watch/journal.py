@@ -32,6 +32,8 @@ _CHANNEL = {
     "reduce_scatter": "reduce",
     "all_reduce": "replica",
     "all_to_all": "reduce",
+    "outer_all_gather": "outer",
+    "outer_reduce_scatter": "replica",
     "tensor_all_reduce": "tensor",
     "tensor_all_gather": "tensor",
     "sequence_all_to_all": "sequence",

@@ -17,7 +17,12 @@ from zero_runtime.optim.configs import OPTIMIZERS
 
 
 def offloaded_params_are_sharded(scene: Scene, offload: Offload, zero: Zero) -> Broken | None:
-    if offload.params is Tier.DEVICE or zero.stage == 3:
+    if offload.params is Tier.DEVICE:
+        return None
+    if zero.plan.outer_sharding is not None:
+        rule = f"zero.outer_sharding keeps the parameters of a group on the device: offload.params={offload.params}"
+        return Broken(f"{rule} must be device", zero.plan.outer_sharding, ("offload.params=device",))
+    if zero.stage == 3:
         return None
     rule = f"offload.params={offload.params} needs zero=stage3: the other stages keep whole parameters on every rank"
     return Broken(rule, f"stage {zero.stage}", ("zero.stage=3", "offload.params=device"))

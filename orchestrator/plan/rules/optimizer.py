@@ -21,7 +21,7 @@ def dampening_is_used(scene: Scene, optimizer: Optimizer) -> Broken | None:
 def optimizer_can_run(scene: Scene, optimizer: Optimizer, zero: Zero) -> Broken | None:
     """What an optimizer itself says of the other settings."""
     broken = broken_by(lambda: optimizer.rule.check_run(zero.plan, optimizer.clip_norm, zero.wire))
-    if not broken or zero.plan.keeps_full_grads:
+    if not broken or zero.plan.keeps_full_grads or zero.outer_sharding is not None:
         return next(iter(broken), None)
     return broken[0]._replace(fix=("zero=stage1", *broken[0].fix))
 

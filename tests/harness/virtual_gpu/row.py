@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from zero_runtime.plan import OuterSharding
+
 SEQUENCES = 2  # of a micro-batch
 
 
@@ -41,6 +43,7 @@ class Row:
     skips: bool = False
     traced: bool = False
     steps: int = 3
+    outer_sharding: OuterSharding | None = None
 
     def __str__(self) -> str:
         """The settings that differ from the defaults: `stage=2,offload=both`."""

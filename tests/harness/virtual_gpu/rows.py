@@ -235,7 +235,7 @@ def _build(bench: Bench, row: Row, scratch: Path) -> tuple[ZeroRuntime, Recomput
         offload=offload,
         loss_scale=LossScaleRule(initial_power=8) if row.precision == "fp16" else UNSCALED,
     )
-    plan = ZeroPlan.from_stage(row.stage, shard_ranks=row.shard_ranks)
+    plan = ZeroPlan.from_stage(row.stage, shard_ranks=row.shard_ranks, outer_sharding=row.outer_sharding)
     precision = MixedPrecision(row.precision)
     return ZeroRuntime(model, plan, precision, OPTIMIZERS[row.optimizer], settings, bench.device), recomputation
 

@@ -34,7 +34,12 @@ def test_the_bytes_sent_in_a_step_are_those_of_the_paper_and_of_the_replicas() -
     for line, elements in (("zero=stage1", 2 * 3 / 4), ("zero=stage3", 3 * 3 / 4), ("zero=stage0", 2 * 3 / 4)):
         assert sent(line) == elements * 4 * NUMEL
     # Three collectives in a group of 2, and an all-reduce of half of the elements over 2 replicas.
-    assert sent("zero=stage3 zero.shard_ranks=2") == (3 / 2 + 2 * (1 / 2) / 2) * 4 * NUMEL
+    grouped = "zero=stage3 zero.shard_ranks=2"
+    assert sent(grouped) == (3 / 2 + 2 * (1 / 2) / 2) * 4 * NUMEL
+    # With outer sharding half of that all-reduce in each reduction, and as much in each exchange of parameters.
+    outer = f"{grouped} batch.accumulation=3 zero.outer_sharding"
+    assert sent(f"{outer}=optim") == (9 / 2 + (3 + 1) * (1 / 2) / 2) * 4 * NUMEL
+    assert sent(f"{outer}=hpz") == (9 / 2 + (3 + 3) * (1 / 2) / 2) * 4 * NUMEL
 
 
 def sent(line: str) -> int:

@@ -31,6 +31,17 @@ def test_there_is_a_communicator_for_the_world_and_for_each_group(
     assert communicators(world, shard_count, *degrees) == (len(groups) if world > 1 else 0)
 
 
+@pytest.mark.parametrize(("shard_count", "degree", "count"), [(4, 1, 5), (1, 1, 3), (8, 1, 3), (2, 2, 6)])
+def test_shard_groups_that_exchange_parameters_have_one_more(shard_count: int, degree: int, count: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=7, world_size=8)
+    try:
+        made = RankGroups.make(shard_count, degree, gathers_across=True)
+    finally:
+        dist.destroy_process_group()
+    assert len([group for group in made if group is not None]) + 1 == count
+    assert communicators(8, shard_count, degree, gathers_across=True) == count
+
+
 def test_a_single_rank_needs_the_context_and_the_workspaces_alone() -> None:
     assert DeviceOverhead.on_cuda(1, 1) == DeviceOverhead(0, CONTEXT[0] + WORKSPACES, CONTEXT[1] + WORKSPACES)
     several = DeviceOverhead.on_cuda(8, 8)

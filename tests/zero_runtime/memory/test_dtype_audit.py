@@ -22,13 +22,13 @@ from torch import nn
 from zero_runtime.dtypes import short_name
 from zero_runtime.errors import DTypeError
 from zero_runtime.memory.dtype_audit import DTypeAudit, refuse
-from zero_runtime.memory.dtype_rules import AskedDTypes
+from zero_runtime.memory.dtype_rules import MESSAGES, AskedDTypes
 from zero_runtime.offload.copy_streams import PlainCopies
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_settings import ScratchSettings
 from zero_runtime.optim.configs import AdamW8bitConfig, OptimizerConfig, SgdConfig, TorchConfig
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
-from zero_runtime.plan import ZeroPlan
+from zero_runtime.plan import OuterSharding, ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
@@ -56,6 +56,7 @@ class Row:
     offload: OffloadPlan = field(default_factory=OffloadPlan)
     keep_dtype: tuple[str, ...] = ()
     shard_ranks: int | None = None
+    outer_sharding: OuterSharding | None = None
 
     def build(self, folder: Path) -> ZeroRuntime:
         offload = self.offload
@@ -63,7 +64,9 @@ class Row:
             offload = replace(offload, scratch=replace(offload.scratch, folder=folder))
         return ZeroRuntime(
             model_of(self.model),
-            ZeroPlan.from_stage(self.stage, shard_ranks=self.shard_ranks if self.stage else None),
+            ZeroPlan.from_stage(
+                self.stage, shard_ranks=self.shard_ranks if self.stage else None, outer_sharding=self.outer_sharding
+            ),
             self.precision,
             self.optimizer,
             RuntimeSettings(
@@ -129,6 +132,7 @@ GROUPS = [
 ROWS = [row for group in GROUPS for row in group]
 SHORT_ROWS = [group[5 * index % len(group)] for index, group in enumerate(GROUPS)]
 HYBRID = [Row(stage, precision, shard_ranks=2) for stage in (1, 2, 3) for precision in (BF16, PAPER)]
+HYBRID += [replace(HYBRID[-1], outer_sharding="optim"), Row(3, BF16, shard_ranks=1, outer_sharding="hpz")]
 
 
 def _audit_rows(folder: Path, rows: list[Row]) -> list[dict[str, dict[str, int]]]:
@@ -164,7 +168,7 @@ def test_no_correct_row_is_refused(world: int, rows: list[Row], tmp_path: Path) 
             assert {"params", "gathered", "master", "grads", "reduced"} <= found.keys(), row
             assert {state.name for state in row.optimizer.held_states} <= found.keys(), row
             assert ("accumulated" in found) == (row.micro_batches > 1), row
-            assert bool(found.keys() & {"all_gather", "reduce_scatter", "all_reduce"}) == (world > 1), row
+            assert bool(found.keys() & set(MESSAGES)) == (world > 1), row
 
 
 def test_the_short_rows_contain_every_stage_and_every_precision() -> None:

@@ -9,7 +9,7 @@ import pytest
 from zero_runtime.memory.activation_count import Mark, Trace
 from zero_runtime.memory.counted_unit import CountRules
 from zero_runtime.memory.model import UnitSize
-from zero_runtime.plan import ZeroPlan
+from zero_runtime.plan import OuterSharding, ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.timing.costs import FREE, CollectiveCost, Curve, StepCosts
 from zero_runtime.timing.step_clock import StepClock
@@ -45,9 +45,10 @@ def timed(
     kind: MixedPrecision = FP32,
     shard_ranks: int | None = None,
     at_boundary: bool = False,
+    outer_sharding: OuterSharding | None = None,
 ) -> StepSeconds:
     """A step in which every segment between two marks takes equally long, and the model takes model_s."""
-    plan = ZeroPlan.from_stage(stage, shard_ranks=shard_ranks)
+    plan = ZeroPlan.from_stage(stage, shard_ranks=shard_ranks, outer_sharding=outer_sharding)
     world = 2 * shard_ranks if shard_ranks else WORLD
     shards = plan.shard_count(world)
     rules = CountRules(
@@ -145,6 +146,17 @@ def test_gradients_are_reduced_in_each_backward_or_once(stage: int, at_boundary:
 def test_replicas_of_a_shard_are_reduced_too() -> None:
     time = timed(3, StepCosts(reduce=constant(1.0), replica=constant(10.0)), shard_ranks=2)
     assert time.exposed_s == pytest.approx(11.0 * UNITS)
+
+
+def test_shard_groups_exchange_parameters_after_a_step_or_in_each_forward() -> None:
+    """A reduce-scatter or an all-gather across the groups is half of the all-reduce that replicas need."""
+    costs = StepCosts(reduce=constant(1.0), replica=constant(10.0))
+    for kind, exchanges in (("optim", 1), ("hpz", 3)):
+        time = timed(3, costs, shard_ranks=2, outer_sharding=kind, micro_batches=3)
+        assert time.exposed_s == pytest.approx((3 * (1.0 + 5.0) + exchanges * 5.0) * UNITS)
+    hidden = timed(3, StepCosts(replica=constant(0.01)), shard_ranks=2, outer_sharding="optim", model_s=100.0)
+    # The first unit's exchange, which its gather follows, and the last reduction have nothing to hide behind.
+    assert hidden.exposed_s == pytest.approx(0.005 + 0.005)
 
 
 def test_collectives_cost_by_the_bytes_of_their_dtype() -> None:

@@ -31,6 +31,7 @@ LOGIN_NODE = Scene(Hardware(cores=4, cpu="cpu", slurm=True))
 PLANNED = replace(LAPTOP, plan_only=True)
 A100S = Scene(Hardware(cores=16, cpu="cpu", gpus=4, gpu="A100-SXM4-80GB"))
 SLURM = "cluster=slurm resources.device=cpu resources.ranks=4"
+OUTER = "zero=stage3 zero.shard_ranks=2 zero.outer_sharding=optim"
 
 
 def config(line: str = "") -> RunConfig:
@@ -133,6 +134,12 @@ BROKEN = [
     (SERVER, "precision=bf16 precision.tf32=true", "precision.tf32 is for fp32"),
     (LAPTOP, "zero=stage3 zero.shard_ranks=3", "zero.shard_ranks must divide the 2 ranks"),
     (LAPTOP, "zero=stage0 zero.shard_ranks=2", "zero.shard_ranks needs a stage that shards"),
+    (LAPTOP, "zero=stage3 zero.outer_sharding=optim", "zero.outer_sharding needs zero.shard_ranks"),
+    (LAPTOP, "zero=stage2 zero.shard_ranks=2 zero.outer_sharding=hpz", "zero.outer_sharding needs zero.stage=3"),
+    (SERVER, f"{OUTER} zero.gather_dtype=int8", "zero.outer_sharding sends exact messages"),
+    (SERVER, f"{OUTER} offload=param_cpu", "zero.outer_sharding keeps the parameters of a group on the device"),
+    (SERVER, f"{OUTER} optimizer=muon", "optimizer.kind=muon sends parts of matrices inside a shard group"),
+    (SERVER, f"{OUTER} measure=eval", "zero.outer_sharding shards gradients and optimizer states, which inference"),
     (LAPTOP, "parallel.tp=2 resources.ranks=3", "parallel.tp must divide the 3 ranks"),
     (LAPTOP, "parallel.tp=4", "parallel.tp must divide the 2 ranks"),
     (LAPTOP, "parallel.patterns=[a]", "parallel.tp=1 uses no parallel.patterns"),
