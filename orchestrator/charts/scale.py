@@ -25,8 +25,8 @@ def size_unit(largest_bytes: float) -> AxisUnit:
 
 
 def tick_step(span: float, wanted: int) -> float:
-    """The smallest round step that needs at most `wanted` of it for the span; 1 for a span of 0."""
-    if not span > 0:
+    """The smallest round step that needs at most `wanted` of it for the span; 1 for a span that has none."""
+    if not 0 < span < math.inf:
         return 1.0
     rough = span / wanted
     power = 10.0 ** math.floor(math.log10(rough))
@@ -34,7 +34,9 @@ def tick_step(span: float, wanted: int) -> float:
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers from low to high, both included if they are round themselves."""
+    """Round numbers from low to high, both included if they are round themselves; none if they are not finite."""
+    if not math.isfinite(high - low):
+        return []
     step = tick_step(high - low, wanted)
     first = math.ceil(low / step - 1e-9)
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]

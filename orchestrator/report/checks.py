@@ -9,12 +9,11 @@ rounds on purpose (bf16 against fp32) stays within it in the shipped models; wha
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.report.report_points import ReportPoint
+from orchestrator.report.report_points import ReportPoint, is_finite
 
 LOSS_SHARE = 0.02
 NOISY_SHARE = 0.2  # of the median, between the ends of a row's range
@@ -57,6 +56,8 @@ def drift(point: ReportPoint) -> float | None:
     if len(times) < LEAST_STEPS:
         return None
     third = len(times) // 3
+    if min(times) <= 0:
+        return None
     first, last = sorted(times[:third]), sorted(times[-third:])
     change = statistics.median(last) / statistics.median(first) - 1
     quarter = third // 4
@@ -71,7 +72,7 @@ def _losses(points: Sequence[ReportPoint]) -> list[str]:
     for point in points:
         assert point.result is not None
         last = point.result["loss"]["last"]
-        if last is None or not math.isfinite(last):
+        if not is_finite(last):
             lines.append(f"{point.label} ended without a finite loss")
         else:
             groups.setdefault(_work(point.entry.config, point.result), {})[point.label] = last

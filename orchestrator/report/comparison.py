@@ -55,7 +55,7 @@ def write(sweep: SweepPaths, *, with_png: bool = False) -> list[str]:
     points = points_of(sweep, rows)
     drawn = figures_of(points)
     for figure in drawn:
-        _is_written(sweep.pictures / f"{figure.name}.svg", svg.document(figure.picture))
+        _is_written(sweep.pictures / f"{figure.name}.svg", svg.document(figure.picture), lasting=False)
     report = ranking.report_md(sweep.name, rows) + "\n" + page.markdown(points, drawn, sweep.pictures.name)
     files: dict[Path, str | bytes] = {
         sweep.report: report,
@@ -75,13 +75,13 @@ def _png(sweep: SweepPaths, drawn: Sequence[Figure]) -> bytes | None:
         return None
 
 
-def _is_written(path: Path, content: str | bytes) -> bool:
+def _is_written(path: Path, content: str | bytes, *, lasting: bool = True) -> bool:
     try:
+        path.parent.mkdir(exist_ok=True)
         if isinstance(content, str):
-            path.parent.mkdir(exist_ok=True)
-            write_text_atomic(path, content)
+            write_text_atomic(path, content, lasting=lasting)
         else:
-            write_bytes_atomic(path, content)
+            write_bytes_atomic(path, content, lasting=lasting)
     except OSError as error:
         warn_once(f"{path} could not be written: {error.strerror}")
         return False

@@ -16,7 +16,7 @@ from orchestrator.report import checks, page_details, page_table, ranking
 from orchestrator.report.bar_figures import Figure
 from orchestrator.report.figures import settings_of
 from orchestrator.report.ranking import DEFAULT_METRIC
-from orchestrator.report.report_points import ReportPoint
+from orchestrator.report.report_points import ReportPoint, group_of, is_finite
 from orchestrator.report.scaling import baseline_text
 from orchestrator.text.paths import program
 from orchestrator.text.streams import one_line
@@ -48,7 +48,7 @@ def page(name: str, points: Sequence[ReportPoint], figures: Sequence[Figure], fa
 {"".join(map(_figure, figures))}</div></section>
 {_left_out(points)}
 <section id="environment"><h2>Environment</h2>
-{page_details.environment(points)}</section>
+{page_details.listed(page_details.environment(points)) or "<p>Nothing was measured.</p>"}</section>
 <section id="commands"><h2>Commands and settings</h2>
 {page_details.details(points)}</section>
 <script>{_file("page.js")}</script></body></html>
@@ -79,20 +79,29 @@ def _head(points: Sequence[ReportPoint], facts: Mapping[str, Any]) -> str:
 
 def _work(points: Sequence[ReportPoint]) -> str:
     """What the points did, where all of them did the same: the model, the batch, the machine and the method."""
-    results = [point.result for point in points if point.result is not None]
-    if not results:
-        return ""
-    texts = [
-        [f"{(one.get('model') or {}).get('name')}, {count((one.get('model') or {}).get('parameters'))} parameters"
-         for one in results],
-        [f"{one['batch']['tokens_per_step']:,} tokens a step" for one in results],
-        [f"{one['world']} x {(one.get('environment') or {}).get(one['device']) or one['device']}"
-         if one["device"] == "cpu" else f"{one['world']} x {(one.get('environment') or {}).get('gpu')}"
-         for one in results],
-        [f"{one['throughput']['steps_counted']} steps counted after {one['throughput']['warmup_steps']} of warm-up"
-         for one in results],
-    ]  # fmt: skip
-    return "; ".join(told[0] if len(set(told)) == 1 else f"{told[0]} and others" for told in texts)
+    measured = [point.result for point in points if point.result is not None]
+    texts = [[text(result) for result in measured] for text in (_model, _batch, _machine, _method)]
+    return "; ".join(told[0] if len(set(told)) == 1 else f"{told[0]} and others" for told in texts if told)
+
+
+def _model(result: Mapping[str, Any]) -> str:
+    model = group_of(result, "model")
+    numel = model.get("parameters")
+    return f"{model.get('name')}, {count(numel if is_finite(numel) else None)} parameters"
+
+
+def _batch(result: Mapping[str, Any]) -> str:
+    return f"{result['batch']['tokens_per_step']:,} tokens a step"
+
+
+def _machine(result: Mapping[str, Any]) -> str:
+    environment = group_of(result, "environment")
+    return f"{result['world']} x {environment.get('gpu') or environment.get('cpu') or result['device']}"
+
+
+def _method(result: Mapping[str, Any]) -> str:
+    speed = result["throughput"]
+    return f"{speed['steps_counted']} steps counted after {speed['warmup_steps']} of warm-up"
 
 
 def _answer(points: Sequence[ReportPoint]) -> str:
@@ -138,10 +147,13 @@ def _left_out(points: Sequence[ReportPoint]) -> str:
 
 
 def markdown(points: Sequence[ReportPoint], figures: Sequence[Figure], folder: str) -> str:
-    """The part of report.md that shows the pictures, which are files in `folder`, and the warnings of the rows."""
+    """The part of report.md after the table: warnings, the pictures, which are files in `folder`, and the machine."""
     parts = [f"Warning: {one_line(line)}" for line in checks.warnings(points)]
     parts += ["## Pictures"] if figures else []
     for figure in figures:
         parts.append(f"![{figure.picture.title}]({folder}/{figure.name}.svg)")
         parts.append(figure.caption)
+    if made := page_details.environment(points):
+        lines = [f"- {name}: {text}" for name, text in {"work": _work(points), **made}.items()]
+        parts += ["## Environment", "\n".join(lines)]
     return "\n\n".join(parts) + "\n" if parts else ""

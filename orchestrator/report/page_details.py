@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from orchestrator.report.report_points import ReportPoint
+from orchestrator.report.report_points import ReportPoint, group_of
 from orchestrator.report.summary import run_command
 from orchestrator.text.streams import one_line
 from orchestrator.text.units import ABSENT
@@ -38,12 +38,12 @@ def shared(several: Sequence[Mapping[str, str]]) -> dict[str, str]:
 def environment_of(point: ReportPoint) -> dict[str, str]:
     """The machine, the versions and the code of a measured point, by their names."""
     result, made = point.result or {}, point.provenance
-    environment = result.get("environment") or {}
+    environment = group_of(result, "environment")
     chip = environment.get("gpu") or environment.get("cpu")
     commit = made.get("commit") or environment.get("git")
     changed = " with uncommitted changes (git.diff in its folder)" if made.get("dirty") else ""
-    packages = {f"package {name}": version for name, version in (made.get("packages") or {}).items()}
-    variables = made.get("variables") or environment.get("variables") or {}
+    packages = {f"package {name}": version for name, version in group_of(made, "packages").items()}
+    variables = group_of(made, "variables") or group_of(environment, "variables")
     found = {
         "ranks": f"{result.get('world')} x {result.get('device')}, {result.get('backend')}",
         "device": chip,
@@ -59,21 +59,17 @@ def environment_of(point: ReportPoint) -> dict[str, str]:
     return {name: one_line(str(value)) for name, value in found.items() if value is not None}
 
 
-def environment(points: Sequence[ReportPoint]) -> str:
-    """What all measured points share, and what differs between them, as HTML."""
+def environment(points: Sequence[ReportPoint]) -> dict[str, str]:
+    """What all measured points share, and after it what differs between them, with the points of each value."""
     measured = [point for point in points if point.result is not None]
-    if not measured:
-        return "<p>Nothing was measured.</p>"
-    all_of_them = [environment_of(point) for point in measured]
-    common = shared(all_of_them)
-    text = _list(common)
-    for name in dict.fromkeys(key for one in all_of_them for key in one if key not in common):
+    several = [environment_of(point) for point in measured]
+    found = shared(several)
+    for name in dict.fromkeys(key for one in several for key in one if key not in found):
         groups: dict[str, list[str]] = {}
-        for point, one in zip(measured, all_of_them, strict=True):
+        for point, one in zip(measured, several, strict=True):
             groups.setdefault(one.get(name, "not recorded"), []).append(point.label)
-        told = "; ".join(f"{value}: {_few(labels)}" for value, labels in groups.items())
-        text += f"<p><b>{escape(name)}</b> differs: {escape(told)}</p>"
-    return text
+        found[f"{name} differs"] = "; ".join(f"{value}: {_few(labels)}" for value, labels in groups.items())
+    return found
 
 
 def _few(labels: Sequence[str]) -> str:
@@ -85,7 +81,7 @@ def details(points: Sequence[ReportPoint]) -> str:
     """The settings that all points share, then each point with its own, as HTML."""
     configs = {point.number: _shown(point.entry.config) for point in points if point.entry.config}
     common = shared(list(configs.values()))
-    same = f"<details><summary>{len(common)} settings that all points share</summary>{_list(common)}</details>"
+    same = f"<details><summary>{len(common)} settings that all points share</summary>{listed(common)}</details>"
     return same + "\n" + "\n".join(_point(point, configs.get(point.number, {}), common) for point in points)
 
 
@@ -101,10 +97,11 @@ def _point(point: ReportPoint, config: Mapping[str, str], common: Mapping[str, s
         f'<details id="point-{point.number}"><summary>{escape(f"{point.place} {point.label}".strip())} '
         f'<span class="muted">{escape(point.entry.state)}</span></summary>{reason}'
         f"<pre>{escape(run_command(point.entry.overrides))}</pre>"
-        f"<p>records: <code>{folder}</code></p>{_list(own)}</details>"
+        f"<p>records: <code>{folder}</code></p>{listed(own)}</details>"
     )
 
 
-def _list(texts: Mapping[str, str]) -> str:
+def listed(texts: Mapping[str, str]) -> str:
+    """Names and texts as HTML; empty for none."""
     rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(one_line(value))}</dd>" for key, value in texts.items())
     return f"<dl>{rows}</dl>" if rows else ""

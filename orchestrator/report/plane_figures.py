@@ -14,7 +14,7 @@ from orchestrator.charts.palette import OTHERS, SERIES, SeriesStyle
 from orchestrator.charts.points import Dot, LineSeries, Plane
 from orchestrator.charts.scale import AxisUnit, size_unit
 from orchestrator.report.bar_figures import Figure
-from orchestrator.report.report_points import ReportPoint
+from orchestrator.report.report_points import ReportPoint, group_of, length
 from orchestrator.report.scaling import WORDS, Scaling, scalings, world_of
 from orchestrator.report.varied import Varied, changes, other_than, pareto, share
 from orchestrator.text.units import digits, many, size
@@ -127,9 +127,8 @@ def learning(points: Sequence[ReportPoint]) -> Figure | None:
     return Figure("learning", drawn.curves(plane, lines), caption)
 
 
-def _tokens(point: ReportPoint) -> int:
-    assert point.result is not None
-    return int(point.result["batch"]["tokens_per_step"])
+def _tokens(point: ReportPoint) -> float:
+    return length(group_of(point.result, "batch").get("tokens_per_step"))
 
 
 def _curve(point: ReportPoint, style: SeriesStyle, *, by_tokens: bool) -> LineSeries:

@@ -66,7 +66,7 @@ class ReportPoint:
     def speed(self) -> Spread | None:
         """tokens/s of all ranks, with the range by which ties are judged; None without a finite one."""
         spread = ranking.METRICS[ranking.DEFAULT_METRIC].read(self.result) if self.result else None
-        return spread if spread is not None and all(map(_is_finite, spread)) else None
+        return spread if spread is not None and all(map(is_finite, spread)) else None
 
     @property
     def components(self) -> dict[str, float]:
@@ -121,7 +121,7 @@ def facts_of(sweep: SweepPaths) -> Mapping[str, Any]:
 
 
 def _point(number: int, row: Ranked, planned_at: int, standing: Standing) -> ReportPoint:
-    point = ReportPoint(number, row, planned_at, standing.planned.predicted)
+    point = ReportPoint(number, row, planned_at, standing.planned.predicted or {})
     if standing.attempt is None or row.entry.result is None:
         return point
     steps, validation = _learned(standing.attempt)
@@ -136,20 +136,27 @@ def _learned(attempt: AttemptPaths) -> tuple[tuple[StepReading, ...], tuple[int,
     steps: dict[int, StepReading] = {}
     validation = None
     for event in events:
-        if event["event"] == "step" and _is_finite(event["loss"]) and _is_finite(event["step_ms"]):
+        if event["event"] == "step" and all(is_finite(event[key]) for key in ("step", "loss", "step_ms")):
             counted = not event["warmup"] and not event.get("earlier")
             steps[event["step"]] = StepReading(event["step"], event["loss"], event["step_ms"], counted)
-        elif event["event"] == "validation" and _is_finite(event["loss"]):
+        elif event["event"] == "validation" and is_finite(event["step"]) and is_finite(event["loss"]):
             validation = (event["step"], event["loss"])
     return tuple(steps[step] for step in sorted(steps)), validation
 
 
+def group_of(data: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
+    """A part of a record or configuration that is an object; empty if there is none."""
+    part = (data or {}).get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
 def length(value: Any) -> float:
     """The number as the length of a bar: 0 for none, and for what no bar can show."""
-    return float(value) if value is not None and _is_finite(value) and value > 0 else 0.0
+    return float(value) if value is not None and is_finite(value) and value > 0 else 0.0
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that pictures can show."""
     try:
         return math.isfinite(value)
     except (OverflowError, TypeError):  # a record may hold an integer that is larger than every float

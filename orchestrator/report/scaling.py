@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.report.ranking import Spread
-from orchestrator.report.report_points import ReportPoint
+from orchestrator.report.report_points import ReportPoint, group_of, length
 
 # Settings that follow the number of ranks: points that differ only in these are one series.
 FOLLOWING = {"resources": ("ranks", "nodes", "threads"), "batch": ("global_size", "accumulation", "micro")}
+MOST_RANKS = 10**9  # a damaged record may have any number
 WEAK, STRONG, MIXED = "weak", "strong", "mixed"
 WORDS = {
     WEAK: "weak scaling: the batch of a rank is the same",
@@ -41,13 +42,13 @@ class Scaling:
     @property
     def threads_differ(self) -> bool:
         """Whether ranks of these points have different numbers of threads, which changes their speed too."""
-        return len({(point.entry.config.get("resources") or {}).get("threads") for point in self.points}) > 1
+        return len({group_of(point.entry.config, "resources").get("threads") for point in self.points}) > 1
 
 
 def world_of(point: ReportPoint) -> int:
-    """The number of ranks of a measured point."""
+    """The number of ranks of a measured point, at least 1 and small enough to calculate with."""
     assert point.result is not None
-    return int(point.result["world"])
+    return min(max(int(point.result["world"]), 1), MOST_RANKS)
 
 
 def scalings(points: Sequence[ReportPoint]) -> list[Scaling]:
@@ -67,8 +68,8 @@ def scalings(points: Sequence[ReportPoint]) -> list[Scaling]:
 
 def _split(group: Sequence[ReportPoint]) -> list[tuple[str, list[ReportPoint]]]:
     """The strong and the weak series of a group. With one point at each number of ranks, all of it is one series."""
-    by_all = _by(group, lambda result: result["batch"]["tokens_per_step"])
-    by_rank = _by(group, lambda result: result["batch"]["tokens_per_step"] / result["world"])
+    by_all = _by(group, lambda point: length(group_of(point.result, "batch").get("tokens_per_step")))
+    by_rank = _by(group, lambda point: length(group_of(point.result, "batch").get("tokens_per_step")) / world_of(point))
     strong = [members for members in by_all if _is_series(members)]
     weak = [members for members in by_rank if _is_series(members)]
     series = [*((STRONG, members) for members in strong), *((WEAK, members) for members in weak)]
@@ -77,10 +78,10 @@ def _split(group: Sequence[ReportPoint]) -> list[tuple[str, list[ReportPoint]]]:
     return [(MIXED, list(group))] if len({world_of(point) for point in group}) == len(group) else []
 
 
-def _by(group: Sequence[ReportPoint], key: Any) -> list[list[ReportPoint]]:
-    found: dict[Any, list[ReportPoint]] = {}
+def _by(group: Sequence[ReportPoint], key: Callable[[ReportPoint], float]) -> list[list[ReportPoint]]:
+    found: dict[float, list[ReportPoint]] = {}
     for point in group:
-        found.setdefault(key(point.result), []).append(point)
+        found.setdefault(key(point), []).append(point)
     return list(found.values())
 
 
@@ -112,4 +113,4 @@ def baseline_text(points: Sequence[ReportPoint]) -> str:
 
 
 def _is_replicated(point: ReportPoint) -> bool:
-    return (point.entry.config.get("zero") or {}).get("stage") == 0
+    return group_of(point.entry.config, "zero").get("stage") == 0

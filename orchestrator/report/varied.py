@@ -101,7 +101,7 @@ def changes(
 
 def share(setting: Varied, others: Sequence[Varied], values: Sequence[float | None]) -> float | None:
     """The share of a setting in the variance of the logarithms; None if too little was measured to tell."""
-    logarithms = [math.log(value) for value in values if value is not None]
+    logarithms = [math.log(value) for value in values if value is not None and value > 0]
     if len(logarithms) < 3 or (total := statistics.pvariance(logarithms)) == 0:
         return None
     groups = [group for group in _groups(setting, others, values).values() if len(group) > 1]
