@@ -21,9 +21,11 @@ def picture_of(chart: BarChart) -> Picture:
 
 
 def _tip(chart: BarChart, bar: Bar) -> str:
+    """What the mouse shows: the name, the parts if there are several, and the note."""
     parts = [
         f"{part.name} {(end - start) / chart.unit.divisor:,.4g} {chart.unit.name}"
         for part, start, end in stacked(bar, chart.parts)
+        if len(chart.parts) > 1
     ]
     return "; ".join(filter(None, [f"{bar.place} {bar.label}".strip(), *parts, bar.note]))
 

@@ -110,7 +110,7 @@ def curves(plane: Plane, lines: Sequence[LineSeries]) -> Picture:
         for (x, _), (low, high) in zip(line.points, line.spreads, strict=False):
             shapes += whisker((xs.at(x), ys.at(low)), (xs.at(x), ys.at(high)), style.colour, line.key)
         if len(drawn) <= MOST_MARKS and len(lines) <= MOST_MARKS:
-            shapes += [Marker(x, y, style.marker, style.colour, 3, line.key, line.name) for x, y in drawn]
+            shapes += [Marker(x, y, style.marker, style.colour, 3, line.key) for x, y in drawn]
         if line.end:
             x, y = line.end
             shapes.append(Marker(xs.at(x), ys.at(y), style.marker, style.colour, 6, line.key, line.name))

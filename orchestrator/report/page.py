@@ -24,6 +24,7 @@ from orchestrator.text.units import count, many
 
 # A browser that opens the page may run its own script and use its own styles, and may ask for nothing, so that a page
 # that is sent on tells nobody who reads it. The empty icon keeps a server from being asked for one.
+LONG_WARNING = 320  # letters
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -96,7 +97,7 @@ def _batch(result: Mapping[str, Any]) -> str:
 
 def _machine(result: Mapping[str, Any]) -> str:
     environment = group_of(result, "environment")
-    return f"{result['world']} x {environment.get('gpu') or environment.get('cpu') or result['device']}"
+    return f"{result['world']} x {result['device']}, {environment.get('gpu') or environment.get('cpu') or 'unknown'}"
 
 
 def _method(result: Mapping[str, Any]) -> str:
@@ -112,12 +113,18 @@ def _answer(points: Sequence[ReportPoint]) -> str:
         f"<p>Rule: {escape(ranking.rule(metric))}.</p>",
         f"<p>Baselines: {escape(baseline_text(points))}.</p>",
         *(f"<p>{escape(_sentence(line))}.</p>" for line in ranking.reused(rows)),
-        *(
-            f'<p class="warning"><b>Warning:</b> {escape(one_line(line))}</p>'
-            for line in (*ranking.warnings(rows), *checks.warnings(points))
-        ),
+        *(_warning(one_line(line)) for line in (*ranking.warnings(rows), *checks.warnings(points))),
     ]
     return "\n".join(lines)
+
+
+def _warning(text: str) -> str:
+    """A warning; of one that names many points, the beginning, to unfold."""
+    inside = f"<b>Warning:</b> {escape(text)}"
+    if len(text) > LONG_WARNING:
+        start = f"<b>Warning:</b> {escape(text[:LONG_WARNING])}…"
+        inside = f"<details><summary>{start}</summary><p>{escape(text)}</p></details>"
+    return f'<div class="warning">{inside}</div>'
 
 
 def _sentence(text: str) -> str:

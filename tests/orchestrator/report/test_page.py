@@ -92,7 +92,8 @@ class Structure(HTMLParser):
             self.lines.append(f"{tag} #{found['id']}")
         if tag in ("input", "select", "script", "meta"):
             self.lines.append(" ".join([tag, *(found[name] for name in ("id", "http-equiv") if name in found)]))
-        self._heading = tag if tag in ("h1", "h2", "th", "summary", "title") else self._heading
+        is_document = self.lines and self.lines[-1].startswith("meta")  # pictures have titles too
+        self._heading = tag if tag in ("h1", "h2", "th") or (tag == "title" and is_document) else self._heading
 
     def handle_data(self, data: str) -> None:
         if self._heading and data.strip():
