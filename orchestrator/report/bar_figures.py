@@ -11,7 +11,7 @@ from orchestrator.charts.frame import LegendEntry
 from orchestrator.charts.palette import BEST, OTHERS, PAINTS, Paint
 from orchestrator.charts.scale import AxisUnit, size_unit
 from orchestrator.charts.shapes import Picture
-from orchestrator.report import ranking
+from orchestrator.report import answer
 from orchestrator.report.report_points import ReportPoint, length
 from orchestrator.report.summary import PHASES, STATES
 from orchestrator.text.units import ABSENT, difference, digits, size
@@ -50,20 +50,20 @@ def speed(points: Sequence[ReportPoint]) -> Figure:
         tuple(_speed_bar(point) for point in points),
         more_legend=_speed_legend(points),
     )
-    metric = points[0].ranked.metric if points else ranking.DEFAULT_METRIC
-    order = "" if metric == ranking.DEFAULT_METRIC else "The rows are not ordered by speed. "
-    caption = f"Bars: median. Whiskers: the range by which ties are judged. {order}Rule: {ranking.rule(metric)}."
+    rows = [point.ranked for point in points]
+    order = "" if answer.by_speed(rows) else "The rows are not ordered by speed. "
+    caption = f"Bars: median. Whiskers: {answer.RANGE_WORDS}. {order}Rule: {answer.rule(rows)}."
     return Figure("speed", bars.picture_of(chart), caption)
 
 
 def _speed_bar(point: ReportPoint) -> Bar:
-    spread = point.speed
-    if spread is None:
+    speed = point.speed
+    if speed is None:
         return _bar(point, (0.0,), note=point.entry.state, lacking=True)
     paint = BEST if point.ranked.place == 1 else OTHERS
     reused = ", reused" if point.entry.is_reused else ""
-    note = f"{digits(spread.middle)}{reused}"
-    return _bar(point, (spread.middle,), spread=(spread.low, spread.high), note=note, paint=paint)
+    note = f"{digits(speed)}{reused}"
+    return _bar(point, (speed,), spread=point.speed_range, note=note, paint=paint)
 
 
 def _speed_legend(points: Sequence[ReportPoint]) -> tuple[LegendEntry, ...]:

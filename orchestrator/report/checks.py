@@ -33,9 +33,11 @@ def warnings(points: Sequence[ReportPoint]) -> list[str]:
 def _noise(points: Sequence[ReportPoint]) -> list[str]:
     wide = {}
     for point in points:
-        speed = point.speed
-        if speed is not None and speed.middle > 0 and (speed.high - speed.low) / speed.middle > NOISY_SHARE:
-            wide[point.label] = f"{100 * (speed.high - speed.low) / speed.middle:.0f} %"
+        if point.speed is None or point.speed_range is None:
+            continue
+        low, high = point.speed_range
+        if (width := (high - low) / point.speed) > NOISY_SHARE:
+            wide[point.label] = f"{100 * width:.0f} %"
     if not wide:
         return []
     return [f"noise: the range of tokens/s is wider than {100 * NOISY_SHARE:.0f} % of its median: {_listed(wide)}"]

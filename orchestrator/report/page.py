@@ -12,10 +12,9 @@ from typing import Any
 
 from orchestrator.charts.palette import DARK, LIGHT
 from orchestrator.charts.svg import classes, hatches, inline, variables
-from orchestrator.report import checks, page_details, page_table, ranking
+from orchestrator.report import answer, checks, page_details, page_table
 from orchestrator.report.bar_figures import Figure
 from orchestrator.report.figures import settings_of
-from orchestrator.report.ranking import DEFAULT_METRIC
 from orchestrator.report.report_points import ReportPoint, group_of, is_finite
 from orchestrator.report.scaling import baseline_text
 from orchestrator.text.paths import program
@@ -107,13 +106,12 @@ def _method(result: Mapping[str, Any]) -> str:
 
 def _answer(points: Sequence[ReportPoint]) -> str:
     rows = [point.ranked for point in points]
-    metric = rows[0].metric if rows else DEFAULT_METRIC
     lines = [
-        f'<p class="answer">{escape(_sentence(ranking.conclusion(rows)))}</p>',
-        f"<p>Rule: {escape(ranking.rule(metric))}.</p>",
+        f'<p class="answer">{escape(_sentence(answer.conclusion(rows)))}</p>',
+        f"<p>Rule: {escape(answer.rule(rows))}.</p>",
         f"<p>Baselines: {escape(baseline_text(points))}.</p>",
-        *(f"<p>{escape(_sentence(line))}.</p>" for line in ranking.reused(rows)),
-        *(_warning(one_line(line)) for line in (*ranking.warnings(rows), *checks.warnings(points))),
+        *(f"<p>{escape(_sentence(line))}.</p>" for line in answer.notes(rows)),
+        *(_warning(one_line(line)) for line in (*answer.warnings(rows), *checks.warnings(points))),
     ]
     return "\n".join(lines)
 

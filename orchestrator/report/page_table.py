@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from orchestrator.report import ranking
 from orchestrator.report.losses import perplexity_texts
-from orchestrator.report.ranking import Spread
 from orchestrator.report.report_points import ReportPoint
 from orchestrator.report.varied import Varied
 from orchestrator.text.units import ABSENT, difference, digits, loss, size
@@ -32,18 +31,15 @@ def _place(point: ReportPoint) -> Cell:
     return (point.number, point.place) if point.place else (point.number, ABSENT)
 
 
-def _speed(read: Callable[[Spread], float]) -> Callable[[ReportPoint], Cell]:
-    def cell(point: ReportPoint) -> Cell:
-        return NOTHING if point.speed is None else (read(point.speed), digits(read(point.speed)))
-
-    return cell
+def _speed(point: ReportPoint) -> Cell:
+    return NOTHING if point.speed is None else (point.speed, digits(point.speed))
 
 
 def _range(point: ReportPoint) -> Cell:
-    if point.speed is None:
+    if point.speed_range is None:
         return NOTHING
-    width = point.speed.high - point.speed.low
-    return width, f"{digits(point.speed.low)}-{digits(point.speed.high)}"
+    low, high = point.speed_range
+    return high - low, f"{digits(low)}-{digits(high)}"
 
 
 def _of_result(read: Read, text: Callable[[float], str]) -> Callable[[ReportPoint], Cell]:
@@ -83,13 +79,13 @@ def _measured_at(point: ReportPoint) -> Cell:
 
 def columns(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> list[Column]:
     """All columns, in their order. Those of perplexity and of a peak on the device only where some point has one."""
-    best = max((point.speed.middle for point in points if point.speed), default=0.0)
+    best = max((point.speed for point in points if point.speed), default=0.0)
     found = [
         Column("place", _place),
         Column("point", lambda point: (point.label, point.label), number=False),
         Column("state", lambda point: (point.entry.state, point.entry.state), number=False),
         *(Column(setting.name, _setting(setting), number=False) for setting in settings),
-        Column("tokens/s", _speed(lambda speed: speed.middle), falls=True),
+        Column("tokens/s", _speed, falls=True),
         Column("range", _range),
         Column("vs best", _against(best), falls=True),
         Column("step [ms]", _of_result(_results_number("throughput", "step_ms", "median"), digits)),
@@ -117,7 +113,7 @@ def _against(best: float) -> Callable[[ReportPoint], Cell]:
     def cell(point: ReportPoint) -> Cell:
         if point.speed is None or not best:
             return NOTHING
-        share = point.speed.middle / best - 1
+        share = point.speed / best - 1
         return share, "best" if share == 0 else f"{100 * share:+.1f} %"
 
     return cell

@@ -36,17 +36,17 @@ def speed_and_memory(points: Sequence[ReportPoint], settings: Sequence[Varied]) 
     if len(places) < 2:
         return None
     styles, legend = _styles([point for point, _, _ in places], settings)
-    front = pareto([(bytes_, speed.middle) for _, speed, bytes_ in places])
+    front = pareto([(bytes_, speed) for _, speed, bytes_ in places])
     named = {at: places[at][0].label for at in (range(len(places)) if len(places) <= 10 else front)}
     dots = [
         Dot(
             bytes_,
-            speed.middle,
+            speed,
             styles[at],
             point.number,
             named.get(at, ""),
-            (speed.low, speed.high),
-            f"{point.label}: {digits(speed.middle)} tokens/s, {size(bytes_)}",
+            point.speed_range,
+            f"{point.label}: {digits(speed)} tokens/s, {size(bytes_)}",
         )
         for at, (point, speed, bytes_) in enumerate(places)
     ]
@@ -59,7 +59,7 @@ def speed_and_memory(points: Sequence[ReportPoint], settings: Sequence[Varied]) 
         unit,
         AxisUnit("tokens/s"),
         legend,
-        front=tuple((places[at][2], places[at][1].middle) for at in front),
+        front=tuple((places[at][2], places[at][1]) for at in front),
     )
     names = ", ".join(places[at][0].label for at in front[:8]) + (" and more" if len(front) > 8 else "")
     caption = (
@@ -172,11 +172,9 @@ def scaling(points: Sequence[ReportPoint]) -> Figure | None:
 
 def _scaling_line(one: Scaling, style: SeriesStyle) -> LineSeries:
     shares = [one.efficiency(point) for point in one.points]
-    places = tuple(
-        (math.log2(world_of(point)), spread.middle) for point, spread in zip(one.points, shares, strict=True)
-    )
+    places = tuple((math.log2(world_of(point)), share[1]) for point, share in zip(one.points, shares, strict=True))
     name = f"{one.kind}: from {one.base.label}"
-    return LineSeries(name, places, style, spreads=tuple((spread.low, spread.high) for spread in shares))
+    return LineSeries(name, places, style, spreads=tuple((low, high) for low, _, high in shares))
 
 
 # ---- what settings changed ------------------------------------------------------------------------------------------
@@ -184,7 +182,7 @@ def _scaling_line(one: Scaling, style: SeriesStyle) -> LineSeries:
 
 def main_effects(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> Figure | None:
     """What each value of each setting changed in speed and memory; None if no two points are matched."""
-    speeds = [point.speed.middle if point.speed else None for point in points]
+    speeds = [point.speed for point in points]
     sizes = [float(point.memory_bytes) if point.memory_bytes else None for point in points]
     rows = [row for setting in settings for row in _effect_rows(setting, settings, speeds, sizes)]
     if not rows:
@@ -216,7 +214,7 @@ def _effect_rows(
 
 def what_mattered(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> Figure | None:
     """The share of each setting in the variance of speed; None with fewer than two settings that tell."""
-    speeds = [point.speed.middle if point.speed else None for point in points]
+    speeds = [point.speed for point in points]
     found = [(setting, share(setting, other_than(settings, setting), speeds)) for setting in settings]
     known = sorted(((one, value) for one, value in found if value is not None), key=lambda pair: -pair[1])
     if len(known) < 2:

@@ -12,8 +12,8 @@ from orchestrator.records.record_file import EventTail, read_or_warn
 from orchestrator.records.record_shapes import SWEEP
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.sweep_record import Standing, SweepPaths, standings
-from orchestrator.report import ranking
-from orchestrator.report.ranking import Entry, Ranked, Spread
+from orchestrator.report import answer
+from orchestrator.report.ranking import Entry, Ranked
 
 CURVE_BYTES = 4 << 20  # of the events of a point; of a longer run, the end is drawn
 
@@ -63,10 +63,16 @@ class ReportPoint:
         return f"{'= ' if self.ranked.tied else ''}{self.ranked.place}"
 
     @property
-    def speed(self) -> Spread | None:
-        """tokens/s of all ranks, with the range by which ties are judged; None without a finite one."""
-        spread = ranking.METRICS[ranking.DEFAULT_METRIC].read(self.result) if self.result else None
-        return spread if spread is not None and all(map(is_finite, spread)) else None
+    def speed(self) -> float | None:
+        """tokens/s of all ranks; None without a positive, finite one."""
+        found = answer.speed(self.result) if self.result else None
+        return found if found is not None and is_finite(found) and found > 0 else None
+
+    @property
+    def speed_range(self) -> tuple[float, float] | None:
+        """The range by which ties are judged; None without a speed, and if there is none."""
+        found = answer.speed_range(self.result) if self.result and self.speed is not None else None
+        return found if found is not None and all(map(is_finite, found)) else None
 
     @property
     def components(self) -> dict[str, float]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.report.ranking import Spread
 from orchestrator.report.report_points import ReportPoint, group_of, length
 
 # Settings that follow the number of ranks: points that differ only in these are one series.
@@ -31,13 +30,14 @@ class Scaling:
     def base(self) -> ReportPoint:
         return self.points[0]
 
-    def efficiency(self, point: ReportPoint) -> Spread:
-        """tokens/s of a rank as a share of that of a rank of the base, with its range."""
+    def efficiency(self, point: ReportPoint) -> tuple[float, float, float]:
+        """tokens/s of a rank as a share of that of a rank of the base, between the ends of its range."""
         base, speed = self.base.speed, point.speed
         assert base is not None
         assert speed is not None
-        each = base.middle / world_of(self.base)
-        return Spread(*(value / world_of(point) / each for value in (speed.low, speed.middle, speed.high)))
+        each = base / world_of(self.base) * world_of(point)
+        low, high = point.speed_range or (speed, speed)
+        return low / each, speed / each, high / each
 
     @property
     def threads_differ(self) -> bool:
@@ -56,7 +56,7 @@ def scalings(points: Sequence[ReportPoint]) -> list[Scaling]:
     first."""
     groups: dict[str, list[ReportPoint]] = {}
     for point in points:
-        if point.result is not None and point.entry.config:
+        if point.speed is not None and point.entry.config:
             groups.setdefault(repr(_without_ranks(point.entry.config)), []).append(point)
     found = []
     for group in groups.values():

@@ -161,10 +161,10 @@ def test_the_pareto_front_holds_what_nothing_beats_in_both() -> None:
 def test_weak_and_strong_scaling_are_measured_against_the_fewest_ranks() -> None:
     (weak,) = scalings(made_points(100, 180, 300, worlds=(1, 2, 4)))
     assert weak.kind == WEAK
-    assert [weak.efficiency(point).middle for point in weak.points] == pytest.approx([1, 0.9, 0.75])
+    assert [weak.efficiency(point)[1] for point in weak.points] == pytest.approx([1, 0.9, 0.75])
     (strong,) = scalings(made_points(200, 320, worlds=(2, 4), weak=False))
     assert (strong.kind, strong.base.label) == (STRONG, "p0")
-    assert strong.efficiency(strong.points[1]).middle == pytest.approx(0.8)
+    assert strong.efficiency(strong.points[1])[1] == pytest.approx(0.8)
     assert scalings(made_points(100, 180)) == []
 
 
