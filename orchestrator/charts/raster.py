@@ -14,8 +14,8 @@ DPI = 100
 POINTS_PER_PX = 72 / DPI
 HATCH_DENSITY = 4
 HATCH_COLOUR = (0.1, 0.12, 0.14, 0.55)
-ANCHORS = {"start": "left", "middle": "center", "end": "right"}
-PLAIN = {"hatch.linewidth": 0.6, "font.family": ["DejaVu Sans"]}
+ANCHORS: dict[str, Any] = {"start": "left", "middle": "center", "end": "right"}
+PLAIN: dict[Any, Any] = {"hatch.linewidth": 0.6, "font.family": ["DejaVu Sans"]}
 
 
 def png(picture: Picture, factor: float = 1.0) -> bytes:
@@ -29,7 +29,7 @@ def png(picture: Picture, factor: float = 1.0) -> bytes:
 
     with matplotlib.rc_context(PLAIN):
         figure = Figure(figsize=(picture.width / DPI, picture.height / DPI), dpi=DPI * factor)
-        canvas = FigureCanvasAgg(figure)
+        canvas: Any = FigureCanvasAgg(figure)
         figure.patch.set_facecolor(LIGHT["paper"])
         axes = figure.add_axes((0, 0, 1, 1), xlim=(0, picture.width), ylim=(picture.height, 0))
         axes.axis("off")

@@ -42,10 +42,10 @@ def page(name: str, points: Sequence[ReportPoint], figures: Sequence[Figure], fa
 {_head(points, facts)}
 <section id="answer"><h2>Answer</h2>
 {_answer(points)}</section>
-<section id="all-points"><h2>All points</h2>
-{page_table.table(points, settings_of(points))}</section>
 <section id="pictures"><h2>Pictures</h2><div class="pictures">
 {"".join(map(_figure, figures))}</div></section>
+<section id="all-points"><h2>All points</h2>
+{page_table.table(points, settings_of(points))}</section>
 {_left_out(points)}
 <section id="environment"><h2>Environment</h2>
 {page_details.listed(page_details.environment(points)) or "<p>Nothing was measured.</p>"}</section>

@@ -91,7 +91,7 @@ def columns(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> list[C
         Column("step [ms]", _of_result(_results_number("throughput", "step_ms", "median"), digits)),
         Column("states/rank", _of_result(lambda point: ranking.states_bytes(point.result or {}), size)),
         Column("tensors/rank", _of_result(lambda point: sum(point.components.values()), size)),
-        Column("counted vs predicted", _difference),
+        Column("tensors vs predicted", _difference),
         Column("peak/rank", _of_result(lambda point: ranking.peak_bytes(point.result or {}), size)),
         Column("sent/step", _of_result(lambda point: ranking.sent_bytes(point.result or {}), size)),
         Column("loss last", _of_result(_results_number("loss", "last"), loss)),

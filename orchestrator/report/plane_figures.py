@@ -164,7 +164,7 @@ def scaling(points: Sequence[ReportPoint]) -> Figure | None:
     kinds = "; ".join(dict.fromkeys(WORDS[one.kind] for one in named))
     caption = "100 %: each rank is as fast as one of the baseline, which has the fewest ranks. "
     caption += f"{kinds[:1].upper()}{kinds[1:]}."
-    caption += f" {many(len(series) - len(named), 'series')} more are not drawn." if len(series) > len(named) else ""
+    caption += f" Not drawn: {len(series) - len(named)} more series." if len(series) > len(named) else ""
     if any(one.threads_differ for one in named):
         caption += " The threads of a rank differ between points, which changes the speed of a rank too."
     return Figure("scaling", drawn.curves(plane, lines), caption)
