@@ -55,7 +55,8 @@ def write(sweep: SweepPaths, *, with_png: bool = False) -> list[str]:
     points = points_of(sweep, rows)
     drawn = figures_of(points)
     for figure in drawn:
-        _is_written(sweep.pictures / f"{figure.name}.svg", svg.document(figure.picture), lasting=False)
+        if not _is_written(sweep.pictures / f"{figure.name}.svg", svg.document(figure.picture), lasting=False):
+            break  # as on a full disk: one warning is enough
     report = ranking.report_md(sweep.name, rows) + "\n" + page.markdown(points, drawn, sweep.pictures.name)
     files: dict[Path, str | bytes] = {
         sweep.report: report,

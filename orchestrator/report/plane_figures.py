@@ -10,13 +10,13 @@ from orchestrator.charts import points as drawn
 from orchestrator.charts.bar_data import Bar, BarChart, BarPart
 from orchestrator.charts.effects import EffectRow, Panel, effects
 from orchestrator.charts.frame import LegendEntry
-from orchestrator.charts.palette import OTHERS, SERIES, SeriesStyle
+from orchestrator.charts.palette import OTHERS, PAINTS, SERIES, SeriesStyle
 from orchestrator.charts.points import Dot, LineSeries, Plane
 from orchestrator.charts.scale import AxisUnit, size_unit
 from orchestrator.report.bar_figures import Figure
 from orchestrator.report.report_points import ReportPoint, group_of, length
 from orchestrator.report.scaling import WORDS, Scaling, scalings, world_of
-from orchestrator.report.varied import Varied, changes, other_than, pareto, share
+from orchestrator.report.varied import Varied, changes, other_than, pareto, share, share_of_ranges
 from orchestrator.text.units import digits, many, size
 
 PERCENT = AxisUnit("%", 0.01)
@@ -24,6 +24,7 @@ MOST_LEVELS = 12  # of a setting that are drawn
 MOST_CURVES = len(SERIES)  # with a style and a name of their own
 PALE = SeriesStyle("grey", "circle")
 LEAST_SHARE = 0.001
+NOISE = PAINTS[-1]
 
 
 # ---- speed against memory -------------------------------------------------------------------------------------------
@@ -219,13 +220,18 @@ def what_mattered(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> 
     known = sorted(((one, value) for one, value in found if value is not None), key=lambda pair: -pair[1])
     if len(known) < 2:
         return None
+    noise = share_of_ranges([point.speed_range for point in points], speeds)
+    shares = [(setting.name, value, OTHERS) for setting, value in known]
+    shares += [("ranges of the rows", noise, NOISE)] if noise is not None else []
     rows = tuple(
-        Bar(setting.name, (value,), note=f"{100 * value:.0f} %" if value >= LEAST_SHARE else "none")
-        for setting, value in known
+        Bar(name, (value,), note=f"{100 * value:.0f} %" if value >= LEAST_SHARE else "none", paint=paint)
+        for name, value, paint in shares
     )
     chart = BarChart("What mattered for speed", "share of the variance", PERCENT, (BarPart("share", OTHERS),), rows)
     caption = (
-        "By how much tokens/s would still vary if all other settings were fixed, as a share of the variance of their "
-        "logarithm (Sobol's total index). Settings that act together are counted in each of them; noise is in all."
+        "By how much tokens/s would still vary if all other settings were fixed, as a share of the variance of its "
+        "logarithm (Sobol's total index). Settings that act together are counted in each of them. Hatched: what points "
+        "would vary by if they differed by half of their ranges alone; a setting that is no longer than that bar cannot "
+        "be told from noise."
     )
     return Figure("what_mattered", bars.picture_of(chart), caption)

@@ -111,6 +111,16 @@ def share(setting: Varied, others: Sequence[Varied], values: Sequence[float | No
     return statistics.mean(within) / total
 
 
+def share_of_ranges(ranges: Sequence[tuple[float, float] | None], values: Sequence[float | None]) -> float | None:
+    """What the variance of the logarithms would be if points differed by half of their ranges alone, as a share of the
+    variance that there is; None if too little was measured to tell."""
+    halves = [math.log(ends[1] / ends[0]) / 2 for ends in ranges if ends is not None and 0 < ends[0] <= ends[1]]
+    logarithms = [math.log(value) for value in values if value is not None and value > 0]
+    if not halves or len(logarithms) < 3 or (total := statistics.pvariance(logarithms)) == 0:
+        return None
+    return statistics.mean(half * half for half in halves) / total
+
+
 def _groups(
     setting: Varied, others: Sequence[Varied], values: Sequence[float | None]
 ) -> Mapping[tuple[str, ...], dict[str, float]]:

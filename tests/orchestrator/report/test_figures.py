@@ -27,7 +27,7 @@ from orchestrator.report.figures import figures_of, overview, settings_of
 from orchestrator.report.ranking import Entry
 from orchestrator.report.report_points import ReportPoint, StepReading, points_of
 from orchestrator.report.scaling import STRONG, WEAK, baseline_text, scalings
-from orchestrator.report.varied import changes, other_than, pareto, share, varied_settings
+from orchestrator.report.varied import changes, other_than, pareto, share, share_of_ranges, varied_settings
 
 UNIT = AxisUnit("tokens/s")
 ORDER = range(100)
@@ -147,6 +147,10 @@ def test_the_shares_of_settings_that_act_alone_add_up_to_one() -> None:
     shares = [share(one, other_than(settings, one), speeds) for one in settings]
     assert shares == pytest.approx([1 / 5, 4 / 5])  # log(2)^2 to log(4)^2
     assert share(settings[0], settings[1:], [10.0, None, None, None]) is None
+    ranges = [(speed / 2, speed * 2) for speed in speeds]  # log(2) to both sides: as much as setting a changes by
+    total = math.log(2) ** 2 / 4 + math.log(4) ** 2 / 4
+    assert share_of_ranges(ranges, speeds) == pytest.approx(math.log(2) ** 2 / total)
+    assert share_of_ranges([None] * 4, speeds) is None
     assert share(settings[0], settings[1:], [10.0, 10.0, 10.0, 10.0]) is None
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -154,6 +155,15 @@ def test_the_files_of_a_report_are_written_together(sweep: SweepPaths) -> None:
     named = re.findall(r"\]\((pictures/\w+\.svg)\)", report)
     assert named
     assert all((sweep.root / name).is_file() for name in named)
+
+
+def test_without_matplotlib_only_the_png_is_left_out(
+    sweep: SweepPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    written = {Path(path).name for path in comparison.write(sweep, with_png=True)}
+    assert written == {"report.md", "report.html", "results.csv"}
+    assert f"{sweep.picture} needs matplotlib" in caplog.text
 
 
 class Asked(SimpleHTTPRequestHandler):
