@@ -231,7 +231,7 @@ def what_mattered(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> 
     caption = (
         "By how much tokens/s would still vary if all other settings were fixed, as a share of the variance of its "
         "logarithm (Sobol's total index). Settings that act together are counted in each of them. Hatched: what points "
-        "would vary by if they differed by half of their ranges alone; a setting that is no longer than that bar cannot "
-        "be told from noise."
+        "would vary by if they differed by half of their ranges alone; a setting whose bar is no longer cannot be told "
+        "from noise."
     )
     return Figure("what_mattered", bars.picture_of(chart), caption)
