@@ -397,7 +397,7 @@ def _left_running(sweep: SweepPaths) -> list[Row]:
 
 def _next(sweep: SweepPaths) -> list[Row]:
     """The paths of the results and the next command to type."""
-    rows = [Row("report", shown(sweep.report)), Row("numbers", shown(sweep.results))]
+    rows = [Row("report", shown(sweep.report)), Row("page", shown(sweep.page)), Row("numbers", shown(sweep.results))]
     if (read_or_warn(sweep.sweep) or {}).get("tracked"):
         rows.append(Row("dashboard", dashboard(sweep.output)))
     return [*rows, sweep_table.next_row(sweep, sweep_record.standings(sweep), runs=False)]

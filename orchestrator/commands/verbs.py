@@ -76,7 +76,7 @@ def parser() -> VerbParser:
     logs.add_argument("point", nargs="?", help="its label; default: the one that runs, else the first that failed")
     logs.add_argument("--rank", type=int, default=None, help="default: the rank to blame, else 0")
     logs.add_argument("-f", "--follow", action="store_true", help="continue until the point has ended")
-    add("report", _report, "The comparison of the points that have ended, and the paths of its files.")
+    add("report", _report, "The comparison of the points that have ended; writes report.md, .html, .png, results.csv.")
     cancel = add("cancel", _cancel, "Ends a sweep, or some of its points. What was measured stays.")
     cancel.add_argument("points", nargs="*", help="labels; default: all")
     add("resume", _resume, "The same command again: points with an answer are kept, all others are run.")
@@ -190,11 +190,12 @@ def _report(asked: argparse.Namespace) -> int:
     sweep, screen = find_sweep(asked.output, asked.sweep), Screen()
     standings = _standings(sweep)  # for a sweep on a cluster, this updates the records
     if asked.json:
-        comparison.write(sweep)
+        comparison.write(sweep, with_png=True)
         print(sweep_table.document(sweep, standings))
         return comparison.exit_code(standings)
-    code = conclude(sweep, screen)
-    rows = [Row("report", shown(sweep.report)), Row("numbers", shown(sweep.results))]
+    code = conclude(sweep, screen, with_png=True)
+    rows = [Row("report", shown(sweep.report)), Row("page", shown(sweep.page)), Row("picture", shown(sweep.picture))]
+    rows.append(Row("numbers", shown(sweep.results)))
     screen.closing([*rows, sweep_table.next_row(sweep, standings, runs=sweep_record.still_runs(sweep, standings))])
     return code
 

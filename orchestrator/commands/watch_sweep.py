@@ -139,9 +139,9 @@ def ask_at_interrupt(current: list[Standing]) -> Choice:
     return Choice(answer) if answer in [choice.value for choice in Choice] else Choice.GO_ON
 
 
-def conclude(sweep: SweepPaths, screen: Screen) -> int:
-    """Shows the comparison and the reasons of failures. Returns the exit code of the sweep."""
-    comparison.write(sweep)
+def conclude(sweep: SweepPaths, screen: Screen, *, with_png: bool = False) -> int:
+    """Writes the report, and shows the comparison and the reasons of failures. Returns the exit code of the sweep."""
+    comparison.write(sweep, with_png=with_png)
     current = standings(sweep)
     screen.comparison(comparison.ranked(sweep))
     return comparison.exit_code(current)

@@ -200,10 +200,15 @@ def write_json_atomic(path: Path, data: Mapping[str, Any]) -> None:
 def write_text_atomic(path: Path, text: str, *, lasting: bool = True) -> None:
     """Replaces a text file atomically, as `write_json_atomic` does. lasting: it has to survive a crash of the machine,
     so that the data is on the disk first."""
+    write_bytes_atomic(path, text.encode("utf-8", errors="backslashreplace"), lasting=lasting)
+
+
+def write_bytes_atomic(path: Path, content: bytes, *, lasting: bool = True) -> None:
+    """The same for a file that is no text."""
     temporary = path.with_name(f".{path.name}.{mark()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             if lasting:
                 os.fsync(file.fileno())

@@ -53,6 +53,9 @@ class SweepPaths:
     log = FileIn("controller.log")
     report = FileIn("report.md")
     results = FileIn("results.csv")
+    page = FileIn("report.html")
+    picture = FileIn("report.png")
+    pictures = FileIn("pictures")  # the pictures of report.md, as SVG
 
     @property
     def name(self) -> str:

@@ -1,16 +1,23 @@
-"""The comparison of a sweep, computed from its records for the terminal, report.md and results.csv."""
+"""The comparison of a sweep, computed from its records for the terminal and the files of its report."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator.charts import raster, svg
 from orchestrator.exit_codes import FAILED, INCOMPLETE, NOTHING_FITS, OK
-from orchestrator.records.record_file import read_or_warn, warn_once, write_text_atomic
+from orchestrator.records.record_file import read_or_warn, warn_once, write_bytes_atomic, write_text_atomic
 from orchestrator.records.record_shapes import SWEEP
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Standing, SweepPaths, standings
-from orchestrator.report import ranking
+from orchestrator.report import page, ranking
+from orchestrator.report.bar_figures import Figure
+from orchestrator.report.figures import figures_of, overview
 from orchestrator.report.ranking import Entry, Ranked
+from orchestrator.report.report_points import facts_of, points_of
+
+PNG_FACTOR = 1.5  # pixels of report.png for one of the pictures, so that text stays sharp when it is enlarged
 
 
 def _entry(standing: Standing) -> Entry:
@@ -39,16 +46,43 @@ def ranked(sweep: SweepPaths) -> list[Ranked]:
     return ranking.rank(entries, metric if metric in ranking.METRICS else ranking.DEFAULT_METRIC)
 
 
-def write(sweep: SweepPaths) -> list[str]:
-    """Writes report.md and results.csv. Returns the names of the files written; a full disk must not hide the rest."""
+def write(sweep: SweepPaths, *, with_png: bool = False) -> list[str]:
+    """Writes report.md with its pictures, report.html and results.csv. with_png: also report.png, which takes longer.
+
+    Returns the names of the files written, without those of the pictures; a full disk must not hide the rest.
+    """
     rows = ranked(sweep)
-    texts = {sweep.report: ranking.report_md(sweep.name, rows), sweep.results: ranking.results_csv(rows)}
-    return [str(path) for path, text in texts.items() if _is_written(path, text)]
+    points = points_of(sweep, rows)
+    drawn = figures_of(points)
+    for figure in drawn:
+        if not _is_written(sweep.pictures / f"{figure.name}.svg", svg.document(figure.picture), lasting=False):
+            break  # as on a full disk: one warning is enough
+    report = ranking.report_md(sweep.name, rows) + "\n" + page.markdown(points, drawn, sweep.pictures.name)
+    files: dict[Path, str | bytes] = {
+        sweep.report: report,
+        sweep.results: ranking.results_csv(rows),
+        sweep.page: page.page(sweep.name, points, drawn, facts_of(sweep)),
+    }
+    if with_png and (pixels := _png(sweep, drawn)) is not None:
+        files[sweep.picture] = pixels
+    return [str(path) for path, content in files.items() if _is_written(path, content)]
 
 
-def _is_written(path: Path, text: str) -> bool:
+def _png(sweep: SweepPaths, drawn: Sequence[Figure]) -> bytes | None:
     try:
-        write_text_atomic(path, text)
+        return raster.png(overview(sweep.name, drawn), PNG_FACTOR)
+    except ImportError as error:
+        warn_once(f"{sweep.picture} needs matplotlib: {error}")
+        return None
+
+
+def _is_written(path: Path, content: str | bytes, *, lasting: bool = True) -> bool:
+    try:
+        path.parent.mkdir(exist_ok=True)
+        if isinstance(content, str):
+            write_text_atomic(path, content, lasting=lasting)
+        else:
+            write_bytes_atomic(path, content, lasting=lasting)
     except OSError as error:
         warn_once(f"{path} could not be written: {error.strerror}")
         return False

@@ -177,7 +177,7 @@ def document(sweep: SweepPaths, standings: Sequence[Standing]) -> str:
     ]
     metric = next((row.metric for row in ranked.values()), None)
     runs = still_runs(sweep, standings)
-    files = {"report": str(sweep.report), "numbers": str(sweep.results)}
+    files = {"report": str(sweep.report), "page": str(sweep.page), "numbers": str(sweep.results)}
     content = {"sweep": sweep.name, "running": runs, "rank_by": metric, "points": points, **files}
     return json.dumps(content, ensure_ascii=False)
 

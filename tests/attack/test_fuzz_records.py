@@ -28,7 +28,7 @@ KEYS = ["state", "point", "points", "label", "pid", "started", "time", "do", "ev
 KEYS += ["folder", "rank", "message", "result", "throughput", "memory", "checksum", "slots", "loss", "decision", "job"]
 KEYS += ["step", "on_cluster", "tracked", "rank_by", "host", "boot", ""]
 # Files that verbs write in any case.
-WRITTEN = ("report.md", "results.csv")
+WRITTEN = ("report.md", "results.csv", "report.html", "report.png", ".svg")
 # Part of the name under which a damaged file is set aside.
 KEPT = ".bad"
 

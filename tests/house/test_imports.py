@@ -86,6 +86,7 @@ IMPORTERS = {
     "omegaconf": {"orchestrator/compose/compose.py"},
     "submitit": {"orchestrator/launch/local_executor.py", "orchestrator/slurm/executor.py"},
     "mlflow": {"orchestrator/tracking/process.py"},
+    "matplotlib": {"orchestrator/charts/raster.py"},
     "transformers": {
         "orchestrator/workloads/models.py",
         "orchestrator/workloads/tokenizer.py",
@@ -101,6 +102,7 @@ ROOMS = {
     "orchestrator": {
         "exit_codes": "",
         "text": "exit_codes",
+        "charts": "",
         "config": "text",
         "machine": "config text",
         "workloads": "config",
@@ -109,7 +111,7 @@ ROOMS = {
         "foreign": "compose config text",
         "plan": "compose config machine records text",
         "tracking": "config machine records",
-        "report": "config exit_codes records text",
+        "report": "charts config exit_codes records text",
         "launch": "config machine plan records report tracking",
         "slurm": "config launch machine records tracking",
         "worker": "config launch machine plan records text workloads",

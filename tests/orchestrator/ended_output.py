@@ -79,7 +79,7 @@ def ended_sweep(output: Path, name: str, points: Sequence[Point]) -> SweepPaths:
     sweep_record.tell(sweep, "end")
     sweep_record.ask(sweep, "detach")
     write_json_atomic(sweep.controller, {"pid": 2**22 + 1, "started": "gone"})
-    for file in (sweep.report, sweep.results, sweep.log):
+    for file in (sweep.report, sweep.results, sweep.page, sweep.log):
         file.write_text("text\n")
     return sweep
 
@@ -127,4 +127,5 @@ FILES: dict[str, Callable[[Scene], Path]] = {
     "controller.log": lambda scene: scene.sweep.log,
     "report.md": lambda scene: scene.sweep.report,
     "results.csv": lambda scene: scene.sweep.results,
+    "report.html": lambda scene: scene.sweep.page,
 }

@@ -132,7 +132,7 @@ def test_a_report_that_cannot_be_written_is_still_shown(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refused(path: Path, text: str) -> None:
+    def refused(path: Path, text: str, *, lasting: bool) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(comparison, "write_text_atomic", refused)

@@ -1,0 +1,159 @@
+"""The table of the page: a row for each point, a column for each setting that varies. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import NamedTuple
+
+from orchestrator.report import ranking
+from orchestrator.report.losses import perplexity_texts
+from orchestrator.report.report_points import ReportPoint
+from orchestrator.report.varied import Varied
+from orchestrator.text.units import ABSENT, difference, digits, loss, size
+
+Cell = tuple[object, str]  # the value to sort by, "" for none, and the text
+Read = Callable[[ReportPoint], float | None]
+NOTHING: Cell = ("", ABSENT)
+
+
+class Column(NamedTuple):
+    """A column. falls: its first click sorts the largest first. number: it is aligned to the right."""
+
+    title: str
+    cell: Callable[[ReportPoint], Cell]
+    number: bool = True
+    falls: bool = False
+
+
+def _place(point: ReportPoint) -> Cell:
+    return (point.number, point.place) if point.place else (point.number, ABSENT)
+
+
+def _speed(point: ReportPoint) -> Cell:
+    return NOTHING if point.speed is None else (point.speed, digits(point.speed))
+
+
+def _range(point: ReportPoint) -> Cell:
+    if point.speed_range is None:
+        return NOTHING
+    low, high = point.speed_range
+    return high - low, f"{digits(low)}-{digits(high)}"
+
+
+def _of_result(read: Read, text: Callable[[float], str]) -> Callable[[ReportPoint], Cell]:
+    def cell(point: ReportPoint) -> Cell:
+        value = None if point.result is None else read(point)
+        return NOTHING if value is None else (value, text(value))
+
+    return cell
+
+
+def _results_number(*keys: str) -> Read:
+    def read(point: ReportPoint) -> float | None:
+        value = point.result
+        for key in keys:
+            value = (value or {}).get(key)
+        return value  # type: ignore[return-value]
+
+    return read
+
+
+def _difference(point: ReportPoint) -> Cell:
+    predicted = point.predicted_components
+    if not predicted:
+        return NOTHING
+    held = sum(point.components[name] for name in predicted)
+    total = sum(predicted.values())
+    return (held / total - 1 if total else 0.0), difference(held, total)
+
+
+def _measured_at(point: ReportPoint) -> Cell:
+    when = point.entry.measured_at
+    if when is None or point.result is None:
+        return NOTHING
+    reused = ", reused" if point.entry.is_reused else ""
+    return when, time.strftime("%Y-%m-%d %H:%M", time.localtime(when)) + reused
+
+
+def columns(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> list[Column]:
+    """All columns, in their order. Those of perplexity and of a peak on the device only where some point has one."""
+    best = max((point.speed for point in points if point.speed), default=0.0)
+    found = [
+        Column("place", _place),
+        Column("point", lambda point: (point.label, point.label), number=False),
+        Column("state", lambda point: (point.entry.state, point.entry.state), number=False),
+        *(Column(setting.name, _setting(setting), number=False) for setting in settings),
+        Column("tokens/s", _speed, falls=True),
+        Column("range", _range),
+        Column("vs best", _against(best), falls=True),
+        Column("step [ms]", _of_result(_results_number("throughput", "step_ms", "median"), digits)),
+        Column("states/rank", _of_result(lambda point: ranking.states_bytes(point.result or {}), size)),
+        Column("tensors/rank", _of_result(lambda point: sum(point.components.values()), size)),
+        Column("tensors vs predicted", _difference),
+        Column("peak/rank", _of_result(lambda point: ranking.peak_bytes(point.result or {}), size)),
+        Column("sent/step", _of_result(lambda point: ranking.sent_bytes(point.result or {}), size)),
+        Column("loss last", _of_result(_results_number("loss", "last"), loss)),
+        Column("loss held out", _of_result(_results_number("loss", "validation"), loss)),
+    ]
+    texts = perplexity_texts({point.label: point.result for point in points})
+    if texts:
+        value = _results_number("loss", "perplexity")
+        found.append(Column("perplexity", lambda point: (value(point) or "", texts[point.label])))
+    others = _of_result(lambda point: point.entry.others_share, lambda share: f"{100 * share:.0f} %")
+    return [*found, Column("other load", others), Column("measured", _measured_at, number=False)]
+
+
+def _setting(setting: Varied) -> Callable[[ReportPoint], Cell]:
+    return lambda point: (setting.values[point.number], setting.values[point.number])
+
+
+def _against(best: float) -> Callable[[ReportPoint], Cell]:
+    def cell(point: ReportPoint) -> Cell:
+        if point.speed is None or not best:
+            return NOTHING
+        share = point.speed / best - 1
+        return share, "best" if share == 0 else f"{100 * share:+.1f} %"
+
+    return cell
+
+
+def table(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> str:
+    """The table as HTML, with tools to filter it."""
+    shown = columns(points, settings)
+    head = "".join(map(_header, shown))
+    body = "\n".join(_row(point, shown) for point in points)
+    states = dict.fromkeys(point.entry.state for point in points)
+    options = "".join(f"<option>{escape(state)}</option>" for state in states)
+    return f"""<div class="tools">
+<label>filter <input id="filter" type="search" placeholder="words that a row has; -word: has not"></label>
+<label>state <select id="state"><option value="">all</option>{options}</select></label>
+<span id="shown" class="muted">{len(points)} of {len(points)} points</span>
+<span class="muted">a click on a column sorts by it</span></div>
+<div class="wide"><table id="points"><thead><tr>{head}</tr></thead>
+<tbody>
+{body}
+</tbody></table></div>"""
+
+
+def _header(column: Column) -> str:
+    kind = ' class="number"' if column.number else ""
+    first = ' data-first="descending"' if column.falls else ""
+    return f'<th scope="col"{kind}{first}><button type="button">{escape(column.title)}</button></th>'
+
+
+def _row(point: ReportPoint, shown: Sequence[Column]) -> str:
+    kind = "unmeasured" if point.result is None else "first" if point.ranked.place == 1 else ""
+    cells = "".join(_cell(column, point) for column in shown)
+    state = escape(point.entry.state)
+    return f'<tr class="{kind}" data-row="{point.number}" data-state="{state}">{cells}</tr>'
+
+
+def _cell(column: Column, point: ReportPoint) -> str:
+    value, text = column.cell(point)
+    content = escape(text)
+    if column.title == "point":
+        content = f'<a href="#point-{point.number}">{content}</a>'
+    kind = ' class="number"' if column.number else ""
+    return f'<td{kind} data-v="{escape(str(value))}">{content}</td>'
