@@ -40,6 +40,14 @@ STATE = {
     "message": Maybe(str),
     "rank": Maybe(int),
 }
+ROUND = {
+    "number": int,
+    "began": NUMBER,
+    "step_ms": [NUMBER],
+    "others_share": Maybe(NUMBER),
+    "stalled": Maybe(Each(NUMBER)),
+    "used": Maybe(bool),
+}
 RESULT = {
     "world": int,
     "device": str,
@@ -77,6 +85,8 @@ RESULT = {
         "missing_steps": Maybe([[int]]),
     },
     "load": Maybe({"others_share": Maybe(NUMBER)}),
+    "rounds": Maybe([ROUND]),  # results of earlier versions and of evaluations have none
+    "session": Maybe(str),  # equal for points that took turns
     "checkpoints": Maybe(dict),
     "environment": Maybe(dict),
     "measured_at": Maybe(NUMBER),
@@ -91,6 +101,7 @@ RANK = {
     "memory": Maybe(dict),
     "traceback": Maybe(str),
 }
+TURNS = {"session": str, "granted": int, "number": Maybe(int), "earlier": [ROUND]}
 EXITS = Each({"code": int, "time": NUMBER, "monotonic": Maybe(NUMBER)})
 JOB = {"job": str, "log": Maybe(str)}
 HEARTBEAT = {"time": NUMBER}
@@ -109,6 +120,7 @@ POINT = {
     "predicted_bytes": Maybe(NUMBER),
     "predicted": Maybe(dict),
     "contents": Maybe(Each(str)),
+    "anchor": Maybe(str),
 }
 CONTROLLER = PROCESS
 

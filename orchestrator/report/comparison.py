@@ -6,10 +6,11 @@ from pathlib import Path
 
 from orchestrator.exit_codes import FAILED, INCOMPLETE, NOTHING_FITS, OK
 from orchestrator.records.record_file import read_or_warn, warn_once, write_text_atomic
-from orchestrator.records.record_shapes import SWEEP
+from orchestrator.records.record_shapes import RESULT, SWEEP
+from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Standing, SweepPaths, standings
-from orchestrator.report import ranking
+from orchestrator.report import ranking, sweep_files
 from orchestrator.report.ranking import Entry, Ranked
 
 
@@ -24,6 +25,7 @@ def _entry(standing: Standing) -> Entry:
         standing.planned.overrides,
         None if result is None else result.get("measured_at", _ended_at(standing)),
         standing.planned.config,
+        read_or_warn(AttemptPaths(Path(anchor)).result, RESULT) if (anchor := standing.planned.anchor) else None,
     )
 
 
@@ -42,7 +44,7 @@ def ranked(sweep: SweepPaths) -> list[Ranked]:
 def write(sweep: SweepPaths) -> list[str]:
     """Writes report.md and results.csv. Returns the names of the files written; a full disk must not hide the rest."""
     rows = ranked(sweep)
-    texts = {sweep.report: ranking.report_md(sweep.name, rows), sweep.results: ranking.results_csv(rows)}
+    texts = {sweep.report: sweep_files.report_md(sweep.name, rows), sweep.results: sweep_files.results_csv(rows)}
     return [str(path) for path, text in texts.items() if _is_written(path, text)]
 
 
@@ -57,7 +59,7 @@ def _is_written(path: Path, text: str) -> bool:
 
 def markdown(sweep: SweepPaths) -> str:
     """The table in Markdown."""
-    return ranking.markdown(ranking.table(ranked(sweep)))
+    return sweep_files.markdown(ranking.table(ranked(sweep)))
 
 
 def exit_code(standings: list[Standing]) -> int:

@@ -99,6 +99,7 @@ IMPORTERS = {
 ROOMS = {
     "orchestrator": {
         "exit_codes": "",
+        "rounds": "",
         "text": "exit_codes",
         "config": "text",
         "machine": "config text",
@@ -106,14 +107,14 @@ ROOMS = {
         "compose": "config text",
         "records": "config machine workloads",
         "foreign": "compose config text",
-        "plan": "compose config machine records text",
+        "plan": "compose config machine records rounds text",
         "tracking": "config machine records",
-        "report": "config exit_codes records text",
-        "launch": "config machine plan records report tracking",
+        "report": "config exit_codes records rounds text",
+        "launch": "config machine plan records report rounds text tracking",
         "slurm": "config launch machine records tracking",
-        "worker": "config launch machine plan records text workloads",
-        "commands": "compose config exit_codes foreign launch machine plan records report slurm text tracking worker "
-        "workloads",
+        "worker": "config launch machine plan records rounds text workloads",
+        "commands": "compose config exit_codes foreign launch machine plan records report rounds slurm text tracking "
+        "worker workloads",
         "cli": "commands compose config exit_codes machine records slurm text",
         "start": "cli machine",
         "api": "commands config records report",
