@@ -123,6 +123,8 @@ POINT = {
     "anchor": Maybe(str),
 }
 CONTROLLER = PROCESS
+# What `compare` needs of a document that `report --json` printed.
+COMPARED = {"points": [{"label": str, "point": str, "state": str, "config": Maybe(dict), "result": Maybe(RESULT)}]}
 
 
 class Events(NamedTuple):

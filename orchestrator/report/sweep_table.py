@@ -198,6 +198,7 @@ def as_json(point: Standing) -> dict[str, Any]:
         "message": point.message,
         "overrides": list(point.planned.overrides),
         "point": point.planned.point,
+        "config": point.planned.config,
         "attempt": str(point.attempt.root) if point.attempt else None,
         "slots": list(point.slots),
         "job": point.job or None,
