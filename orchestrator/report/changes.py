@@ -129,15 +129,18 @@ def _change(before: Measured, after: Measured, matched: str, threshold: float) -
     if old is None or new is None:
         judgement = Judgement.lost if old is not None else Judgement.unjudged
         return Change(before, after, matched, judgement, settings=settings)
-    environments = [
-        flat({key: (result.get("environment") or {}).get(key) for key in ENVIRONMENT}) for result in (old, new)
-    ]
+    environments = [flat(_environment(result)) for result in (old, new)]
     time = ratio(new, old, recorded.ms_per_token) if recorded.is_ranked(old) and recorded.is_ranked(new) else None
     peak, states = _grown(peak_bytes(old), peak_bytes(new)), _grown(states_bytes(old), states_bytes(new))
     judgement = judged(time, threshold)
     if not judgement.is_regression and max(peak or 1.0, states or 1.0) > 1 + threshold:
         judgement = Judgement.larger
     return Change(before, after, matched, judgement, time, peak, states, settings, tuple(_differences(*environments)))
+
+
+def _environment(result: Mapping[str, Any]) -> dict[str, Any]:
+    known = result.get("environment") or {}
+    return {key: known.get(key) for key in ENVIRONMENT}
 
 
 def judged(time: Estimate | None, threshold: float) -> Judgement:
@@ -170,7 +173,7 @@ def _differences(before: Config, after: Config) -> Iterator[str]:
             yield f"{key}: {old} -> {new}"
 
 
-# ---- for people and programs ------------------------------------------------------------------------------------------
+# ---- for people and programs ----------------------------------------------------------------------------------------
 
 
 def table(found: Changes) -> Table:
