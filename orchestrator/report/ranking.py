@@ -282,10 +282,9 @@ def conclusion(ranked: Sequence[Ranked]) -> str:
     if not placed:
         rounds = {len(recorded.used_rounds(row.entry.result or {})) or 1 for row in ranked if row.is_measured}
         found = " or ".join(map(str, sorted(rounds)))
-        return (
-            f"not ranked: each point was measured in {found} round{'' if rounds == {1} else 's'}, and differences "
-            f"between points show from {LEAST}; measure=standard has more"
-        )
+        text = f"not ranked: each point was measured in {found} round{'' if rounds == {1} else 's'}, and differences "
+        more = "an evaluation has one: rank_by perplexity" if evaluates(ranked) else f"{STANDARD} has more"
+        return f"{text}between speeds show from {LEAST}; {more}"
     best = placed[0].entry
     ties = [row.entry for row in placed[1:] if row.tied and row.place == 1]
     word = "fastest" if placed[0].metric == DEFAULT_METRIC else f"best by {METRICS[placed[0].metric].words}"
@@ -298,6 +297,11 @@ def conclusion(ranked: Sequence[Ranked]) -> str:
     least = [label for label, held in states.items() if held == min(states.values())]
     smallest = f"; {least[0]} has the smallest model states" if len(least) == 1 else ""
     return f"{word}: a tie of {names}{smallest}"
+
+
+def evaluates(ranked: Sequence[Ranked]) -> bool:
+    """Whether the points held weights and were not trained."""
+    return any("perplexity" in row.entry.result["loss"] for row in ranked if row.entry.result)
 
 
 def _of_how_many(ranked: Sequence[Ranked]) -> str:

@@ -168,6 +168,7 @@ class RankRun:
             self._rounds.begin()
             for _ in range(steps):
                 self._runtime.clock.start()
+                self._faults.at_step(self._steps + 1, self._rank.rank)
                 self._train_step(self._steps)
                 self._readings.step_s.append(sum(self._runtime.clock.end().seconds().values()))
                 self._runtime.reset_ledger()
