@@ -26,7 +26,7 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Faults:
-    """At most one fault: its kind, its step (1-based) and its rank; and by how much a slow rank is late in each step."""
+    """At most one fault: its kind, its step (1-based) and its rank; and how late a slow rank is in each step."""
 
     kind: str | None = None
     step: int = 0
