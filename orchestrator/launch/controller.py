@@ -229,12 +229,13 @@ class Controller:
     def _mates(self, planned: Planned, pool: slots.SlotPool) -> tuple[list[Planned], int]:
         """The waiting points that take turns with this one on the same slots, itself included, and how many slots they
         need. If there is room for several lanes, the points are divided among them."""
-        resources = self._configs[planned.label].resources
-        own = slots.wanted(resources)
+        own = self._configs[planned.label]
         if not self._takes_turns(planned):
-            return [planned], own
+            return [planned], slots.wanted(own.resources)
         free = [point for point in self._waiting if self._takes_turns(point) and not self._is_in_lane(point.label)]
-        group = [point for point in free if self._configs[point.label].resources.device is resources.device]
+        kind = own.resources.device, own.measure.rounds
+        configs = [(point, self._configs[point.label]) for point in free]
+        group = [point for point, one in configs if (one.resources.device, one.measure.rounds) == kind]
         count = max(slots.wanted(self._configs[point.label].resources) for point in group)
         room = 1 if self._exclusive else max(1, len(pool.slots) // max(count, 1))
         return group[: -(-len(group) // room)], count

@@ -76,7 +76,8 @@ class Lane:
             return
         last = self.attempts.get(label)
         earlier = [] if last is None else result_of(last.paths).get("rounds") or []
-        open_turns(attempt.paths, self.session, number=self._next_round(label, earlier), earlier=earlier)
+        number = self._next_round(label, earlier)
+        open_turns(attempt.paths, self.session, number=number, earlier=earlier, short=not self.is_last(label))
 
     def goes_on(self, label: str, attempt: Attempt) -> bool:
         """Whether a measured attempt is followed by another at the same point."""
@@ -85,7 +86,8 @@ class Lane:
         return self._next_round(label, result_of(attempt.paths).get("rounds") or []) is not None
 
     def is_last(self, label: str) -> bool:
-        """Whether the attempt whose turn it is has all rounds in its result, apart from those measured once more."""
+        """Whether the attempt whose turn it is has all rounds in its result, apart from those measured once more. It
+        makes all steps of the point, those before it only as many as a round has."""
         return self.warm or not self.takes_turns or self.order.turns(label) + 1 >= self.rounds
 
     def _next_round(self, label: str, measured: Sequence[Mapping[str, Any]]) -> int | None:

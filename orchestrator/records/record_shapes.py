@@ -101,7 +101,7 @@ RANK = {
     "memory": Maybe(dict),
     "traceback": Maybe(str),
 }
-TURNS = {"session": str, "granted": int, "number": Maybe(int), "earlier": [ROUND]}
+TURNS = {"session": str, "granted": int, "number": Maybe(int), "earlier": [ROUND], "short": Maybe(bool)}
 EXITS = Each({"code": int, "time": NUMBER, "monotonic": Maybe(NUMBER)})
 JOB = {"job": str, "log": Maybe(str)}
 HEARTBEAT = {"time": NUMBER}
@@ -164,6 +164,8 @@ METRICS = Events(
             "memory_kind": str,
         },
         "validation": {"step": int, "loss": NUMBER},
+        "waiting": {"turn": int},
+        "repeating": {"rounds": [int]},
     },
 )
 

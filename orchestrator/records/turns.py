@@ -18,14 +18,20 @@ LOOK_S = 0.02
 
 
 def open_turns(
-    attempt: AttemptPaths, session: str, *, number: int | None = None, earlier: Sequence[dict[str, Any]] = ()
+    attempt: AttemptPaths,
+    session: str,
+    *,
+    number: int | None = None,
+    earlier: Sequence[dict[str, Any]] = (),
+    short: bool = False,
 ) -> None:
     """Makes the ranks of an attempt that has not started take turns. session: equal for all that share the rounds.
 
     number: the whole attempt is the round of this number, and its ranks wait for no turn. `earlier`: the rounds of the
-    attempts before it, which become part of its result.
+    attempts before it, which become part of its result. `short`: it ends after as many measured steps as one of the
+    configured rounds has, and its losses are of no use.
     """
-    turns = {"session": session, "granted": 0, "number": number, "earlier": list(earlier)}
+    turns = {"session": session, "granted": 0, "number": number, "earlier": list(earlier), "short": short}
     write_json_atomic(attempt.turns, turns)
 
 
@@ -43,6 +49,7 @@ class Turns:
         self.session: str | None = facts.get("session")
         self.number: int | None = facts.get("number")
         self.earlier: list[dict[str, Any]] = facts.get("earlier") or []
+        self.is_short: bool = facts.get("short") or False
         self._waits = bool(facts) and self.number is None
         self._turn = 0
 

@@ -167,6 +167,9 @@ class _Bar:
             self._say(f"warning: passed over {event['path']}: {event['why']}")
         elif kind == "step" and not event.get("earlier"):  # earlier steps of a resumed run are in its record already
             self._step(event)
+        elif kind == "repeating":
+            rounds = ", ".join(map(str, event["rounds"]))
+            self._say(f"measuring again, because other processes took a notable share of the cores: round {rounds}")
         elif kind == "validation":
             self._say(f"validation loss {loss(event['loss'])} at step {event['step']}")
 

@@ -146,6 +146,8 @@ def progress(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> 
     done = steps[-1]["step"]
     if steps[-1]["warmup"]:
         return f"warm-up {done}/{warmup}"
+    if any(event["event"] == "repeating" for event in events):
+        return "measuring loaded rounds again"
     if any(event["event"] == "validation" for event in events) or done >= warmup + counted:
         return "ending"
     return f"measuring {done - warmup}/{counted}"

@@ -34,6 +34,7 @@ class MeasuredRounds:
         waiting: Callable[[], None],
     ) -> None:
         self._turns = Turns(attempt)
+        self._configured = rounds
         self._asked = rounds if self._turns.number is None else 1
         self._step_s, self._gather, self._tell, self._waiting = step_s, gather, tell, waiting
         self._load = LoadMeter()
@@ -45,13 +46,16 @@ class MeasuredRounds:
         # With those of the attempts that this one continues.
         self.found = [Round(**one) for one in self._turns.earlier]
 
-    def divide(self, first: int, steps: int) -> None:
-        """Makes the steps from `first` to before `steps` the rounds."""
+    def divide(self, first: int, steps: int) -> int:
+        """Makes the steps from `first` to before `steps` the rounds. Returns the step before which the run ends."""
+        if self._turns.is_short:
+            steps = first + round_sizes(steps - first, self._configured)[0]
         for number, size in enumerate(round_sizes(steps - first, self._asked), start=self._turns.number or 1):
             self._begins.add(first)
             self._sizes[number] = size
             first += size
             self._last_steps[first - 1] = number
+        return steps
 
     def begins(self, step: int) -> bool:
         """Whether a round begins with this step. The caller then calls `begin`."""

@@ -128,9 +128,9 @@ class RankRun:
         # The model is built, loaded and compiled: from here on resources.stuck_s limits how long a rank may keep the
         # others waiting.
         self._runtime.collectives.journal.end_start()
-        self._rounds.divide(self._first + self._warmup_steps, self._steps)
+        end = self._rounds.divide(self._first + self._warmup_steps, self._steps)
         self._runtime.clock.start()
-        for step in range(self._first, self._steps):
+        for step in range(self._first, end):
             if self._rounds.begins(step):
                 self._begin_round()
             self._faults.at_step(step + 1, self._rank.rank)
@@ -146,7 +146,7 @@ class RankRun:
                 return Stopped(self._progress.step, self._saving.stop(self._progress))
             self._runtime.clock.start()  # keeps the time of saving out of the next step's
         self._runtime.clock.stop()
-        self._readings.validation_loss = self._validate()
+        self._readings.validation_loss = self._validate() if end == self._steps else None
         self._saving.finish(self._progress, self._result)
         self._repeat_rounds()
         self._write(self._result())
@@ -164,7 +164,10 @@ class RankRun:
     def _repeat_rounds(self) -> None:
         """Measures rounds once more that were next to a notable load. The run is over: what it learned and saved is
         that of its own steps, and these steps are timed and forgotten."""
-        for number, steps in self._rounds.to_repeat():
+        repeated = self._rounds.to_repeat()
+        if repeated:
+            self._tell("repeating", rounds=[number for number, _ in repeated])
+        for number, steps in repeated:
             self._rounds.begin()
             for _ in range(steps):
                 self._runtime.clock.start()

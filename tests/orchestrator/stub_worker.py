@@ -36,7 +36,7 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
     warmup, steps = config.measure.warmup_steps, config.measure.warmup_steps + config.measure.steps
     steps_s: list[float] = []
     rounds = measured_rounds(attempt, config, rank, steps_s)
-    rounds.divide(warmup, steps)
+    steps = rounds.divide(warmup, steps)
     for step in range(1, steps + 1):
         if rounds.begins(step - 1):
             rounds.begin()

@@ -125,6 +125,14 @@ def test_steps_before_a_resume_are_not_shown_as_steps_of_the_resumed_run() -> No
     assert out.getvalue().index("resumed after step 1") < out.getvalue().index("warm-up step 2/6")
 
 
+def test_rounds_that_are_measured_again_are_announced() -> None:
+    screen, out = show()
+    screen.begin(CONFIG)
+    screen.event({"event": "repeating", "rounds": [2, 5]})
+    screen.end()
+    assert "measuring again, because other processes took a notable share of the cores: round 2, 5" in out.getvalue()
+
+
 def test_a_command_to_copy_stays_on_one_line_on_a_narrow_terminal() -> None:
     screen, out = show(terminal=True, width=60)
     command = "python run.py -m zero=stage0,stage1,stage2,stage3 model.config.n_layer=3 --output a/folder/elsewhere"

@@ -107,3 +107,11 @@ def test_an_attempt_that_is_one_round_has_those_before_it_in_its_result(tmp_path
         (2, pytest.approx(250)),
     ]
     assert [event for event, _ in second.events] == ["round"]
+
+
+def test_a_short_attempt_ends_after_the_steps_of_one_round(tmp_path: Path) -> None:
+    open_turns(AttemptPaths(tmp_path), "s", number=1, short=True)
+    rounds = Rank(tmp_path, 3).rounds
+    assert rounds.divide(2, 9) == 2 + 7 // 3
+    assert (rounds.begins(2), rounds.ends(3)) == (True, 1)
+    assert Rank(tmp_path / "other", 3).rounds.divide(2, 9) == 9
