@@ -36,8 +36,10 @@ def reused(ranked: Sequence[Ranked]) -> list[str]:
 def _anchors(ranked: Sequence[Ranked]) -> list[str]:
     """What changed since the day of reused rows, by a point that was measured on that day and again."""
     lines = []
-    for entry in (row.entry for row in ranked if row.entry.anchor is not None and row.entry.result is not None):
+    for entry in (row.entry for row in ranked if row.entry.anchor is not None):
         before, now = dict(entry.anchor or {}), entry.result or {}
+        if not (recorded.is_ranked(before) and recorded.is_ranked(now)):
+            continue
         change = ratio(now, before, lambda result: [1 / ms for ms in recorded.ms_per_token(result)])
         text = (
             f"the anchor {entry.label} is now {percent(change.middle)} ({percent(change.low)} to "

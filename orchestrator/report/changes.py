@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from orchestrator.records.run_record import without_ignored
+from orchestrator.records.run_state import RunState
 from orchestrator.report.ranking import peak_bytes, ratio, states_bytes
 from orchestrator.report.summary import Table
 from orchestrator.rounds import recorded
@@ -22,6 +23,18 @@ from orchestrator.text.units import ABSENT, digits, size
 
 ENVIRONMENT = ("torch", "python", "cpu", "gpu", "host", "threads_per_rank", "git", "variables")
 HEADER = ("point", "before", "after", "time/token", "95 % range", "peak/rank", "change", "verdict")
+# Ends of a point that had a result before. One that was cancelled, or has not run yet, is not judged.
+LOST = frozenset(
+    {
+        RunState.oom,
+        RunState.oom_host,
+        RunState.error,
+        RunState.hang,
+        RunState.timeout,
+        RunState.refused,
+        RunState.pruned,
+    }
+)
 Config = Mapping[str, Any]
 
 
@@ -116,7 +129,7 @@ def _pairs(before: Sequence[Measured], after: Sequence[Measured]) -> Iterator[tu
         for one in (each for each in before if id(each) not in partners):
             found = next((other for other in left if key(one) is not None and key(other) == key(one)), None)
             if found is not None:
-                left.remove(found)
+                left = [other for other in left if other is not found]
                 partners[id(one)] = found, way
     for one in before:
         if id(one) in partners:
@@ -127,7 +140,7 @@ def _change(before: Measured, after: Measured, matched: str, threshold: float) -
     settings = tuple(_differences(flat(without_ignored(before.config)), flat(without_ignored(after.config))))
     old, new = before.result, after.result
     if old is None or new is None:
-        judgement = Judgement.lost if old is not None else Judgement.unjudged
+        judgement = Judgement.lost if old is not None and RunState(after.state) in LOST else Judgement.unjudged
         return Change(before, after, matched, judgement, settings=settings)
     environments = [flat(_environment(result)) for result in (old, new)]
     time = ratio(new, old, recorded.ms_per_token) if recorded.is_ranked(old) and recorded.is_ranked(new) else None

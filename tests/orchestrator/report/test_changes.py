@@ -113,6 +113,8 @@ def test_more_memory_and_a_lost_result_are_regressions() -> None:
     assert judgement(before, replace(before, result=result)) is Judgement.larger
     assert judgement(before, replace(before, result=None, state="oom")) is Judgement.lost
     assert judgement(replace(before, result=None, state="oom"), before) is Judgement.unjudged
+    for state in ("queued", "cancelled"):
+        assert judgement(before, replace(before, result=None, state=state)) is Judgement.unjudged
     found = compared([before], [replace(before, result=None, state="oom")])
     assert changes.conclusion(found) == "worse: a (no result)"
     assert changes.table(found).rows == (("a", "9,412", "oom", "-", "-", "-", "-", "no result"),)
