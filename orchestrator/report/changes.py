@@ -227,9 +227,9 @@ def notes(found: Changes) -> list[str]:
         for differences, labels in groups.items():
             whose = "" if len(labels) == len(found.points) else f" of {', '.join(labels)}"
             lines.append(f"{what}{whose}: {'; '.join(differences)}")
-    for name, labels in zip(found.names, (found.only_before, found.only_after), strict=True):
-        if labels:
-            lines.append(f"only in {name}: {', '.join(labels)}")
+    for name, lone in zip(found.names, (found.only_before, found.only_after), strict=True):
+        if lone:
+            lines.append(f"only in {name}: {', '.join(lone)}")
     return lines
 
 
