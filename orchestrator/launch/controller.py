@@ -228,7 +228,7 @@ class Controller:
 
     def _mates(self, planned: Planned, pool: slots.SlotPool) -> tuple[list[Planned], int]:
         """The waiting points that take turns with this one on the same slots, itself included, and how many slots they
-        need. If there is room for several lanes, the points are divided among them."""
+        need. If there are GPUs for several lanes, the points are divided among them."""
         own = self._configs[planned.label]
         if not self._takes_turns(planned):
             return [planned], slots.wanted(own.resources)
@@ -237,7 +237,9 @@ class Controller:
         configs = [(point, self._configs[point.label]) for point in free]
         group = [point for point, one in configs if (one.resources.device, one.measure.rounds) == kind]
         count = max(slots.wanted(self._configs[point.label].resources) for point in group)
-        room = 1 if self._exclusive else max(1, len(pool.slots) // max(count, 1))
+        # Points on the same cores' memory and caches would be a load to each other; GPUs are apart.
+        is_alone = self._exclusive or own.resources.device is Device.cpu
+        room = 1 if is_alone else max(1, len(pool.slots) // max(count, 1))
         return group[: -(-len(group) // room)], count
 
     def _is_in_lane(self, label: str) -> bool:

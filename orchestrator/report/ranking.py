@@ -160,8 +160,8 @@ def _is_tie(leader: Entry, entry: Entry, how: Metric) -> bool:
     best, other = leader.result or {}, entry.result or {}
     if how.in_rounds is None:
         return how.read(best) == how.read(other)
-    good, bad = (other, best) if how.higher_first else (best, other)
-    return ratio(bad, good, how.in_rounds).low <= 1 + EQUAL
+    larger, smaller = (best, other) if how.higher_first else (other, best)
+    return ratio(larger, smaller, how.in_rounds).low <= 1 + EQUAL
 
 
 def ratio(one: dict[str, Any], other: dict[str, Any], in_rounds: Callable[[dict[str, Any]], list[float]]) -> Estimate:
