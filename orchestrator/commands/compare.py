@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator.commands.named_sweep import VerbError, find_sweep, standings_now
 from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshold, verb_parser
-from orchestrator.commands.verbs import VerbError, find_sweep, standings_now
 from orchestrator.exit_codes import BAD_USAGE, FAILED, INCOMPLETE, OK
 from orchestrator.records.record_file import BadRecord, require_json
 from orchestrator.records.record_shapes import COMPARED

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from orchestrator.commands.named_sweep import VerbError, find_sweep, standings_now
 from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshold
 from orchestrator.compose import arguments
 from orchestrator.config.strict import nearest
@@ -37,10 +38,6 @@ from orchestrator.tracking.feed import complete_left_behind
 FOLLOW_S = 0.3
 LOG_BYTES = 64 << 20  # of a larger log, only the end is shown
 PROPOSED = "(a batch that a program proposed)"  # shown for a sweep that has no command
-
-
-class VerbError(ValueError):
-    """The request cannot be carried out, for example an unknown sweep; the message names the alternatives."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,27 +84,6 @@ def parser() -> VerbParser:
     return parser
 
 
-def find_sweep(output: str, name: str) -> SweepPaths:
-    """The sweep with this name. VerbError if no sweep or several match."""
-    sweeps = sweep_record.all_sweeps(output)
-    if not sweeps:
-        single = " (the records of single runs are in its folder points/)" if (Path(output) / "points").is_dir() else ""
-        raise VerbError(
-            f"there is no sweep in '{output}'{single}; give --output FOLDER, or start one: {program()} sweeps=stages"
-        )
-    if name == "last":
-        return sweeps[0]
-    exact = [sweep for sweep in sweeps if sweep.name == Path(name).name]
-    matching = exact or [sweep for sweep in sweeps if name in sweep.name]
-    if len(matching) == 1:
-        return matching[0]
-    if matching:
-        raise VerbError(f"'{name}' is a part of several: {' '.join(sweep.name for sweep in matching)}")
-    near = nearest(name, [sweep.name for sweep in sweeps])
-    hint = f" Did you mean '{near}'?" if near else ""
-    raise VerbError(f"there is no sweep '{name}'.{hint}      see: {program()} list")
-
-
 def find_point(standings: Sequence[Standing], label: str | None) -> Standing:
     """The point with this label; without a label the running one, else the first without an answer, else the first."""
     if label is None:
@@ -123,13 +99,6 @@ def find_point(standings: Sequence[Standing], label: str | None) -> Standing:
             f"there is no point '{label}'.{hint}      points: {' '.join(point.label for point in standings)}"
         )
     return exact[0]
-
-
-def standings_now(sweep: SweepPaths) -> list[Standing]:
-    """The current state of the points; for a sweep on a cluster, the scheduler is asked first."""
-    if sweep_record.is_on_cluster(sweep):
-        return slurm_sweep.ClusterView(sweep).look()
-    return sweep_record.standings(sweep)
 
 
 def _list(asked: argparse.Namespace) -> int:
@@ -186,7 +155,7 @@ def _watch(asked: argparse.Namespace) -> int:
 
 
 def _report(asked: argparse.Namespace) -> int:
-    from orchestrator.commands import compare  # which needs the functions of this module
+    from orchestrator.commands import compare
     from orchestrator.commands.watch_sweep import conclude
     from orchestrator.report import changes
     from orchestrator.report.screen import Screen

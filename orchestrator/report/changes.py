@@ -18,7 +18,7 @@ from orchestrator.records.run_state import RunState
 from orchestrator.report.ranking import peak_bytes, ratio, states_bytes
 from orchestrator.report.summary import Table
 from orchestrator.rounds import recorded
-from orchestrator.rounds.intervals import Estimate
+from orchestrator.rounds.intervals import RoundsEstimate
 from orchestrator.text.units import ABSENT, digits, size
 
 ENVIRONMENT = ("torch", "python", "cpu", "gpu", "host", "threads_per_rank", "git", "variables")
@@ -76,7 +76,7 @@ class Change:
     after: Measured
     matched: str
     judgement: Judgement
-    time: Estimate | None = None
+    time: RoundsEstimate | None = None
     peak: float | None = None
     states: float | None = None
     settings: tuple[str, ...] = ()
@@ -156,7 +156,7 @@ def _environment(result: Mapping[str, Any]) -> dict[str, Any]:
     return {key: known.get(key) for key in ENVIRONMENT}
 
 
-def judged(time: Estimate | None, threshold: float) -> Judgement:
+def judged(time: RoundsEstimate | None, threshold: float) -> Judgement:
     """What the growth of the time for a token says. See [Note: the threshold]."""
     if time is None:
         return Judgement.unjudged

@@ -14,7 +14,7 @@ from orchestrator.records.run_state import RunState
 from orchestrator.report.losses import loss_to_exact, perplexity_texts
 from orchestrator.report.summary import Table, run_command, without_key
 from orchestrator.rounds import recorded
-from orchestrator.rounds.intervals import EQUAL, LEAST, Estimate, of_rounds, ratio_of_separate, ratio_of_turns
+from orchestrator.rounds.intervals import EQUAL, LEAST, RoundsEstimate, of_rounds, ratio_of_separate, ratio_of_turns
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, digits, loss, size
 
@@ -32,7 +32,7 @@ def _speeds(result: dict[str, Any]) -> list[float]:
     return [1e3 / ms for ms in recorded.ms_per_token(result)]
 
 
-def speed(result: dict[str, Any]) -> Estimate | None:
+def speed(result: dict[str, Any]) -> RoundsEstimate | None:
     """Tokens per second of all ranks; None if there are too few rounds for an interval."""
     return of_rounds(_speeds(result)) if recorded.is_ranked(result) else None
 
@@ -164,7 +164,9 @@ def _is_tie(leader: Entry, entry: Entry, how: Metric) -> bool:
     return ratio(larger, smaller, how.in_rounds).low <= 1 + EQUAL
 
 
-def ratio(one: dict[str, Any], other: dict[str, Any], in_rounds: Callable[[dict[str, Any]], list[float]]) -> Estimate:
+def ratio(
+    one: dict[str, Any], other: dict[str, Any], in_rounds: Callable[[dict[str, Any]], list[float]]
+) -> RoundsEstimate:
     """One result's value by the other's."""
     by = ratio_of_turns if recorded.took_turns(one, other) else ratio_of_separate
     return by(in_rounds(one), in_rounds(other))

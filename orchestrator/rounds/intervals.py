@@ -30,7 +30,7 @@ RESAMPLED = 1000  # bootstrap samples
 SEED = 0
 
 
-class Estimate(NamedTuple):
+class RoundsEstimate(NamedTuple):
     """A number with the interval in which it lies with the probability INTERVAL."""
 
     low: float
@@ -49,26 +49,26 @@ def interval(drawn: Sequence[float]) -> tuple[float, float]:
     return percentile(drawn, tail), percentile(drawn, 1 - tail)
 
 
-def of_rounds(medians: Sequence[float]) -> Estimate:
+def of_rounds(medians: Sequence[float]) -> RoundsEstimate:
     """The number of a point whose rounds have these medians. See [Note: between rounds]."""
     return _estimate(statistics.median(medians), lambda generator: _drawn(generator, medians))
 
 
-def ratio_of_turns(one: Sequence[float], other: Sequence[float]) -> Estimate:
+def ratio_of_turns(one: Sequence[float], other: Sequence[float]) -> RoundsEstimate:
     """one / other of two points that took turns, round by round. See [Note: the same rounds]."""
     return of_rounds([mine / theirs for mine, theirs in zip(one, other, strict=True)])
 
 
-def ratio_of_separate(one: Sequence[float], other: Sequence[float]) -> Estimate:
+def ratio_of_separate(one: Sequence[float], other: Sequence[float]) -> RoundsEstimate:
     """one / other of two measurements that shared no rounds."""
     middle = statistics.median(one) / statistics.median(other)
     return _estimate(middle, lambda generator: _drawn(generator, one) / _drawn(generator, other))
 
 
-def _estimate(middle: float, draw: Callable[[random.Random], float]) -> Estimate:
+def _estimate(middle: float, draw: Callable[[random.Random], float]) -> RoundsEstimate:
     generator = random.Random(SEED)
     low, high = interval([draw(generator) for _ in range(RESAMPLED)])
-    return Estimate(low, middle, high)
+    return RoundsEstimate(low, middle, high)
 
 
 def _drawn(generator: random.Random, values: Sequence[float]) -> float:

@@ -113,8 +113,8 @@ ROOMS = {
         "launch": "config machine plan records report rounds text tracking",
         "slurm": "config launch machine records tracking",
         "worker": "config launch machine plan records rounds text workloads",
-        "commands": "compose config exit_codes foreign launch machine plan records report rounds slurm text tracking "
-        "worker workloads",
+        "commands": "compose config exit_codes foreign launch machine plan records report slurm text tracking worker "
+        "workloads",
         "cli": "commands compose config exit_codes machine records slurm text",
         "start": "cli machine",
         "api": "commands config records report",

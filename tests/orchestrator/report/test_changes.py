@@ -15,7 +15,7 @@ from stub_worker import make_result
 from orchestrator.config.schema import to_dict
 from orchestrator.report import changes
 from orchestrator.report.changes import Changes, Judgement, Measured
-from orchestrator.rounds.intervals import Estimate
+from orchestrator.rounds.intervals import RoundsEstimate
 
 CONFIG = make_config(Path("outputs"))
 THRESHOLD = 0.05
@@ -45,17 +45,17 @@ def judgement(before: Measured, after: Measured) -> Judgement:
 @pytest.mark.parametrize(
     ("time", "expected"),
     [
-        (Estimate(1.04, 1.05, 1.06), Judgement.slower),
-        (Estimate(0.99, 1.06, 1.13), Judgement.unclear),  # as large, but rounds without a change are as likely
-        (Estimate(1.005, 1.02, 1.03), Judgement.same),
-        (Estimate(0.99, 1.0, 1.01), Judgement.same),
-        (Estimate(0.97, 1.0, 1.06), Judgement.unclear),
-        (Estimate(0.90, 0.95, 0.97), Judgement.faster),
+        (RoundsEstimate(1.04, 1.05, 1.06), Judgement.slower),
+        (RoundsEstimate(0.99, 1.06, 1.13), Judgement.unclear),  # as large, but rounds without a change are as likely
+        (RoundsEstimate(1.005, 1.02, 1.03), Judgement.same),
+        (RoundsEstimate(0.99, 1.0, 1.01), Judgement.same),
+        (RoundsEstimate(0.97, 1.0, 1.06), Judgement.unclear),
+        (RoundsEstimate(0.90, 0.95, 0.97), Judgement.faster),
         (None, Judgement.unjudged),
     ],
 )
 def test_a_point_is_slower_beyond_half_of_the_threshold_if_its_interval_leaves_out_no_change(
-    time: Estimate | None, expected: Judgement
+    time: RoundsEstimate | None, expected: Judgement
 ) -> None:
     assert changes.judged(time, THRESHOLD) is expected
 

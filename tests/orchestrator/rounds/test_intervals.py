@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from orchestrator.rounds.intervals import (
-    Estimate,
+    RoundsEstimate,
     of_rounds,
     percentile,
     ratio_of_separate,
@@ -22,8 +22,8 @@ TRIES = 300
 def test_the_number_of_a_point_is_the_median_of_its_rounds_and_its_interval_is_always_the_same() -> None:
     found = of_rounds(SIX)
     assert found == of_rounds(SIX)
-    assert found == Estimate(98.5, 100.25, 102.5)
-    assert of_rounds([7.0]) == Estimate(7.0, 7.0, 7.0)
+    assert found == RoundsEstimate(98.5, 100.25, 102.5)
+    assert of_rounds([7.0]) == RoundsEstimate(7.0, 7.0, 7.0)
 
 
 def test_what_both_points_met_in_a_round_is_not_in_their_ratio() -> None:
