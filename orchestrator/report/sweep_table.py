@@ -142,7 +142,8 @@ def progress(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> 
         return "building" if not events else "ready"
     warmup, counted = config["measure"]["warmup_steps"], config["measure"]["steps"]
     if events[-1]["event"] == "waiting":
-        return f"waits for its turn, round {events[-1]['turn']}/{config['measure'].get('rounds', 1)}"
+        turn, rounds = events[-1]["turn"], config["measure"].get("rounds", 1)
+        return f"waits for its turn, {f'round {turn}/{rounds}' if turn <= rounds else 'to measure a round again'}"
     done = steps[-1]["step"]
     if steps[-1]["warmup"]:
         return f"warm-up {done}/{warmup}"
