@@ -26,6 +26,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+from orchestrator.rounds.intervals import RESAMPLED, SEED, interval
+
 Turns = Mapping[str, Sequence[float]]
 
 MISSED = 0.01  # the probability that the truly fastest point is no contender
@@ -33,8 +35,6 @@ MISSED = 0.01  # the probability that the truly fastest point is no contender
 # limit of 3 % of the benchmark is more than two standard errors.
 PRECISION = 0.009
 OF_MEDIAN = math.sqrt(math.pi / 2)  # the standard error of a median, relative to that of a mean; normal values
-RESAMPLED = 1000  # bootstrap samples
-INTERVAL = 0.95
 
 
 class Slower(NamedTuple):
@@ -45,11 +45,6 @@ class Slower(NamedTuple):
     low: float
     high: float
     best: tuple[str, ...]
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of the values is, the nearest one."""
-    return sorted(values)[round(share * (len(values) - 1))]
 
 
 def spread(values: Sequence[float]) -> float:
@@ -105,10 +100,9 @@ def slower(turns: Turns, chosen: str) -> Slower:
     numbers = range(len(turns[chosen]))
     halves = [[number for number in numbers if number // len(turns) % 2 == half] for half in (0, 1)]
     mean, best = _judged(ratios, *halves)
-    generator = random.Random(0)
+    generator = random.Random(SEED)
     drawn = [_judged(ratios, *(generator.choices(half, k=len(half)) for half in halves))[0] for _ in range(RESAMPLED)]
-    tail = (1 - INTERVAL) / 2
-    return Slower(mean, percentile(drawn, tail), percentile(drawn, 1 - tail), best)
+    return Slower(mean, *interval(drawn), best)
 
 
 def _judged(ratios: Turns, first: Sequence[int], second: Sequence[int]) -> tuple[float, tuple[str, ...]]:

@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from benchmarks import timed_points  # noqa: E402
-from benchmarks.paired_turns import Slower, contenders, final_turns, percentile, slower  # noqa: E402
+from benchmarks.paired_turns import Slower, contenders, final_turns, slower  # noqa: E402
 from benchmarks.stages_report import cpu_name  # noqa: E402
 from benchmarks.timed_points import FINAL_STEPS, Final, Round  # noqa: E402
 from orchestrator.compose import arguments  # noqa: E402
@@ -60,6 +60,7 @@ from orchestrator.plan.prediction import hardware_name  # noqa: E402
 from orchestrator.plan.rules.scene import here  # noqa: E402
 from orchestrator.plan.speed import Speed, TimingJob, speed_of  # noqa: E402
 from orchestrator.plan.step import Memories  # noqa: E402
+from orchestrator.rounds.intervals import percentile  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 RUNS = 4  # as in `choose`

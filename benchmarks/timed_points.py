@@ -19,6 +19,7 @@ import torch
 from orchestrator.config.schema import RunConfig
 from orchestrator.launch.environment import GLIBC, TUNABLES
 from orchestrator.plan.speed import TimingJob
+from orchestrator.rounds.order import rotated
 from orchestrator.worker.calibrate import Calibration, SegmentTurns
 from orchestrator.worker.setup import build_data, build_runtime, prepare_process
 from orchestrator.workloads.data import slice_for_rank
@@ -162,8 +163,7 @@ def _further_turns(points: Sequence[TimedPoint], count: int, repeated: Repeated)
 def _turn(points: Sequence[TimedPoint], number: int, repeated: Repeated, steps: int = 1) -> list[float]:
     """The mean seconds of each point's steps. Each turn begins with another point."""
     seconds = [math.nan] * len(points)
-    for place in range(len(points)):
-        which = (place + number) % len(points)
+    for which in rotated(range(len(points)), number):
         repeated.mean(0.0)  # ranks begin together
         seconds[which] = points[which].turn(steps)
     return seconds

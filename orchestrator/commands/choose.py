@@ -26,6 +26,7 @@ from orchestrator.plan.points import judged
 from orchestrator.plan.prediction import hardware_name
 from orchestrator.plan.rules.scene import here
 from orchestrator.records import sweep_record
+from orchestrator.report import ranking
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program, shown
@@ -169,12 +170,14 @@ def _confirmed(finalists: Sequence[Candidate], words: Sequence[str], screen: Scr
     _, sweep = swept(request, scene.hardware, screen)
     standings = [] if sweep is None else sweep_record.standings(sweep)
     results = {standing.label: standing.result() for standing in standings}
-    speeds = {label: result["throughput"]["tokens_per_second"] for label, result in results.items() if result}
     predicted = {one.label: one.tokens_per_second for one in finalists}
-    return {
-        label: ShortRun(predicted[label], speed["median"], speed["p10"], speed["p90"])
-        for label, speed in speeds.items()
-    }
+    return {label: _short_run(predicted[label], result) for label, result in results.items() if result}
+
+
+def _short_run(predicted: float, result: dict[str, Any]) -> ShortRun:
+    steps, known = result["throughput"]["tokens_per_second"], ranking.speed(result)
+    low, high = (known.low, known.high) if known else (steps["p10"], steps["p90"])
+    return ShortRun(predicted, steps["median"], low, high)
 
 
 def _show(
@@ -212,7 +215,7 @@ def _because(outcome: Outcome) -> str:
     runs, found = many(len(outcome.measured), "short run"), f"{digits(measured)} tokens/s"
     if len(outcome.tied) == 1:
         return f"the fastest of {runs}, {found}"
-    return f"the fastest by prediction of {len(outcome.tied)} that tie in {runs}: their p10-p90 overlap; {found}"
+    return f"the fastest by prediction of {len(outcome.tied)} that tie in {runs}: their ranges overlap; {found}"
 
 
 def _row(one: Candidate, first: Candidate, outcome: Outcome) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.commands import verbs
+from orchestrator.commands import named_sweep, verbs
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
@@ -127,8 +127,8 @@ def _read(file: Path) -> RunConfig:
 
 def _labelled(label: str, output: str, sweep: str) -> tuple[str, RunConfig]:
     try:
-        found = verbs.find_point(sweep_record.standings(verbs.find_sweep(output, sweep)), label)
-    except verbs.VerbError as error:
+        found = verbs.find_point(sweep_record.standings(named_sweep.find_sweep(output, sweep)), label)
+    except named_sweep.VerbError as error:
         raise Refusal([str(error)]) from None
     if found.attempt is not None:
         return found.label, _read(found.attempt.config)

@@ -161,12 +161,12 @@ def _trial(standing: Standing, metric: str) -> Trial:
     result = standing.result()
     if result is None:
         return Trial(standing.label, standing.state, None, standing.message, folder)
-    spread = ranking.METRICS[metric].read(result)
-    if spread is None:
+    value = ranking.METRICS[metric].read(result)
+    if value is None:
         return Trial(
             standing.label, standing.state, None, f"it was measured, but there is no {metric} in its result", folder
         )
-    return Trial(standing.label, standing.state, spread.middle, standing.message, folder)
+    return Trial(standing.label, standing.state, value, standing.message, folder)
 
 
 def _refused(point: Refused) -> Trial:

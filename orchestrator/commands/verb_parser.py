@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from orchestrator.config.strict import Refusal
 from orchestrator.text.paths import program
+
+THRESHOLD = 0.05
 
 
 class VerbParser(argparse.ArgumentParser):
@@ -42,3 +45,17 @@ def add_json(parser: argparse.ArgumentParser, why_not: str = "") -> None:
         parser.add_argument("--json", action=_NoJson, nargs=0, const=why_not, help=argparse.SUPPRESS)
     else:
         parser.add_argument("--json", action="store_true", help="one JSON document on stdout, for a program to read")
+
+
+def add_threshold(parser: argparse.ArgumentParser) -> None:
+    """The flag for the change that must be found."""
+    text = "the growth of a token's time, or of memory, that is to be found, such as 5%%; default: 5%%"
+    parser.add_argument("--threshold", type=_share, default=THRESHOLD, metavar="SHARE", help=text)
+
+
+def _share(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?(%?)", text.strip())
+    value = float(found[1]) / (100 if found[2] else 1) if found else 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"expected a share such as 5% or 0.05, found {text!r}")
+    return value

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from orchestrator.commands.verb_parser import VerbParser, add_json
+from orchestrator.commands.named_sweep import VerbError, find_sweep, standings_now
+from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshold
 from orchestrator.compose import arguments
 from orchestrator.config.strict import nearest
 from orchestrator.exit_codes import BAD_USAGE
@@ -37,10 +38,6 @@ from orchestrator.tracking.feed import complete_left_behind
 FOLLOW_S = 0.3
 LOG_BYTES = 64 << 20  # of a larger log, only the end is shown
 PROPOSED = "(a batch that a program proposed)"  # shown for a sweep that has no command
-
-
-class VerbError(ValueError):
-    """The request cannot be carried out, for example an unknown sweep; the message names the alternatives."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,34 +73,17 @@ def parser() -> VerbParser:
     logs.add_argument("point", nargs="?", help="its label; default: the one that runs, else the first that failed")
     logs.add_argument("--rank", type=int, default=None, help="default: the rank to blame, else 0")
     logs.add_argument("-f", "--follow", action="store_true", help="continue until the point has ended")
-    add("report", _report, "The comparison of the points that have ended; writes report.md, .html, .png, results.csv.")
+    report = add(
+        "report", _report, "The comparison of the points that have ended; writes report.md, .html, .png, results.csv."
+    )
+    report.add_argument("--against", metavar="BASELINE", help="also compare with this sweep; exit 1 if it was better")
+    add_threshold(report)
     cancel = add("cancel", _cancel, "Ends a sweep, or some of its points. What was measured stays.")
     cancel.add_argument("points", nargs="*", help="labels; default: all")
     add("resume", _resume, "The same command again: points with an answer are kept, all others are run.")
     retry = add("retry", _retry, "Runs failed points again.")
     retry.add_argument("--retry", default="error,hang,timeout", metavar="STATES", help=f"of {','.join(RETRIED)}")
     return parser
-
-
-def find_sweep(output: str, name: str) -> SweepPaths:
-    """The sweep with this name. VerbError if no sweep or several match."""
-    sweeps = sweep_record.all_sweeps(output)
-    if not sweeps:
-        single = " (the records of single runs are in its folder points/)" if (Path(output) / "points").is_dir() else ""
-        raise VerbError(
-            f"there is no sweep in '{output}'{single}; give --output FOLDER, or start one: {program()} sweeps=stages"
-        )
-    if name == "last":
-        return sweeps[0]
-    exact = [sweep for sweep in sweeps if sweep.name == Path(name).name]
-    matching = exact or [sweep for sweep in sweeps if name in sweep.name]
-    if len(matching) == 1:
-        return matching[0]
-    if matching:
-        raise VerbError(f"'{name}' is a part of several: {' '.join(sweep.name for sweep in matching)}")
-    near = nearest(name, [sweep.name for sweep in sweeps])
-    hint = f" Did you mean '{near}'?" if near else ""
-    raise VerbError(f"there is no sweep '{name}'.{hint}      see: {program()} list")
 
 
 def find_point(standings: Sequence[Standing], label: str | None) -> Standing:
@@ -121,13 +101,6 @@ def find_point(standings: Sequence[Standing], label: str | None) -> Standing:
             f"there is no point '{label}'.{hint}      points: {' '.join(point.label for point in standings)}"
         )
     return exact[0]
-
-
-def _standings(sweep: SweepPaths) -> list[Standing]:
-    """The current state of the points; for a sweep on a cluster, the scheduler is asked first."""
-    if sweep_record.is_on_cluster(sweep):
-        return slurm_sweep.ClusterView(sweep).look()
-    return sweep_record.standings(sweep)
 
 
 def _list(asked: argparse.Namespace) -> int:
@@ -156,7 +129,7 @@ def _list(asked: argparse.Namespace) -> int:
 
 def _status(asked: argparse.Namespace) -> int:
     sweep = find_sweep(asked.output, asked.sweep)
-    standings = _standings(sweep)
+    standings = standings_now(sweep)
     code = comparison.exit_code(standings)
     if asked.json:
         print(sweep_table.document(sweep, standings))
@@ -184,16 +157,25 @@ def _watch(asked: argparse.Namespace) -> int:
 
 
 def _report(asked: argparse.Namespace) -> int:
+    from orchestrator.commands import compare
     from orchestrator.commands.watch_sweep import conclude
+    from orchestrator.report import changes
     from orchestrator.report.screen import Screen
 
     sweep, screen = find_sweep(asked.output, asked.sweep), Screen()
-    standings = _standings(sweep)  # for a sweep on a cluster, this updates the records
+    standings = standings_now(sweep)  # for a sweep on a cluster, this updates the records
+    found = compare.compared(asked.output, asked.against, str(sweep.root), asked.threshold) if asked.against else None
     if asked.json:
         comparison.write(sweep, with_png=True)
-        print(sweep_table.document(sweep, standings))
-        return comparison.exit_code(standings)
+        document = json.loads(sweep_table.document(sweep, standings))
+        against = {} if found is None else {"against": changes.document(found)}
+        print(json.dumps({**document, **against}, ensure_ascii=False))
+        return comparison.exit_code(standings) if found is None else compare.exit_code(found)
     code = conclude(sweep, screen, with_png=True)
+    if found is not None:
+        screen.say("")
+        compare.show(found, screen)
+        code = compare.exit_code(found)
     rows = [Row("report", shown(sweep.report)), Row("page", shown(sweep.page)), Row("picture", shown(sweep.picture))]
     rows.append(Row("numbers", shown(sweep.results)))
     screen.closing([*rows, sweep_table.next_row(sweep, standings, runs=sweep_record.still_runs(sweep, standings))])
@@ -202,7 +184,7 @@ def _report(asked: argparse.Namespace) -> int:
 
 def _logs(asked: argparse.Namespace) -> int:
     sweep = find_sweep(asked.output, asked.sweep)
-    point = find_point(_standings(sweep), asked.point)
+    point = find_point(standings_now(sweep), asked.point)
     if point.attempt is None:
         raise VerbError(f"'{point.label}' was never started ({point.state.value}: {point.message}), so it has no log")
     blamed = (read_or_warn(point.attempt.state, STATE) or {}).get("rank") or 0
@@ -239,7 +221,7 @@ def _print_log(log: Path, attempt: AttemptPaths, *, follow: bool) -> None:
 
 def _cancel(asked: argparse.Namespace) -> int:
     sweep = find_sweep(asked.output, asked.sweep)
-    standings = _standings(sweep)
+    standings = standings_now(sweep)
     labels = [find_point(standings, label).label for label in asked.points] or None
     moving = [point for point in standings if not point.state.final and (labels is None or point.label in labels)]
     if not moving or not sweep_record.still_runs(sweep, standings):
@@ -251,7 +233,7 @@ def _cancel(asked: argparse.Namespace) -> int:
         sweep_record.ask(sweep, "cancel", labels=labels)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        now = {point.label: point.state for point in _standings(sweep)}
+        now = {point.label: point.state for point in standings_now(sweep)}
         if all(now[point.label].final for point in moving):
             done = f"cancelled {many(len(moving), 'point')} of {sweep.name}, none of them is left running"
             _say(asked, sweep, f"{done}\nnext      {verb('resume', sweep.root)}")
@@ -263,7 +245,7 @@ def _cancel(asked: argparse.Namespace) -> int:
 
 def _say(asked: argparse.Namespace, sweep: SweepPaths, text: str) -> None:
     """Prints the text, or with --json the current state of the sweep."""
-    standings = _standings(sweep) if asked.json else []
+    standings = standings_now(sweep) if asked.json else []
     print(sweep_table.document(sweep, standings) if asked.json else text)
 
 

@@ -24,6 +24,7 @@ VERBS = {
     "export": "export_config",
     "ui": "ui",
     "launch": "launch_script",
+    "compare": "compare",
     **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), "verbs"),
 }
 HOME = re.compile(r"(?<=[=,])~(?=/)")

@@ -28,6 +28,7 @@ Runs ZeRO training as an experiment: one point, or a sweep with one table at its
   python run.py launch --ranks 2 SCRIPT.py ARGUMENTS                       your own script, on ranks here
   python run.py doctor                                                     what this machine has and can run
   python run.py list | status | watch | logs | report | cancel | resume | retry    sweeps, from any terminal
+  python run.py compare SWEEP [SWEEP]                                      what became slower or larger
   python run.py ui                                                         the dashboard
 """
 # Keys that are defined by other libraries; a + adds one that the option's file does not have.

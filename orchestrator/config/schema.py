@@ -207,17 +207,24 @@ class Measure:
     """`kind`: train, or eval, which holds weights alone and reports loss and perplexity over held-out data.
     `warmup_steps`: steps left out of the measurements. `steps`: the measured steps after them. `validation_batches`:
     batches of the validation that follows. With kind eval a step is the forward of one batch of each rank, `steps` is
-    their largest number, and the warm-up repeats the first of them."""
+    their largest number, and the warm-up repeats the first of them. `rounds`: the measured steps are divided into this
+    many rounds, or one for each if they are fewer, and the points of a sweep take turns; fewer than 3 rounds do not
+    rank speeds."""
 
     kind: MeasureKind = MeasureKind.train
     warmup_steps: int = 5
     steps: int = 25
     validation_batches: int = 2
+    rounds: int = 1
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "measure")
         limits.at_least(0, warmup_steps=0, validation_batches=0)
-        limits.at_least(1, steps=25)
+        limits.at_least(1, steps=25, rounds=1)
+        if self.kind is MeasureKind.eval:
+            limits.must(
+                "rounds", lambda value: value <= 1, "1 with measure.kind=eval, which measures no speed to rank", 1
+            )
         limits.conclude()
 
 

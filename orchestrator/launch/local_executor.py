@@ -98,11 +98,16 @@ class Job:
             self._process.wait(timeout=5)
 
 
-def submit(attempt: AttemptPaths, config: RunConfig, entry: str, gpus: Sequence[str] | None = None) -> Job:
-    """Starts the ranks without waiting for them. Call it from the main thread (see processes.die_with_parent)."""
+def submit(
+    attempt: AttemptPaths, config: RunConfig, entry: str, gpus: Sequence[str] | None = None, points: int = 1
+) -> Job:
+    """Starts the ranks without waiting for them. Call it from the main thread (see processes.die_with_parent).
+
+    points: how many take turns, so that a run may have to wait for that many.
+    """
     attempt.submitit.mkdir(exist_ok=True)
     executor = _SessionExecutor(attempt, entry, job_environment(config, os.environ, gpus))
-    limit_min = config.resources.time_limit_min + BACKSTOP_MIN
+    limit_min = points * config.resources.time_limit_min + BACKSTOP_MIN
     executor.update_parameters(tasks_per_node=config.resources.ranks, timeout_min=limit_min)
     return Job(executor.start())
 

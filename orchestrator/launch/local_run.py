@@ -16,21 +16,25 @@ from orchestrator.records.record_file import BadRecord, EventTail, read_or_warn
 from orchestrator.records.record_shapes import RANK
 from orchestrator.records.run_record import Attempt, result_of
 from orchestrator.records.run_state import RunState
+from orchestrator.records.turns import grant
 
 
 class PointRun:
     """A running attempt. The constructor starts it, from the main thread (see processes.die_with_parent).
 
     Call `look` until it returns a verdict. `gpus`: the CUDA_VISIBLE_DEVICES of the ranks; None leaves it unchanged.
+    points: how many take turns, this one included. The time limit of one run does not count while it waits.
     """
 
-    def __init__(self, point: Point, attempt: Attempt, entry: str, gpus: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, point: Point, attempt: Attempt, entry: str, gpus: Sequence[str] | None = None, points: int = 1
+    ) -> None:
         resources = point.config.resources
         self.point, self.attempt = point, attempt
         self._world = resources.ranks or 1
         self._tail = EventTail(attempt.paths.metrics)
-        self._step = 0
-        self._job = local_executor.submit(attempt.paths, point.config, entry, gpus)
+        self._step = self._turn = self._granted = 0
+        self._job = local_executor.submit(attempt.paths, point.config, entry, gpus, points)
         try:
             attempt.move(RunState.starting, controller=self._job.session)
         except BaseException:
@@ -43,11 +47,24 @@ class PointRun:
         """The events that the ranks recorded since the last call."""
         events = self._tail.read_new()
         self._step = next((event["step"] for event in reversed(events) if "step" in event), self._step)
+        for event in events:
+            if event["event"] == "waiting":
+                self._turn = event["turn"]
         return events
+
+    @property
+    def waits(self) -> bool:
+        """Whether the ranks wait for their next turn."""
+        return self._turn > self._granted
+
+    def grant_turn(self) -> None:
+        """Lets the ranks go on that wait for a turn."""
+        self._granted = self._turn
+        grant(self.attempt.paths, self._turn)
 
     def look(self) -> Verdict | None:
         """None while the run continues. With a verdict, its processes have ended and its state is recorded."""
-        verdict = self._watch.look()
+        verdict = self._watch.look(waits=self.waits)
         if self.attempt.state is RunState.starting and (self._watch.all_running or verdict is not None):
             self.attempt.move(RunState.running)
         if verdict is None:

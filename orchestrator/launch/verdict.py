@@ -147,16 +147,22 @@ class Watch:
     ) -> None:
         self._attempt, self._world, self._limit_s = attempt, world, limit_s
         self._controller_alive, self._clock = controller_alive, clock
-        self._begun = clock()
+        self._begun = self._looked = clock()
+        self._waited_s = 0.0
         self._kills = kernel_kills()
         self._failing_since: float | None = None
         self._result_since: float | None = None
         self.sights: list[Sight] = []
 
-    def look(self) -> Verdict | None:
-        """The verdict, or None while the run continues. Never blocks."""
+    def look(self, *, waits: bool = False) -> Verdict | None:
+        """The verdict, or None while the run continues. Never blocks.
+
+        waits: since the last look, the ranks have waited for their turn, which the time limit leaves out.
+        """
         alive = self._controller_alive()  # read before the files: after the controller's death no new files appear
         now = self._clock()
+        self._waited_s += now - self._looked if waits else 0.0
+        self._looked = now
         self.sights = look_at_ranks(self._attempt, self._world)
         has_result = self._attempt.result.exists()
         verdict = judge(self.sights, has_result=has_result, controller_alive=alive)
@@ -187,7 +193,7 @@ class Watch:
                 return None
             busy = [sight.rank for sight in self.sights if not sight.ended]
             return Verdict(RunState.ok, note=f"ranks {busy} were still busy {STRAGGLER_S:g} s after the result")
-        elapsed = now - self._begun
+        elapsed = now - self._begun - self._waited_s
         if elapsed > self._limit_s:
             message = f"not done after resources.time_limit_min={self._limit_s / 60:g}"
             return Verdict(RunState.timeout, 0, message)

@@ -103,6 +103,11 @@ def memory_bytes() -> int:
     return total if limit is None else min(total, limit)
 
 
+def free_bytes() -> int:
+    """The memory in bytes that new processes may take before others are pushed out."""
+    return min(int(psutil.virtual_memory().available), memory_bytes())
+
+
 def usable_cores() -> int:
     """The number of cores that this process may use, limited by its affinity and by the CPU share of its container."""
     try:

@@ -87,7 +87,8 @@ def shortlist(ranked: Sequence[Candidate], count: int) -> list[Candidate]:
 
 
 class ShortRun(NamedTuple):
-    """Tokens per second of a candidate: predicted, and of the steps of its short run the median and p10 to p90."""
+    """Tokens per second of a candidate: predicted, and those of its short run with their interval between rounds; of
+    a run with too few rounds, p10 and p90 of its steps."""
 
     predicted: float
     median: float

@@ -20,9 +20,18 @@ from orchestrator.plan.speed import Speed
 from orchestrator.records import contents
 from orchestrator.records.record_file import read_or_warn
 from orchestrator.records.record_shapes import STATE
-from orchestrator.records.run_record import AttemptPaths, all_attempts, attempts_at, is_answer, point_id, settle
+from orchestrator.records.run_record import (
+    AttemptPaths,
+    all_attempts,
+    attempts_at,
+    is_answer,
+    point_id,
+    result_of,
+    settle,
+)
 from orchestrator.records.run_state import RETRIED, RunState
 from orchestrator.records.sweep_record import Planned
+from orchestrator.rounds.recorded import is_ranked, used_rounds
 from orchestrator.text.units import size
 from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.counted_unit import OPTIMIZER
@@ -140,7 +149,42 @@ def decide(
         else:
             plan = _identified(point, name_of(point.config), known, predictions.get(point.label))
             planned.append(_decided(plan, output, wishes, predictions.get(point.label)))
+    planned = _anchored(planned, output)
     return _pruned_by_family(planned) if wishes.prune else planned
+
+
+def _anchored(planned: list[Planned], output: Path) -> list[Planned]:
+    """The plan with its anchor, if points are measured today and others are kept from an earlier day: a kept point that
+    is measured once more, whose change ties the rows of that day to those of today.
+
+    It is the first kept point, or one that was measured again today. Points without enough rounds show no change.
+    """
+    today = _date(time.time())
+    kept = [point for point in planned if point.decision is RunState.cached]
+    dated = [(point, result) for point in kept if is_ranked(result := result_of(AttemptPaths(Path(point.attempt))))]
+    days = {point.label: _date(result["measured_at"]) for point, result in dated if result.get("measured_at")}
+    if not any(point.decision is RunState.queued for point in planned) or set(days.values()) <= {today}:
+        return planned
+    for point in (one for one in kept if days.get(one.label) == today):
+        if earlier := _of_an_earlier_day(point, output, today):
+            return [replace(one, anchor=earlier) if one is point else one for one in planned]
+    anchor = next(point for point in kept if days.get(point.label, today) != today)
+    reason = f"the anchor: measured on {days[anchor.label]}, and once more to see what changed since"
+    again = replace(anchor, decision=RunState.queued, reason=reason, attempt="", anchor=anchor.attempt)
+    return [again if one is anchor else one for one in planned]
+
+
+def _of_an_earlier_day(point: Planned, output: Path, today: str) -> str:
+    """The folder of the newest attempt at a point that measured it before today; empty if there is none."""
+    for attempt in attempts_at(output, point.point):
+        result = read_or_warn(attempt.result) or {}
+        if is_ranked(result) and _date(result.get("measured_at", time.time())) != today:
+            return str(attempt.root)
+    return ""
+
+
+def _date(when: float) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(when))
 
 
 def _identified(point: Point, hardware: str, known: contents.Known, prediction: Prediction | None) -> Planned:
@@ -154,7 +198,7 @@ def _identified(point: Point, hardware: str, known: contents.Known, prediction: 
 
 
 def _decided(plan: Planned, output: Path, wishes: Wishes, prediction: Prediction | None) -> Planned:
-    kept = None if wishes.fresh else _kept(output, plan.point)
+    kept = None if wishes.fresh else _kept(output, plan.point, plan.config["measure"].get("rounds", 1))
     if kept is not None and kept[1] not in wishes.retry:
         attempt, state = kept
         return replace(
@@ -209,12 +253,23 @@ def _overhead_text(overhead: DeviceOverhead) -> str:
     return f"an allowance of {size(overhead.least)} for CUDA, cuBLAS and {overhead.communicators} NCCL communicators"
 
 
-def _kept(output: Path, identity: str) -> tuple[AttemptPaths, RunState] | None:
-    """The newest valid measurement of the point, else its newest other answer; None if there is neither."""
+def _kept(output: Path, identity: str, rounds: int) -> tuple[AttemptPaths, RunState] | None:
+    """The newest valid measurement of the point, else its newest other answer; None if there is neither.
+
+    A sweep that was stopped may leave a result with some of its rounds, which is no answer.
+    """
     attempts = [(attempt, settle(attempt)) for attempt in attempts_at(output, identity)]
-    measured = (answer for answer in attempts if answer[1].measured and is_answer(answer[0]))
+    measured = (answer for answer in attempts if answer[1].measured and _is_complete(answer[0], rounds))
     answers = (answer for answer in attempts if answer[1].kept and not answer[1].measured)
     return next(chain(measured, answers), None)
+
+
+def _is_complete(attempt: AttemptPaths, rounds: int) -> bool:
+    if not is_answer(attempt):
+        return False
+    result = result_of(attempt)
+    # One round: every result has it, also those that were written before there were rounds.
+    return rounds == 1 or len(used_rounds(result)) >= min(rounds, result["throughput"]["steps_counted"])
 
 
 def _why_again(plan: Planned, output: Path) -> str:
@@ -234,7 +289,7 @@ def _why_again(plan: Planned, output: Path) -> str:
 
 
 def _day(facts: Mapping[str, Any]) -> str:
-    return time.strftime("%Y-%m-%d", time.localtime(facts.get("time", 0)))
+    return _date(facts.get("time", 0))
 
 
 def _when(attempt: AttemptPaths, state: RunState) -> str:

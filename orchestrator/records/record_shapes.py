@@ -40,6 +40,14 @@ STATE = {
     "message": Maybe(str),
     "rank": Maybe(int),
 }
+ROUND = {
+    "number": int,
+    "began": NUMBER,
+    "step_ms": [NUMBER],
+    "others_share": Maybe(NUMBER),
+    "stalled": Maybe(Each(NUMBER)),
+    "used": Maybe(bool),
+}
 RESULT = {
     "world": int,
     "device": str,
@@ -77,6 +85,8 @@ RESULT = {
         "missing_steps": Maybe([[int]]),
     },
     "load": Maybe({"others_share": Maybe(NUMBER)}),
+    "rounds": Maybe([ROUND]),  # results of earlier versions and of evaluations have none
+    "session": Maybe(str),  # equal for points that took turns
     "checkpoints": Maybe(dict),
     "environment": Maybe(dict),
     "measured_at": Maybe(NUMBER),
@@ -91,6 +101,7 @@ RANK = {
     "memory": Maybe(dict),
     "traceback": Maybe(str),
 }
+TURNS = {"session": str, "granted": int, "number": Maybe(int), "earlier": [ROUND], "short": Maybe(bool)}
 EXITS = Each({"code": int, "time": NUMBER, "monotonic": Maybe(NUMBER)})
 JOB = {"job": str, "log": Maybe(str)}
 HEARTBEAT = {"time": NUMBER}
@@ -109,8 +120,11 @@ POINT = {
     "predicted_bytes": Maybe(NUMBER),
     "predicted": Maybe(dict),
     "contents": Maybe(Each(str)),
+    "anchor": Maybe(str),
 }
 CONTROLLER = PROCESS
+# What `compare` needs of a document that `report --json` printed.
+COMPARED = {"points": [{"label": str, "point": str, "state": str, "config": Maybe(dict), "result": Maybe(RESULT)}]}
 
 
 class Events(NamedTuple):
@@ -150,6 +164,8 @@ METRICS = Events(
             "memory_kind": str,
         },
         "validation": {"step": int, "loss": NUMBER},
+        "waiting": {"turn": int},
+        "repeating": {"rounds": [int]},
     },
 )
 

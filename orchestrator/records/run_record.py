@@ -49,6 +49,7 @@ IGNORED_KEYS = (
 # With it a key is left out of the identity, so that earlier points keep their ids.
 LATER_KEYS: Mapping[str, Any] = {
     "measure.kind": "train",
+    "measure.rounds": 1,
     "precision.weights": None,
     "optimizer.warmup_updates": None,
     "zero.gather_dtype": None,
@@ -79,6 +80,7 @@ class AttemptPaths:
     diff = FileIn("git.diff")  # the uncommitted changes in the checkout of the code
     metrics = FileIn("metrics.jsonl")
     result = FileIn("result.json")
+    turns = FileIn("turns.json")  # the turns that the controller gives to the ranks, if points are measured in rounds
     rendezvous = FileIn("rendezvous")
     exits = FileIn("exits.json")  # exit code and time of each rank's process, written by the controller
     job = FileIn("job.json")  # the scheduler's id of the job that runs this attempt, with its script and its log

@@ -72,7 +72,8 @@ class Planned:
 
     point: its id; empty if it was refused. attempt: the folder of the attempt whose answer is kept. predicted_bytes:
     the model states of one rank according to the memory model; None without a prediction. predicted: the complete
-    prediction. contents: hashes of the contents of its files at that time, by contents.of.
+    prediction. contents: hashes of the contents of its files at that time, by contents.of. anchor: the folder of the
+    attempt of an earlier day, for a point that is measured once more because others of that day are kept.
     """
 
     label: str
@@ -85,6 +86,7 @@ class Planned:
     predicted_bytes: int | None = None
     predicted: dict[str, Any] = field(default_factory=dict)
     contents: dict[str, str] = field(default_factory=dict)
+    anchor: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "decision": self.decision.value}

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.report import ranking
+from orchestrator.report import cautions, ranking
 from orchestrator.report.ranking import DEFAULT_METRIC, Ranked
 
-RANGE_WORDS = "from p10 to p90 of the steps, by which ties are judged"
+RANGE_WORDS = "the 95 % range between rounds, by which ties are judged; none from fewer than 3 rounds"
 
 
 def speed(result: dict[str, Any]) -> float | None:
     """tokens/s of all ranks."""
-    spread = ranking.METRICS[DEFAULT_METRIC].read(result)
-    return None if spread is None else spread.middle
+    return ranking.METRICS[DEFAULT_METRIC].read(result)
 
 
 def speed_range(result: dict[str, Any]) -> tuple[float, float] | None:
     """The range of tokens/s by which ties are judged; None if there is none."""
-    spread = ranking.METRICS[DEFAULT_METRIC].read(result)
+    spread = ranking.speed(result)
     return None if spread is None else (spread.low, spread.high)
 
 
@@ -40,9 +39,9 @@ def conclusion(rows: Sequence[Ranked]) -> str:
 
 def notes(rows: Sequence[Ranked]) -> list[str]:
     """What a reader should know of rows that were measured earlier."""
-    return ranking.reused(rows)
+    return cautions.reused(rows)
 
 
 def warnings(rows: Sequence[Ranked]) -> list[str]:
     """Reasons why the rows do not compare."""
-    return ranking.warnings(rows)
+    return cautions.warnings(rows)

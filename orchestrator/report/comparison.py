@@ -8,10 +8,11 @@ from pathlib import Path
 from orchestrator.charts import raster, svg
 from orchestrator.exit_codes import FAILED, INCOMPLETE, NOTHING_FITS, OK
 from orchestrator.records.record_file import read_or_warn, warn_once, write_bytes_atomic, write_text_atomic
-from orchestrator.records.record_shapes import SWEEP
+from orchestrator.records.record_shapes import RESULT, SWEEP
+from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Standing, SweepPaths, standings
-from orchestrator.report import page, ranking
+from orchestrator.report import page, ranking, sweep_files
 from orchestrator.report.bar_figures import Figure
 from orchestrator.report.figures import figures_of, overview
 from orchestrator.report.ranking import Entry, Ranked
@@ -31,6 +32,7 @@ def _entry(standing: Standing) -> Entry:
         standing.planned.overrides,
         None if result is None else result.get("measured_at", _ended_at(standing)),
         standing.planned.config,
+        read_or_warn(AttemptPaths(Path(anchor)).result, RESULT) if (anchor := standing.planned.anchor) else None,
     )
 
 
@@ -57,10 +59,10 @@ def write(sweep: SweepPaths, *, with_png: bool = False) -> list[str]:
     for figure in drawn:
         if not _is_written(sweep.pictures / f"{figure.name}.svg", svg.document(figure.picture), lasting=False):
             break  # as on a full disk: one warning is enough
-    report = ranking.report_md(sweep.name, rows) + "\n" + page.markdown(points, drawn, sweep.pictures.name)
+    report = sweep_files.report_md(sweep.name, rows) + "\n" + page.markdown(points, drawn, sweep.pictures.name)
     files: dict[Path, str | bytes] = {
         sweep.report: report,
-        sweep.results: ranking.results_csv(rows),
+        sweep.results: sweep_files.results_csv(rows),
         sweep.page: page.page(sweep.name, points, drawn, facts_of(sweep)),
     }
     if with_png and (pixels := _png(sweep, drawn)) is not None:
@@ -91,7 +93,7 @@ def _is_written(path: Path, content: str | bytes, *, lasting: bool = True) -> bo
 
 def markdown(sweep: SweepPaths) -> str:
     """The table in Markdown."""
-    return ranking.markdown(ranking.table(ranked(sweep)))
+    return sweep_files.markdown(ranking.table(ranked(sweep)))
 
 
 def exit_code(standings: list[Standing]) -> int:

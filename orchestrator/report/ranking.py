@@ -1,9 +1,7 @@
-"""The comparison of a sweep's points: ranking, ties, checks, table, report.md and results.csv. Pure."""
+"""The comparison of a sweep's points: ranking, ties, the winner and the table. Pure."""
 
 from __future__ import annotations
 
-import csv
-import io
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,65 +12,59 @@ from orchestrator.config.lossy import lossy_words
 from orchestrator.config.strict import nearest
 from orchestrator.records.run_state import RunState
 from orchestrator.report.losses import loss_to_exact, perplexity_texts
-from orchestrator.report.summary import PHASES, Table, missing_text, run_command, without_key
+from orchestrator.report.summary import Table, run_command, without_key
+from orchestrator.rounds import recorded
+from orchestrator.rounds.intervals import EQUAL, LEAST, RoundsEstimate, of_rounds, ratio_of_separate, ratio_of_turns
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, digits, loss, size
 
 
-class Spread(NamedTuple):
-    """A number from a point's result, with the range of its steps: p10, median, p90, or one value three times."""
-
-    low: float
-    middle: float
-    high: float
-
-
 class Metric(NamedTuple):
-    """A metric by which points are ranked."""
+    """A metric by which points are ranked. in_rounds: its value in each round; None for a value that is exact."""
 
     words: str
     higher_first: bool
-    read: Callable[[dict[str, Any]], Spread | None]
+    read: Callable[[dict[str, Any]], float | None]
+    in_rounds: Callable[[dict[str, Any]], list[float]] | None = None
 
 
-def _of_steps(key: str) -> Callable[[dict[str, Any]], Spread]:
-    def read(result: dict[str, Any]) -> Spread:
-        values = result["throughput"][key]
-        return Spread(values["p10"], values["median"], values["p90"])
-
-    return read
+def _speeds(result: dict[str, Any]) -> list[float]:
+    return [1e3 / ms for ms in recorded.ms_per_token(result)]
 
 
-def _each_rank(result: dict[str, Any]) -> Spread:
-    return Spread(*(value / result["world"] for value in _of_steps("tokens_per_second")(result)))
+def speed(result: dict[str, Any]) -> RoundsEstimate | None:
+    """Tokens per second of all ranks; None if there are too few rounds for an interval."""
+    return of_rounds(_speeds(result)) if recorded.is_ranked(result) else None
 
 
-def _exact(read: Callable[[dict[str, Any]], float | None]) -> Callable[[dict[str, Any]], Spread | None]:
-    def spread(result: dict[str, Any]) -> Spread | None:
-        value = read(result)
-        return None if value is None else Spread(value, value, value)
-
-    return spread
-
-
-# [Note: a notable load]
-# A run that wants all cores gets 1 - s of them if other processes take the share s. The load alone can therefore make
-# one row slower than another by the ratio of the shares left to each. Up to a tenth, this is within half the width of
-# the p10-p90 range of most rows, by which ties are judged; a larger share could decide the order.
-NOTABLE_SHARE = 0.1
-REUSED_NAMED = 4  # rows whose time is printed under the table; the table marks all reused rows
 # The settings of an evaluation that generation does not have: in part they would contradict its own data.
 OF_EVALUATION = ("measure", "data", "batch")
+STANDARD = "measure=standard"
 DEFAULT_METRIC = "tokens_per_second"
 METRICS = {
-    DEFAULT_METRIC: Metric("median tokens/s of all ranks", True, _of_steps("tokens_per_second")),
-    "tokens_per_second_per_rank": Metric("median tokens/s of one rank", True, _each_rank),
-    "step_ms": Metric("median step time", False, _of_steps("step_ms")),
-    "peak_bytes": Metric("peak memory of a rank", False, _exact(lambda result: peak_bytes(result))),
-    "states_bytes": Metric("model states of a rank", False, _exact(lambda result: states_bytes(result))),
-    "loss_last": Metric("last training loss", False, _exact(lambda result: result["loss"]["last"])),
-    "loss_validation": Metric("validation loss", False, _exact(lambda result: result["loss"]["validation"])),
-    "perplexity": Metric("perplexity", False, _exact(lambda result: result["loss"].get("perplexity"))),
+    DEFAULT_METRIC: Metric(
+        "median tokens/s of all ranks",
+        True,
+        lambda result: float(result["throughput"]["tokens_per_second"]["median"]),
+        _speeds,
+    ),
+    "tokens_per_second_per_rank": Metric(
+        "median tokens/s of one rank",
+        True,
+        lambda result: float(result["throughput"]["tokens_per_second"]["median"]) / result["world"],
+        lambda result: [value / result["world"] for value in _speeds(result)],
+    ),
+    "step_ms": Metric(
+        "median step time",
+        False,
+        lambda result: float(result["throughput"]["step_ms"]["median"]),
+        recorded.step_medians_ms,
+    ),
+    "peak_bytes": Metric("peak memory of a rank", False, lambda result: peak_bytes(result)),
+    "states_bytes": Metric("model states of a rank", False, lambda result: states_bytes(result)),
+    "loss_last": Metric("last training loss", False, lambda result: result["loss"]["last"]),
+    "loss_validation": Metric("validation loss", False, lambda result: result["loss"]["validation"]),
+    "perplexity": Metric("perplexity", False, lambda result: result["loss"].get("perplexity")),
 }
 
 
@@ -88,10 +80,9 @@ def metric_problem(name: str) -> str | None:
 def rule(metric: str) -> str:
     """Describes how the rows are ordered."""
     order = "higher" if METRICS[metric].higher_first else "lower"
-    return (
-        f"sorted by {METRICS[metric].words}, {order} first; = marks a tie: "
-        "its p10-p90 range overlaps that of the first row of its group"
-    )
+    tie = f"its rounds show no difference of more than {100 * EQUAL:g} % from the first row of its group"
+    tie = tie if METRICS[metric].in_rounds else "the same value"
+    return f"sorted by {METRICS[metric].words}, {order} first; = marks a tie: {tie}"
 
 
 @dataclass(frozen=True)
@@ -106,6 +97,7 @@ class Entry:
     overrides: tuple[str, ...] = field(default=())
     measured_at: float | None = None  # seconds since the epoch
     config: Mapping[str, Any] = field(default_factory=dict)  # of the point, as it is recorded
+    anchor: Mapping[str, Any] | None = None  # its result of an earlier day, if it was measured again to compare
 
     @property
     def is_reused(self) -> bool:
@@ -118,56 +110,73 @@ class Entry:
         share: float | None = ((self.result or {}).get("load") or {}).get("others_share")
         return share
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether that share is notable."""
+        return self.others_share is not None and self.others_share >= recorded.NOTABLE_SHARE
+
 
 @dataclass(frozen=True)
 class Ranked:
-    """`place` is None without a result. `tied`: its spread overlaps that of the first row with the same place."""
+    """`place` is None without a result, and for a speed without enough rounds. `tied`: the rounds show no difference
+    from the first row with the same place."""
 
     entry: Entry
     place: int | None = None
     tied: bool = False
     metric: str = DEFAULT_METRIC
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is a value by which rows are sorted."""
+        return self.entry.result is not None and METRICS[self.metric].read(self.entry.result) is not None
+
 
 def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]:
     """Best first by `rule(metric)`, then the entries without a result in their original order."""
-    sign = -1 if METRICS[metric].higher_first else 1
-    spreads = {id(entry): METRICS[metric].read(entry.result) if entry.result else None for entry in entries}
-    measured = [entry for entry in entries if spreads[id(entry)] is not None]
-    measured.sort(key=lambda entry: sign * _middle(spreads[id(entry)]))
+    how = METRICS[metric]
+    sign = -1 if how.higher_first else 1
+    values = {id(entry): how.read(entry.result) if entry.result else None for entry in entries}
+    measured = [entry for entry in entries if values[id(entry)] is not None]
+    measured.sort(key=lambda entry: sign * (values[id(entry)] or 0.0))
     ranked: list[Ranked] = []
     leader: Ranked | None = None
-    for place, entry in enumerate(measured, start=1):
-        if leader is not None and _overlap(spreads[id(leader.entry)], spreads[id(entry)]):
+    placed = 0
+    for entry in measured:
+        if how.in_rounds is not None and not recorded.is_ranked(entry.result or {}):
+            ranked.append(Ranked(entry, metric=metric))
+            continue
+        placed += 1
+        if leader is not None and _is_tie(leader.entry, entry, how):
             ranked.append(Ranked(entry, leader.place, tied=True, metric=metric))
         else:
-            leader = Ranked(entry, place, metric=metric)
+            leader = Ranked(entry, placed, metric=metric)
             ranked.append(leader)
-    return ranked + [Ranked(entry, metric=metric) for entry in entries if spreads[id(entry)] is None]
+    return ranked + [Ranked(entry, metric=metric) for entry in entries if values[id(entry)] is None]
 
 
-def _middle(spread: Spread | None) -> float:
-    assert spread is not None
-    return spread.middle
+def _is_tie(leader: Entry, entry: Entry, how: Metric) -> bool:
+    """Whether the entry may be as good as the leader. See [Note: equal] in rounds/intervals.py."""
+    best, other = leader.result or {}, entry.result or {}
+    if how.in_rounds is None:
+        return how.read(best) == how.read(other)
+    larger, smaller = (best, other) if how.higher_first else (other, best)
+    return ratio(larger, smaller, how.in_rounds).low <= 1 + EQUAL
 
 
-def _speed(entry: Entry) -> dict[str, float]:
-    assert entry.result is not None
-    speed: dict[str, float] = entry.result["throughput"]["tokens_per_second"]
-    return speed
-
-
-def _overlap(first: Spread | None, second: Spread | None) -> bool:
-    assert first is not None
-    assert second is not None
-    return first.low <= second.high and second.low <= first.high
+def ratio(
+    one: dict[str, Any], other: dict[str, Any], in_rounds: Callable[[dict[str, Any]], list[float]]
+) -> RoundsEstimate:
+    """One result's value by the other's."""
+    by = ratio_of_turns if recorded.took_turns(one, other) else ratio_of_separate
+    return by(in_rounds(one), in_rounds(other))
 
 
 HEADER = (
     "place",
     "point",
     "tokens/s",
-    "p10-p90",
+    "95 % range",
     "vs best",
     "step ms",
     "states/rank",
@@ -175,15 +184,21 @@ HEADER = (
     "sent/step",
     "loss last",
 )
+RANGE, STEPS = "95 % range", "p10-p90"
 LOSSY_HEADER = ("lossy", "loss - exact")
 
 
 def table(ranked: Sequence[Ranked]) -> Table:
     """The comparison, one row per point. A failed point's row has its state; the reason is under the table."""
-    speeds = [_speed(row.entry)["median"] for row in ranked if row.entry.result]
-    best = max(speeds, default=0.0)
-    header: tuple[str, ...] = HEADER
-    rows = [_cells(row, best) for row in ranked]
+    results = [row.entry.result for row in ranked if row.entry.result]
+    best = max((METRICS[DEFAULT_METRIC].read(result) or 0.0 for result in results), default=0.0)
+    # Without rounds the range is that of the steps, which says nothing about the next measurement.
+    in_rounds = any(map(recorded.is_ranked, results))
+    header: tuple[str, ...] = HEADER if in_rounds else tuple(STEPS if name == RANGE else name for name in HEADER)
+    rows = [_cells(row, best, in_rounds=in_rounds) for row in ranked]
+    if any(row.entry.is_loaded for row in ranked):
+        header = (*header, "others")
+        rows = [(*cells, _load_cell(row.entry)) for cells, row in zip(rows, ranked, strict=True)]
     if perplexities := perplexity_texts({row.entry.label: row.entry.result for row in ranked}):
         header = (*header, "perplexity")
         rows = [(*cells, perplexities[row.entry.label]) for cells, row in zip(rows, ranked, strict=True)]
@@ -199,35 +214,43 @@ def table(ranked: Sequence[Ranked]) -> Table:
 
 def _lossy_cells(entry: Entry, entries: Sequence[Entry]) -> tuple[str, str]:
     """What is lossy in a row, and by how much its last loss is above that of the exact row."""
-    difference = _to_exact(entry, entries)
+    difference = to_exact(entry, entries)
     return ", ".join(lossy_words(entry.config)) or "exact", ABSENT if difference is None else f"{difference:+.4f}"
 
 
-def _to_exact(entry: Entry, entries: Sequence[Entry]) -> float | None:
+def to_exact(entry: Entry, entries: Sequence[Entry]) -> float | None:
+    """By how much its last loss is above that of the exact entry; None if there is none."""
     measured = [(one.config, one.result) for one in entries if one.result is not None]
     return None if entry.result is None else loss_to_exact(entry.config, entry.result, measured)
 
 
 def _reused_from(entry: Entry) -> str:
     """The time of a reused row, short enough for a table on a terminal; `reused` adds the year."""
-    return _clock(entry, "%m-%d %H:%M") if entry.is_reused else ""
+    return clock(entry, "%m-%d %H:%M") if entry.is_reused else ""
 
 
-def _clock(entry: Entry, form: str) -> str:
+def clock(entry: Entry, form: str) -> str:
+    """When the entry was measured, in the form of time.strftime."""
     return "at an unknown time" if entry.measured_at is None else time.strftime(form, time.localtime(entry.measured_at))
 
 
-def _cells(ranked: Ranked, best: float) -> tuple[str, ...]:
+def _load_cell(entry: Entry) -> str:
+    return ABSENT if entry.others_share is None else f"{100 * entry.others_share:.0f} %"
+
+
+def _cells(ranked: Ranked, best: float, *, in_rounds: bool) -> tuple[str, ...]:
     entry = ranked.entry
     if entry.result is None:
         return (ABSENT, entry.label, entry.state, *[ABSENT] * (len(HEADER) - 3))
-    speed = _speed(entry)
-    share = "best" if speed["median"] == best else f"{100 * (speed['median'] / best - 1):+.1f} %"
+    steps: dict[str, float] = entry.result["throughput"]["tokens_per_second"]
+    share = "best" if steps["median"] == best else f"{100 * (steps['median'] / best - 1):+.1f} %"
+    known = speed(entry.result)
+    low, high = (known.low, known.high) if known else (steps["p10"], steps["p90"])
     return (
         ABSENT if ranked.place is None else f"{'= ' if ranked.tied else ''}{ranked.place}",
         entry.label,
-        digits(speed["median"]),
-        f"{digits(speed['p10'])}-{digits(speed['p90'])}",
+        digits(steps["median"]),
+        ABSENT if in_rounds and known is None else f"{digits(low)}-{digits(high)}",
         share,
         digits(entry.result["throughput"]["step_ms"]["median"]),
         size(states_bytes(entry.result)),
@@ -253,85 +276,20 @@ def sent_bytes(result: dict[str, Any]) -> int:
     return sum(volume["bytes"] for volume in result["communication"]["data"].values())
 
 
-def failures(ranked: Sequence[Ranked]) -> list[str]:
-    """One line for each point without a result: its state and the reason."""
-    lost = [row.entry for row in ranked if row.entry.result is None]
-    return [f"{entry.label}: {entry.state}: {entry.message or 'no reason known'}" for entry in lost]
-
-
-def reused(ranked: Sequence[Ranked]) -> list[str]:
-    """One line if rows were measured before this sweep: how many, which and when."""
-    entries = [row.entry for row in ranked if row.entry.is_reused]
-    if not entries:
-        return []
-    rows = sum(row.entry.result is not None for row in ranked)
-    named = [f"{entry.label} measured {_clock(entry, '%Y-%m-%d %H:%M')}, reused" for entry in entries[:REUSED_NAMED]]
-    named += [f"{len(entries) - REUSED_NAMED} more"] if len(entries) > REUSED_NAMED else []
-    were = "row was" if rows == 1 else f"rows {'was' if len(entries) == 1 else 'were'}"
-    return [
-        f"{len(entries)} of {rows} {were} measured earlier: {'; '.join(named)}. --fresh measures all in one session"
-    ]
-
-
-def _curve_warnings(ranked: Sequence[Ranked]) -> list[str]:
-    losses = {row.entry.label: row.entry.result["loss"] for row in ranked if row.entry.result}
-    return [
-        f"{label}: {missing_text(curve['missing_steps'])}"
-        for label, curve in losses.items()
-        if curve.get("missing_steps")
-    ]
-
-
-def _load_warnings(ranked: Sequence[Ranked]) -> list[str]:
-    """Warnings about load from other processes. See [Note: a notable load]."""
-    known = {row.entry.label: row.entry.others_share for row in ranked if row.entry.others_share is not None}
-    if not known or max(known.values()) < NOTABLE_SHARE:
-        return []
-    shares = _grouped({label: f"{100 * share:.0f} %" for label, share in known.items()})
-    text = f"other processes took this share of the cores while a row was measured: {shares}"
-    if 1 - max(known.values()) < (1 - NOTABLE_SHARE) * (1 - min(known.values())):
-        return [f"the rows were measured under different loads, so speeds do not compare; {text}"]
-    return [text]
-
-
-def load_text(result: Mapping[str, Any]) -> str | None:
-    """A sentence if other processes took a notable share of the cores during a run, else None."""
-    share = (result.get("load") or {}).get("others_share")
-    if share is None or share < NOTABLE_SHARE:
-        return None
-    return f"other processes took {100 * share:.0f} % of the cores while this was measured"
-
-
-def warnings(ranked: Sequence[Ranked]) -> list[str]:
-    """Reasons why the rows are not comparable."""
-    results = [(row.entry.label, row.entry.result) for row in ranked if row.entry.result]
-    tokens = {label: f"{result['batch']['tokens_per_step']:,}" for label, result in results}
-    checks = (
-        ("data hash", "numbers do not compare", {label: result["data"]["hash"] for label, result in results}),
-        ("tokens a step", "losses do not compare (tokens/s do)", tokens),
-        ("number of ranks", "numbers do not compare", {label: str(result["world"]) for label, result in results}),
-    )
-    return [
-        f"the points differ in {what}, so their {then}: {_grouped(values)}"
-        for what, then, values in checks
-        if len(set(values.values())) > 1
-    ] + [*_curve_warnings(ranked), *_load_warnings(ranked)]
-
-
-def _grouped(values: dict[str, str]) -> str:
-    groups: dict[str, list[str]] = {}
-    for label, value in values.items():
-        groups.setdefault(value, []).append(label)
-    return "; ".join(f"{value}: {', '.join(labels)}" for value, labels in groups.items())
-
-
 def conclusion(ranked: Sequence[Ranked]) -> str:
-    """Names the best point, or reports a tie if the spreads overlap."""
-    if not ranked or ranked[0].place is None:
+    """Names the best point, or reports a tie, or says that nothing is ranked."""
+    if not ranked or not ranked[0].is_measured:
         return "no point has a result"
-    best = ranked[0].entry
-    ties = [row.entry for row in ranked[1:] if row.tied and row.place == 1]
-    word = "fastest" if ranked[0].metric == DEFAULT_METRIC else f"best by {METRICS[ranked[0].metric].words}"
+    placed = [row for row in ranked if row.place is not None]
+    if not placed:
+        rounds = {len(recorded.used_rounds(row.entry.result or {})) or 1 for row in ranked if row.is_measured}
+        found = " or ".join(map(str, sorted(rounds)))
+        text = f"not ranked: each point was measured in {found} round{'' if rounds == {1} else 's'}, and differences "
+        more = "an evaluation has one: rank_by perplexity" if evaluates(ranked) else f"{STANDARD} has more"
+        return f"{text}between speeds show from {LEAST}; {more}"
+    best = placed[0].entry
+    ties = [row.entry for row in placed[1:] if row.tied and row.place == 1]
+    word = "fastest" if placed[0].metric == DEFAULT_METRIC else f"best by {METRICS[placed[0].metric].words}"
     word += _of_how_many(ranked)
     if not ties:
         return f"{word}: {best.label}"
@@ -340,7 +298,12 @@ def conclusion(ranked: Sequence[Ranked]) -> str:
     states = {entry.label: states_bytes(entry.result or {}) for entry in group}
     least = [label for label, held in states.items() if held == min(states.values())]
     smallest = f"; {least[0]} has the smallest model states" if len(least) == 1 else ""
-    return f"{word}: a tie of {names}: their spreads overlap{smallest}"
+    return f"{word}: a tie of {names}{smallest}"
+
+
+def evaluates(ranked: Sequence[Ranked]) -> bool:
+    """Whether the points held weights and were not trained."""
+    return any("perplexity" in row.entry.result["loss"] for row in ranked if row.entry.result)
 
 
 def _of_how_many(ranked: Sequence[Ranked]) -> str:
@@ -359,91 +322,17 @@ def next_after_sweep(ranked: Sequence[Ranked]) -> str:
     return longer(entry.overrides, evaluates="perplexity" in entry.result["loss"])
 
 
+def standard(overrides: Sequence[str]) -> list[str]:
+    """The overrides with measure=standard. Steps that were given would override its own."""
+    return [*without_key(overrides, *(f"measure{key}" for key in ("", ".steps", ".warmup_steps", ".rounds"))), STANDARD]
+
+
 def longer(overrides: Sequence[str], *, evaluates: bool) -> str:
     """The command that measures a point longer; after an evaluation text from the same weights, because
     measure=standard would train them."""
     if not evaluates:
-        # Steps given on the command line would override those of measure=standard.
-        others = without_key(overrides, "measure", "measure.steps", "measure.warmup_steps")
-        return run_command([*others, "measure=standard"])
+        return run_command(standard(overrides))
     kept = [word for word in without_key(overrides, "sweeps") if not word.lstrip("+~").startswith(OF_EVALUATION)]
     # Synthetic data need no tokenizer, and with no other data the model may have none.
     prompt = "tokens=5,6,7" if "data=synthetic" in overrides else "prompt=Once"
     return f"{program()} generate {shlex.join([*kept, prompt])}"
-
-
-def markdown(table_: Table) -> str:
-    """The table in Markdown."""
-    lines = [table_.header, tuple("---" if index < table_.names else "---:" for index in range(len(table_.header)))]
-    return "\n".join(f"| {' | '.join(_escaped(row))} |" for row in [*lines, *table_.rows])
-
-
-def _escaped(row: Sequence[str]) -> list[str]:
-    return [cell.replace("|", "\\|").replace("\n", " ") for cell in row]
-
-
-def report_md(name: str, ranked: Sequence[Ranked]) -> str:
-    """The complete report of a sweep."""
-    parts = [
-        f"# Sweep {name}",
-        markdown(table(ranked)),
-        f"{rule(ranked[0].metric if ranked else DEFAULT_METRIC)}.",
-        *(f"{line}." for line in reused(ranked)),
-        f"**{conclusion(ranked)}.**",
-    ]
-    parts += [f"Warning: {warning}" for warning in warnings(ranked)]
-    if lost := failures(ranked):
-        parts.append("Without a result:\n\n" + "\n".join(f"- {line}" for line in lost))
-    commands = [f"- {row.entry.label}: `{run_command(row.entry.overrides)}`" for row in ranked]
-    parts.append("Commands:\n\n" + "\n".join(commands))
-    return "\n\n".join(parts) + "\n"
-
-
-def results_csv(ranked: Sequence[Ranked]) -> str:
-    """One line per point; numbers unrounded and in base units, named by their column."""
-    entries = [row.entry for row in ranked]
-    rows = [
-        _csv_row(row)
-        | {"lossy": ", ".join(lossy_words(row.entry.config)), "loss_to_exact": _to_exact(row.entry, entries)}
-        for row in ranked
-    ]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["place"])
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
-
-
-def _csv_row(ranked: Ranked) -> dict[str, object]:
-    entry, result = ranked.entry, ranked.entry.result
-    speed = result["throughput"] if result else {}
-    row: dict[str, object] = {
-        "place": ranked.place,
-        "tied": ranked.tied,
-        "label": entry.label,
-        "state": entry.state,
-        "message": entry.message,
-        "measured_at": _clock(entry, "%Y-%m-%d %H:%M:%S") if result else None,
-        "reused": entry.is_reused,
-        "others_share": ("unknown" if entry.others_share is None else entry.others_share) if result else None,
-    }
-    for name in ("median", "p10", "p90"):
-        row[f"tokens_per_second_{name}"] = speed["tokens_per_second"][name] if result else None
-        row[f"step_ms_{name}"] = speed["step_ms"][name] if result else None
-    row |= {f"{phase}_ms": result["phases_ms"][phase] if result else None for phase, _ in PHASES}
-    row |= {
-        "states_measured_bytes": states_bytes(result) if result else None,
-        "activations_bytes": result["memory"]["activations_bytes"] if result else None,
-        "activations_predicted_bytes": result["memory"].get("activations_predicted_bytes") if result else None,
-        "peak_bytes": peak_bytes(result) if result else None,
-        "sent_bytes_per_step": sent_bytes(result) if result else None,
-        "loss_first": result["loss"]["first"] if result else None,
-        "loss_last": result["loss"]["last"] if result else None,
-        "loss_validation": result["loss"]["validation"] if result else None,
-        "perplexity": result["loss"].get("perplexity") if result else None,
-        "data_hash": result["data"]["hash"] if result else None,
-        "world": result["world"] if result else None,
-        "folder": entry.folder,
-        "command": run_command(entry.overrides),
-    }
-    return row

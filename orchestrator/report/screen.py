@@ -14,7 +14,7 @@ from rich.text import Text
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.records.sweep_record import Planned
-from orchestrator.report import ranking, summary, sweep_table
+from orchestrator.report import cautions, ranking, summary, sweep_table
 from orchestrator.report.ranking import Ranked
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.units import digits, loss, many
@@ -89,7 +89,7 @@ class Screen:
         talk = [*summary.communication_rows(result), *summary.dtype_rows(result)]
         learned = summary.learning_rows(result)
         self.rows([*talk, *learned, *summary.checkpoint_rows(result), summary.machine_row(result)])
-        for warning in filter(None, (note, ranking.load_text(result))):
+        for warning in filter(None, (note, cautions.load_text(result))):
             self.warn(warning)
 
     def failure(self, label: str, state: str, message: str, log: Sequence[str], path: str) -> None:
@@ -106,11 +106,11 @@ class Screen:
         self.console.print()
         self.console.print(_table(ranking.table(ranked)))
         self.say(ranking.rule(ranked[0].metric), "dim")
-        for line in ranking.reused(ranked):
+        for line in cautions.reused(ranked):
             self.say(line)
-        for line in ranking.failures(ranked):
+        for line in cautions.failures(ranked):
             self.say(line, "red")
-        for line in ranking.warnings(ranked):
+        for line in cautions.warnings(ranked):
             self.warn(line)
         self.say(ranking.conclusion(ranked), "bold")
 
@@ -167,6 +167,9 @@ class _Bar:
             self._say(f"warning: passed over {event['path']}: {event['why']}")
         elif kind == "step" and not event.get("earlier"):  # earlier steps of a resumed run are in its record already
             self._step(event)
+        elif kind == "repeating":
+            rounds = ", ".join(map(str, event["rounds"]))
+            self._say(f"measuring again, because other processes took a notable share of the cores: round {rounds}")
         elif kind == "validation":
             self._say(f"validation loss {loss(event['loss'])} at step {event['step']}")
 

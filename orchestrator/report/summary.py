@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from orchestrator.config.lossy import lossy_words
 from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokenizer, to_dict
 from orchestrator.config.state_groups import Offload, StepTime
+from orchestrator.rounds import recorded
+from orchestrator.rounds.intervals import of_rounds
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, difference, digits, loss, many, percent, size, steps_text
 from zero_runtime.offload.plan import Tier
@@ -144,8 +146,18 @@ def speed_rows(result: Mapping[str, Any]) -> list[Row]:
             f"{digits(tokens['median'])} median, p10-p90 {_range(tokens)}, {counted}; "
             f"{digits(speed['tokens_per_second_per_rank'])} a rank",
         ),
+        *_rounds_rows(result),
         Row("step time", f"{digits(step['median'])} ms median, p10-p90 {_range(step)}"),
     ]
+
+
+def _rounds_rows(result: Mapping[str, Any]) -> list[Row]:
+    """The interval of the speed between rounds, if there are enough of them."""
+    if not recorded.is_ranked(result):
+        return []
+    speeds = [1e3 / ms for ms in recorded.ms_per_token(result)]
+    known = of_rounds(speeds)
+    return [Row("rounds", f"{digits(known.low)}-{digits(known.high)} tokens/s, 95 % range of {len(speeds)} rounds")]
 
 
 def phase_table(result: Mapping[str, Any]) -> Table:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.config.lossy import lossy_words
-from orchestrator.records.record_file import EventTail
+from orchestrator.records.record_file import EventTail, read_or_warn
+from orchestrator.records.record_shapes import SWEEP
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, still_runs
 from orchestrator.report import comparison, ranking
 from orchestrator.report.summary import Row, Table
-from orchestrator.text.paths import verb
+from orchestrator.text.paths import program, verb
 from orchestrator.text.units import ABSENT, digits, many, size
 
 STYLES = {
@@ -139,9 +141,14 @@ def progress(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> 
     if not steps:
         return "building" if not events else "ready"
     warmup, counted = config["measure"]["warmup_steps"], config["measure"]["steps"]
+    if events[-1]["event"] == "waiting":
+        turn, rounds = events[-1]["turn"], config["measure"].get("rounds", 1)
+        return f"waits for its turn, {f'round {turn}/{rounds}' if turn <= rounds else 'to measure a round again'}"
     done = steps[-1]["step"]
     if steps[-1]["warmup"]:
         return f"warm-up {done}/{warmup}"
+    if any(event["event"] == "repeating" for event in events):
+        return "measuring loaded rounds again"
     if any(event["event"] == "validation" for event in events) or done >= warmup + counted:
         return "ending"
     return f"measuring {done - warmup}/{counted}"
@@ -163,7 +170,12 @@ def next_row(sweep: SweepPaths, standings: Sequence[Standing], *, runs: bool) ->
         return Row("next", f"{verb('resume', sweep.root)}     ({many(len(left), 'point')} left)")
     if failed:
         return Row("next", f"{verb('retry', sweep.root)} --retry {','.join(failed)}")
-    return Row("next", ranking.next_after_sweep(comparison.ranked(sweep)))
+    ranked = comparison.ranked(sweep)
+    command = (read_or_warn(sweep.sweep, SWEEP) or {}).get("command")
+    are_unranked = sum(row.is_measured for row in ranked) > 1 and all(row.place is None for row in ranked)
+    if command and are_unranked and not ranking.evaluates(ranked):
+        return Row("next", f"{program()} {shlex.join(ranking.standard(command))}")
+    return Row("next", ranking.next_after_sweep(ranked))
 
 
 def document(sweep: SweepPaths, standings: Sequence[Standing]) -> str:
@@ -190,6 +202,7 @@ def as_json(point: Standing) -> dict[str, Any]:
         "message": point.message,
         "overrides": list(point.planned.overrides),
         "point": point.planned.point,
+        "config": point.planned.config,
         "attempt": str(point.attempt.root) if point.attempt else None,
         "slots": list(point.slots),
         "job": point.job or None,

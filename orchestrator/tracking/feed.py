@@ -91,7 +91,9 @@ class Tracker:
         self._send(message)
 
     def end(self, attempt: Attempt) -> None:
-        """Ends the tracking of an attempt whose final state has been written."""
+        """Ends the tracking of an attempt whose final state has been written. A no-op for one that is not tracked."""
+        if str(attempt.paths.root) not in self._begun:
+            return
         self._ended.add(str(attempt.paths.root))
         self._send({"do": "end", "attempt": str(attempt.paths.root)})
 

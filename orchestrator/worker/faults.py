@@ -1,4 +1,7 @@
-"""Injects faults to test what happens when a rank fails: ZLAB_FAULT=raise@step3:rank1."""
+"""Injects faults to test what happens when a rank fails: ZLAB_FAULT=raise@step3:rank1.
+
+`slow@step1:rank0:7ms` makes each step that much slower, to test what a comparison finds.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ KINDS = ("raise", "sigkill", "hang", "oom", "slow")
 SLOW_S = 1.0
 # More memory than any machine has, so that the allocator itself refuses.
 _TOO_MUCH_BYTES = 1 << 60
-_FORM = re.compile(rf"({'|'.join(KINDS)})@step(\d+):rank(\d+)")
+_FORM = re.compile(rf"({'|'.join(KINDS)})@step(\d+):rank(\d+)(?::(\d+(?:\.\d+)?)ms)?")
 
 
 class InjectedFault(RuntimeError):
@@ -23,11 +26,12 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Faults:
-    """At most one fault: its kind, its step (1-based) and its rank."""
+    """At most one fault: its kind, its step (1-based) and its rank; and how late a slow rank is in each step."""
 
     kind: str | None = None
     step: int = 0
     rank: int = 0
+    slow_s: float = SLOW_S
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] = os.environ) -> Faults:
@@ -36,9 +40,9 @@ class Faults:
         if not text:
             return cls()
         match = _FORM.fullmatch(text)
-        if match is None:
+        if match is None or (match[4] is not None and match[1] != "slow"):
             raise ValueError(f"{VARIABLE} must be like {'|'.join(KINDS)}@step3:rank1, found {text!r}")
-        return cls(match[1], int(match[2]), int(match[3]))
+        return cls(match[1], int(match[2]), int(match[3]), SLOW_S if match[4] is None else float(match[4]) / 1e3)
 
     def problem(self, ranks: int, steps: int) -> str:
         """Why the fault can never trigger in a run of this many ranks and steps; empty if it can."""
@@ -52,7 +56,7 @@ class Faults:
     def at_step(self, step: int, rank: int) -> None:
         """Raises, dies or never returns if the fault is for this step and rank. A slow rank is late from then on."""
         if self.kind == "slow" and rank == self.rank and step >= self.step:
-            time.sleep(SLOW_S)
+            time.sleep(self.slow_s)
         if self.kind in (None, "slow") or (step, rank) != (self.step, self.rank):
             return
         if self.kind == "oom":

@@ -1,4 +1,4 @@
-"""Measures the share of the cores that other processes took during a run, from Linux's accounting of processor time.
+"""Measures what other processes did to a run: their share of the cores, and how often resources were waited for.
 
 [Note: others' share]
 /proc/stat counts for each core the time in which it worked for any process; the ranks of a machine know their own time.
@@ -7,10 +7,16 @@ includes a hypervisor that runs another machine on a core (steal). In a containe
 machine, so only the cores in the ranks' affinity, those of the cpuset, are counted. The command's own processes
 (screen, controller, tracker) also count as others, although they sleep most of the time while a run is measured, and so
 do the kernel's own threads.
+
+[Note: pressure]
+Linux also counts the time in which at least one process of the machine (or of the container) was ready to go on and
+waited for a core, for memory or for a drive. Ranks that are more than the cores wait for each other, so this is only
+recorded for the reader.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import time
@@ -19,39 +25,45 @@ from pathlib import Path
 from typing import NamedTuple
 
 STAT = Path("/proc/stat")
+PRESSURE = Path("/proc/pressure")
+RESOURCES = ("cpu", "memory", "io")
 _WORKING = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; guest time is already in user
 
 
 class Used(NamedTuple):
     """Seconds of processor time on one rank's machine during `wall_s`: this rank's own, and per core that of all
-    processes. `busy_s` is empty if it cannot be measured there."""
+    processes. `busy_s` is empty if it cannot be measured there. stalled_s: by resource the seconds in which some
+    process waited for it, where the system counts them."""
 
     host: str
     wall_s: float
     own_s: float
     busy_s: dict[int, float]
+    stalled_s: dict[str, float] | None = None
 
 
 class LoadMeter:
     """Measures processor time on one rank, from `begin` to `end`."""
 
-    def __init__(self, stat: Path = STAT) -> None:
-        self._stat = stat
+    def __init__(self, stat: Path = STAT, pressure: Path = PRESSURE) -> None:
+        self._stat, self._pressure = stat, pressure
         self._cores = usable_cores()
         self.begin()
 
     def begin(self) -> None:
         """Starts the measured time; a later call restarts it."""
-        self._start = self._read()
+        self._start, self._stalled = self._read(), stalled_seconds(self._pressure)
 
     def end(self) -> Used:
         """The time used since the last `begin`."""
         (wall, own, busy), (wall_then, own_then, busy_then) = self._read(), self._start
+        stalled = stalled_seconds(self._pressure)
         return Used(
             platform.node(),
             wall - wall_then,
             own - own_then,
             {core: busy[core] - busy_then[core] for core in busy.keys() & busy_then.keys()},
+            {name: now - self._stalled[name] for name, now in stalled.items() if name in self._stalled},
         )
 
     def _read(self) -> tuple[float, float, dict[int, float]]:
@@ -72,6 +84,26 @@ def busy_seconds(stat: Path, cores: Collection[int]) -> dict[int, float]:
         return {core: sum(int(rows[f"cpu{core}"][column]) for column in _WORKING) / tick for core in cores}
     except (OSError, ValueError, KeyError, IndexError):
         return {}
+
+
+def stalled_seconds(pressure: Path) -> dict[str, float]:
+    """By resource the seconds since the machine started in which some process waited for it; empty if not counted."""
+    found = {}
+    for name in RESOURCES:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            some = (pressure / name).read_text(encoding="utf-8").splitlines()[0]
+            found[name] = int(some.rpartition("total=")[2]) / 1e6
+    return found
+
+
+def stalled_shares(ranks: Sequence[Used]) -> dict[str, float]:
+    """By resource the share of the time in which some process waited for it; the largest over the machines."""
+    shares: dict[str, float] = {}
+    for rank in ranks:
+        for name, stalled_s in (rank.stalled_s or {}).items():
+            if rank.wall_s:
+                shares[name] = max(shares.get(name, 0.0), min(stalled_s / rank.wall_s, 1.0))
+    return shares
 
 
 def others_share(ranks: Sequence[Used]) -> float | None:

@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from orchestrator.plan.tensor_messages import TensorSent
+from orchestrator.rounds.recorded import Round
 from zero_runtime.accounting import (
     error_bytes,
     kept_bytes,
@@ -37,6 +38,7 @@ class Readings:
 
     step_s: list[float] = field(default_factory=list)
     phases_s: list[dict[str, float]] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     skipped: int = 0
     ledger: Ledger = field(default_factory=Ledger)
@@ -120,16 +122,25 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def throughput(readings: Readings, tokens_per_step: int, world: int, warmup_steps: int) -> dict[str, Any]:
-    """Time and tokens per second over the steps after the warm-up. Padding and masked tokens are counted too."""
-    steps = readings.step_s[warmup_steps:]
-    per_second = spread([tokens_per_step / seconds for seconds in steps])
+    """Time and tokens per second over the steps that count. Padding and masked tokens are counted too.
+
+    A median is that of the rounds' medians; p10 and p90 are of all steps.
+    """
+    rounds = [one.step_ms for one in readings.rounds if one.used]
+    rounds = rounds or [[seconds * 1e3 for seconds in readings.step_s[warmup_steps:]]]
+    per_second = _of_rounds([[1e3 * tokens_per_step / ms for ms in steps] for steps in rounds])
     return {
         "tokens_per_second": per_second,
         "tokens_per_second_per_rank": per_second["median"] / world,
-        "step_ms": spread([seconds * 1e3 for seconds in steps]),
-        "steps_counted": len(steps),
+        "step_ms": _of_rounds(rounds),
+        "steps_counted": sum(map(len, rounds)),
         "warmup_steps": warmup_steps,
     }
+
+
+def _of_rounds(rounds: Sequence[Sequence[float]]) -> dict[str, float]:
+    median = statistics.median(statistics.median(steps) for steps in rounds)
+    return {**spread([value for steps in rounds for value in steps]), "median": median}
 
 
 def phases_ms(readings: Readings, warmup_steps: int) -> dict[str, float]:

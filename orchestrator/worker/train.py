@@ -19,8 +19,8 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker import evaluate, measure, predicted
 from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.faults import Faults
-from orchestrator.worker.machine_load import LoadMeter, Used, others_share
 from orchestrator.worker.result import RunFacts, combined, full_numel
+from orchestrator.worker.rounds import MeasuredRounds
 from orchestrator.worker.saving import Progress, Saving
 from orchestrator.worker.setup import asked_dtypes, build_data, build_runtime, prepare_process, refuse_different_data
 from orchestrator.worker.stopping import StopSignals
@@ -90,8 +90,14 @@ class RankRun:
         self._schedule = config.scheduler.curve.build(config.optimizer.lr, self._steps)
         self._readings = measure.Readings()
         self._audit = DTypeAudit(runtime, asked_dtypes(config, runtime))
-        self._load = LoadMeter()
-        self._used: Used | None = None
+        self._rounds = MeasuredRounds(
+            attempt,
+            config.measure.rounds,
+            self._readings.step_s,
+            runtime.collectives.gather_objects,
+            self._tell,
+            self._show_waiting,
+        )
         self._saving = Saving(attempt, config, runtime, self._data.hash, restarted=rank.restarts > 0)
         self._unread: Callable[[], None] | None = None
         self._first = self._census_step = 0
@@ -122,13 +128,16 @@ class RankRun:
         # The model is built, loaded and compiled: from here on resources.stuck_s limits how long a rank may keep the
         # others waiting.
         self._runtime.collectives.journal.end_start()
+        end = self._rounds.divide(self._first + self._warmup_steps, self._steps)
         self._runtime.clock.start()
-        for step in range(self._first, self._steps):
-            if step == self._first + self._warmup_steps:
-                self._load.begin()
+        for step in range(self._first, end):
+            if self._rounds.begins(step):
+                self._begin_round()
             self._faults.at_step(step + 1, self._rank.rank)
             report, lr = self._train_step(step)
             self._note_step(step, report, lr)
+            if (number := self._rounds.ends(step)) is not None:
+                self._end_round(number)
             if step == self._census_step:  # before anything is saved that a later run could go on from
                 self._readings.dtypes = self._audit.conclude(self._readings.ledger)
             self._saving.after_step(self._progress)
@@ -137,12 +146,40 @@ class RankRun:
                 return Stopped(self._progress.step, self._saving.stop(self._progress))
             self._runtime.clock.start()  # keeps the time of saving out of the next step's
         self._runtime.clock.stop()
-        self._read_last_step()
-        self._used = self._load.end()
-        self._readings.validation_loss = self._validate()
+        self._readings.validation_loss = self._validate() if end == self._steps else None
         self._saving.finish(self._progress, self._result)
+        self._repeat_rounds()
         self._write(self._result())
         return None
+
+    def _begin_round(self) -> None:
+        self._read_last_step()  # also waits for a GPU to reach the end of the step
+        self._rounds.begin()
+        self._runtime.clock.start()  # keeps the time of waiting for a turn out of the step's
+
+    def _end_round(self, number: int) -> None:
+        self._read_last_step()
+        self._rounds.end(number)
+
+    def _repeat_rounds(self) -> None:
+        """Measures rounds once more that were next to a notable load. The run is over: what it learned and saved is
+        that of its own steps, and these steps are timed and forgotten."""
+        repeated = self._rounds.to_repeat()
+        if repeated:
+            self._tell("repeating", rounds=[number for number, _ in repeated])
+        for number, steps in repeated:
+            self._rounds.begin()
+            for _ in range(steps):
+                self._runtime.clock.start()
+                self._faults.at_step(self._steps + 1, self._rank.rank)
+                self._train_step(self._steps)
+                self._readings.step_s.append(sum(self._runtime.clock.end().seconds().values()))
+                self._runtime.reset_ledger()
+            self._rounds.end(number)
+
+    def _show_waiting(self) -> None:
+        """Shows the other ranks that this one is alive while it waits for its turn."""
+        self._runtime.collectives.journal.begin("forward")
 
     @property
     def _warmup_steps(self) -> int:
@@ -348,8 +385,8 @@ class RankRun:
             **measure.peaks(self._device),
         }
         memory = measure.worst_of(self._runtime.collectives.gather_objects(local))
-        share = others_share(self._runtime.collectives.gather_objects(self._used))
-        return self._combined(memory, share) if self._rank.rank == 0 else {}
+        readings.rounds = self._rounds.found
+        return self._combined(memory, self._rounds.others_share()) if self._rank.rank == 0 else {}
 
     def _combined(self, memory: dict[str, Any], others: float | None) -> dict[str, Any]:
         readings, runtime = self._readings, self._runtime
@@ -357,19 +394,23 @@ class RankRun:
         finite = [loss for loss in readings.losses if math.isfinite(loss)]
         missing = self._saving.missing_steps
         facts = RunFacts(self._config, runtime, self._data, self._rank.world, self._steps)
-        return combined(facts, readings, memory, others, self._warmup_steps) | {
-            "communication": measure.communication(
-                runtime,
-                readings.ledger,
-                reduces_at_boundary=self._config.zero.reduce_at_boundary,
-                tensor=tensor,
-                tensor_words=words(self._config, tensor),
-            ),
-            "loss": {
-                "first": None if missing and missing[0][0] == 1 else finite[0],
-                "last": finite[-1],
-                "validation": readings.validation_loss,
-                "missing_steps": missing,
-            },
-            "checkpoints": self._saving.facts(self._first),
-        }
+        return (
+            combined(facts, readings, memory, others, self._warmup_steps)
+            | self._rounds.to_dict()
+            | {
+                "communication": measure.communication(
+                    runtime,
+                    readings.ledger,
+                    reduces_at_boundary=self._config.zero.reduce_at_boundary,
+                    tensor=tensor,
+                    tensor_words=words(self._config, tensor),
+                ),
+                "loss": {
+                    "first": None if missing and missing[0][0] == 1 else finite[0],
+                    "last": finite[-1],
+                    "validation": readings.validation_loss,
+                    "missing_steps": missing,
+                },
+                "checkpoints": self._saving.facts(self._first),
+            }
+        )

@@ -101,6 +101,7 @@ IMPORTERS = {
 ROOMS = {
     "orchestrator": {
         "exit_codes": "",
+        "rounds": "",
         "text": "exit_codes",
         "charts": "",
         "config": "text",
@@ -109,12 +110,12 @@ ROOMS = {
         "compose": "config text",
         "records": "config machine workloads",
         "foreign": "compose config text",
-        "plan": "compose config machine records text",
+        "plan": "compose config machine records rounds text",
         "tracking": "config machine records",
-        "report": "charts config exit_codes records text",
-        "launch": "config machine plan records report tracking",
+        "report": "charts config exit_codes records rounds text",
+        "launch": "config machine plan records report rounds text tracking",
         "slurm": "config launch machine records tracking",
-        "worker": "config launch machine plan records text workloads",
+        "worker": "config launch machine plan records rounds text workloads",
         "commands": "compose config exit_codes foreign launch machine plan records report slurm text tracking worker "
         "workloads",
         "cli": "commands compose config exit_codes machine records slurm text",

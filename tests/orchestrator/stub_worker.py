@@ -15,6 +15,7 @@ from orchestrator.launch.rank import RankInfo
 from orchestrator.records.record_file import append_event, read_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker.faults import Faults
+from orchestrator.worker.rounds import MeasuredRounds
 from zero_runtime.errors import RankMemoryError
 
 
@@ -33,16 +34,37 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
     if rank.rank == 0:
         append_event(attempt.metrics, {"event": "ready", "parameters": 1_200_000, "data_hash": "c0ffee"})
     warmup, steps = config.measure.warmup_steps, config.measure.warmup_steps + config.measure.steps
+    steps_s: list[float] = []
+    rounds = measured_rounds(attempt, config, rank, steps_s)
+    steps = rounds.divide(warmup, steps)
     for step in range(1, steps + 1):
+        if rounds.begins(step - 1):
+            rounds.begin()
         faults.at_step(step, rank.rank)
         stub_distributed.barrier(attempt.root, f"step{step}", rank.rank, rank.world)
         time.sleep(float(os.environ.get("STUB_STEP_S", "0.01")))
         if rank.rank == 0:
             append_event(attempt.metrics, step_event(step, warmup))
+        steps_s.append(0.1088)
+        if (number := rounds.ends(step - 1)) is not None:
+            rounds.end(number)
     if rank.rank == 0:
         append_event(attempt.metrics, {"event": "validation", "step": steps, "loss": 5.3})
         append_event(attempt.metrics, {"event": "finish"})
-        write_json_atomic(attempt.result, make_result(config, 9412.0 + 100 * config.zero.stage**2))
+        result = make_result(config, 9412.0 + 100 * config.zero.stage**2)
+        write_json_atomic(attempt.result, result | rounds.to_dict())
+
+
+def measured_rounds(attempt: AttemptPaths, config: RunConfig, rank: RankInfo, steps_s: list[float]) -> MeasuredRounds:
+    """The rounds of a rank. The load is unknown, so that no round is measured again."""
+
+    def tell(event: str, **values: Any) -> None:
+        if rank.rank == 0:
+            append_event(attempt.metrics, {"event": event, **values})
+
+    return MeasuredRounds(
+        attempt, config.measure.rounds, steps_s, lambda used: [used._replace(busy_s={})], tell, lambda: None
+    )
 
 
 def step_event(step: int, warmup: int) -> dict[str, Any]:

@@ -126,6 +126,18 @@ def test_a_run_past_its_limit_times_out(attempt: AttemptPaths) -> None:
     assert "resources.time_limit_min=0.5" in verdict.message
 
 
+def test_the_time_in_which_a_run_waits_for_its_turn_is_not_in_its_limit(attempt: AttemptPaths) -> None:
+    clock = Clock()
+    watch = Watch(attempt, 1, 30.0, lambda: True, clock)
+    for now, waits in ((10.0, False), (90.0, True), (109.9, False)):
+        clock.now = now
+        assert watch.look(waits=waits) is None
+    clock.now = 110.1
+    verdict = watch.look()
+    assert verdict is not None
+    assert verdict.state is RunState.timeout
+
+
 def test_once_a_result_exists_the_wait_for_the_ranks_is_bounded(attempt: AttemptPaths) -> None:
     clock = Clock()
     watch = Watch(attempt, 1, 3.0, lambda: True, clock)

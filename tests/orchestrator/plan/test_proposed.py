@@ -117,7 +117,7 @@ def test_an_evaluation_of_a_text_is_followed_by_its_weights_text_from_a_prompt(t
 def test_the_winner_is_measured_longer_even_if_the_steps_were_typed() -> None:
     words = shlex.split(measured(*TYPED))
     (point,) = composed(arguments.split(words[len(shlex.split(paths.program())) :])).points
-    assert (point.values["measure"]["steps"], point.values["measure"]["warmup_steps"]) == (50, 10)
+    assert (point.values["measure"]["steps"], point.values["measure"]["warmup_steps"]) == (60, 10)
 
 
 def test_a_point_keeps_the_config_dir_flag_that_its_options_need(own: str) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,18 +11,32 @@ import pytest
 from points import make_config
 from stub_worker import make_result
 
-from orchestrator.report import ranking
+from orchestrator.report import cautions, ranking, sweep_files
 from orchestrator.report.ranking import Entry
 from orchestrator.text.paths import program
 
 CONFIG = make_config(Path("outputs"))
 
 
-def make_entry(label: str, median: float, *, data_hash: str = "c0ffee", spread: float = 0.01) -> Entry:
+def make_entry(
+    label: str,
+    median: float,
+    *,
+    data_hash: str = "c0ffee",
+    rounds: Sequence[float] = (0.99, 0.995, 1.0, 1.0, 1.005, 1.01),
+    session: str | None = "a sweep",
+) -> Entry:
+    """A point with this speed. rounds: the speed of each round, relative to it."""
     result = make_result(CONFIG, median)
     result["data"]["hash"] = data_hash
-    speed = {"median": median, "p10": median * (1 - spread), "p90": median * (1 + spread)}
+    speed = {"median": median, "p10": 0.9 * median, "p90": 1.1 * median}
     result["throughput"]["tokens_per_second"] = speed
+    tokens = result["batch"]["tokens_per_step"]
+    result["rounds"] = [
+        {"number": number, "began": 0.0, "step_ms": [1e3 * tokens / (median * share)], "others_share": 0.0}
+        for number, share in enumerate(rounds, start=1)
+    ]
+    result["session"] = session
     return Entry(label, "ok", result, overrides=(f"zero={label}", "sweeps=stages"))
 
 
@@ -38,10 +53,51 @@ def test_the_fastest_point_is_first_and_failed_points_are_last() -> None:
     assert found == [("stage0", 1, False), ("stage1", 2, False), ("stage3", None, False)]
 
 
-def test_rows_whose_ranges_overlap_that_of_the_first_row_of_their_group_are_ties() -> None:
-    # c overlaps b, and b overlaps a, but c does not overlap a: a chain does not make everything one tie.
-    found = order(make_entry("a", 100), make_entry("b", 98.5), make_entry("c", 97), make_entry("d", 50))
+def test_rows_that_their_rounds_do_not_tell_apart_from_the_first_of_their_group_are_ties() -> None:
+    # In each round b is 0.5 % slower than a, and c 1.3 %: nobody chooses between a and b. That c is near b is no chain.
+    found = order(make_entry("a", 100), make_entry("b", 99.5), make_entry("c", 98.7), make_entry("d", 50))
     assert found == [("a", 1, False), ("b", 1, True), ("c", 3, False), ("d", 4, False)]
+
+
+def test_points_that_took_turns_are_told_apart_although_the_machine_changed_between_rounds() -> None:
+    weather = (0.6, 1.0, 1.5, 0.8, 1.2, 1.0)
+    one, other = make_entry("a", 100, rounds=weather), make_entry("b", 95, rounds=weather)
+    assert order(one, other) == [("a", 1, False), ("b", 2, False)]
+    apart = make_entry("b", 95, rounds=weather, session="another sweep")
+    assert order(one, apart) == [("a", 1, False), ("b", 1, True)], "they shared no rounds"
+
+
+def test_a_difference_that_not_all_rounds_show_is_a_tie() -> None:
+    assert order(make_entry("a", 100), make_entry("b", 90, rounds=(1.2, 1.0, 1.2, 1.0, 1.2, 1.0)))[1][2]
+
+
+def test_speeds_of_fewer_than_three_rounds_have_no_place_and_no_winner() -> None:
+    ranked = ranking.rank([make_entry("a", 100, rounds=(1.0,)), make_entry("b", 50, rounds=(1.0,)), LACKING])
+    assert [(row.entry.label, row.place) for row in ranked] == [("a", None), ("b", None), ("stage0", None)]
+    assert ranking.conclusion(ranked) == (
+        "not ranked: each point was measured in 1 round, and differences between speeds show from 3; "
+        "measure=standard has more"
+    )
+    table = ranking.table(ranked)
+    assert table.header[3] == "p10-p90"
+    assert table.rows[0][:4] == ("-", "a", "100", "90.0-110")
+
+
+def test_a_result_of_an_earlier_version_is_a_row_without_a_place_beside_ranked_ones() -> None:
+    (earlier := make_entry("old", 200)).result.pop("rounds")  # type: ignore[union-attr]
+    ranked = ranking.rank([earlier, make_entry("a", 100), make_entry("b", 50)])
+    assert [(row.entry.label, row.place) for row in ranked] == [("old", None), ("a", 1), ("b", 2)]
+    assert ranking.conclusion(ranked) == "fastest: a"
+    assert ranking.table(ranked).rows[0][3] == "-"
+
+
+def test_exact_values_are_ranked_without_rounds_and_tie_only_if_they_are_equal() -> None:
+    entries = [make_entry(label, 100, rounds=(1.0,)) for label in "abc"]
+    for entry, loss in zip(entries, (2.0, 1.0, 2.0), strict=True):
+        assert entry.result is not None
+        entry.result["loss"]["last"] = loss
+    found = [(row.entry.label, row.place, row.tied) for row in ranking.rank(entries, "loss_last")]
+    assert found == [("b", 1, False), ("a", 2, False), ("c", 2, True)]
 
 
 def test_the_ranking_does_not_depend_on_the_order_of_the_columns() -> None:
@@ -52,7 +108,7 @@ def test_the_ranking_does_not_depend_on_the_order_of_the_columns() -> None:
 
 def test_a_tie_names_no_winner_and_says_so() -> None:
     tied = ranking.rank([make_entry("a", 100), make_entry("b", 100.5)])
-    assert ranking.conclusion(tied) == "fastest: a tie of b, a: their spreads overlap"
+    assert ranking.conclusion(tied) == "fastest: a tie of b, a"
     (smaller := make_entry("a", 100)).result["memory"]["states"][0]["measured_bytes"] -= 1  # type: ignore[index]
     tied = ranking.rank([smaller, make_entry("b", 100.5)])
     assert ranking.conclusion(tied).endswith("; a has the smallest model states")
@@ -82,11 +138,11 @@ def test_a_reused_row_is_marked_with_its_time_in_every_form_of_the_comparison() 
     line = (
         "1 of 2 rows was measured earlier: old measured 2026-11-21 21:29, reused. --fresh measures all in one session"
     )
-    assert ranking.reused(ranked) == [line]
-    page = ranking.report_md("2026_zero", ranked)
+    assert cautions.reused(ranked) == [line]
+    page = sweep_files.report_md("2026_zero", ranked)
     assert line in page
     assert "| 11-21 21:29 |" in page
-    first, second = csv.DictReader(io.StringIO(ranking.results_csv(ranked)))
+    first, second = csv.DictReader(io.StringIO(sweep_files.results_csv(ranked)))
     assert (first["label"], first["measured_at"], first["reused"]) == ("old", "2026-11-21 21:29:00", "True")
     assert (second["measured_at"], second["reused"]) == ("2026-11-22 10:00:00", "False")
 
@@ -94,12 +150,12 @@ def test_a_reused_row_is_marked_with_its_time_in_every_form_of_the_comparison() 
 def test_rows_measured_in_one_session_are_not_marked_as_reused() -> None:
     ranked = ranking.rank([made_at("a", "2026-11-22 10:00"), made_at("b", "2026-11-22 10:01"), FAILED])
     assert ranking.table(ranked).header == ranking.HEADER
-    assert ranking.reused(ranked) == []
+    assert cautions.reused(ranked) == []
 
 
 def test_many_reused_rows_are_counted_in_one_line() -> None:
     ranked = ranking.rank([made_at(f"p{one}", "2026-11-21 21:29", "cached") for one in range(6)])
-    (line,) = ranking.reused(ranked)
+    (line,) = cautions.reused(ranked)
     assert line.startswith("6 of 6 rows were measured earlier: p0 measured 2026-11-21 21:29, reused; p1 ")
     assert "; 2 more. --fresh" in line
 
@@ -130,22 +186,22 @@ def test_rows_measured_while_other_processes_were_busy_cause_a_warning(
     shares: tuple[float | None, ...], told: list[str]
 ) -> None:
     entries = [made_at(f"r{at}", "2026-11-22 10:00", others=one, median=100 - at) for at, one in enumerate(shares)]
-    assert ranking.warnings(ranking.rank(entries)) == told
-    rows = csv.DictReader(io.StringIO(ranking.results_csv(ranking.rank(entries))))
+    assert cautions.warnings(ranking.rank(entries)) == told
+    rows = csv.DictReader(io.StringIO(sweep_files.results_csv(ranking.rank(entries))))
     assert [row["others_share"] for row in rows] == ["unknown" if one is None else str(one) for one in shares]
 
 
 def test_a_single_run_reports_the_share_that_other_processes_took() -> None:
     result = made_at("a", "2026-11-22 10:00", others=0.48).result
-    assert ranking.load_text(result or {}) == "other processes took 48 % of the cores while this was measured"
-    assert ranking.load_text({}) is None
+    assert cautions.load_text(result or {}) == "other processes took 48 % of the cores while this was measured"
+    assert cautions.load_text({}) is None
 
 
 def test_points_with_different_data_cause_a_warning() -> None:
     same = ranking.rank([make_entry("a", 100), make_entry("b", 90)])
-    assert ranking.warnings(same) == []
+    assert cautions.warnings(same) == []
     other = ranking.rank([make_entry("a", 100), make_entry("b", 90, data_hash="beef")])
-    (warning,) = ranking.warnings(other)
+    (warning,) = cautions.warnings(other)
     assert "data hash" in warning
     assert "beef: b" in warning
 
@@ -153,7 +209,7 @@ def test_points_with_different_data_cause_a_warning() -> None:
 def test_points_with_different_tokens_per_step_cause_a_warning_about_losses_only() -> None:
     (other := make_entry("b", 90)).result["batch"]["tokens_per_step"] *= 2  # type: ignore[index]
     told = "the points differ in tokens a step, so their losses do not compare (tokens/s do): 2,048: a; 4,096: b"
-    assert ranking.warnings(ranking.rank([make_entry("a", 100), other])) == [told]
+    assert cautions.warnings(ranking.rank([make_entry("a", 100), other])) == [told]
 
 
 def test_a_failed_point_is_a_row_and_its_reason_is_reported() -> None:
@@ -161,13 +217,13 @@ def test_a_failed_point_is_a_row_and_its_reason_is_reported() -> None:
     table = ranking.table(ranked)
     assert table.rows[1][1:3] == ("stage3", "error")
     assert all(len(row) == len(table.header) for row in table.rows)
-    page = ranking.report_md("2026_zero", ranked)
+    page = sweep_files.report_md("2026_zero", ranked)
     assert "stage3: error: rank 1 was killed by SIGKILL" in page
     assert ranking.rule(ranking.DEFAULT_METRIC) in page
 
 
 def test_the_csv_has_one_row_for_each_point_and_units_in_its_column_names() -> None:
-    text = ranking.results_csv(ranking.rank([make_entry("a", 100.125), FAILED]))
+    text = sweep_files.results_csv(ranking.rank([make_entry("a", 100.125), FAILED]))
     good, bad = csv.DictReader(io.StringIO(text))
     assert float(good["tokens_per_second_median"]) == 100.125
     assert float(good["backward_ms"]) == 61.0
@@ -187,4 +243,35 @@ def test_missing_steps_of_a_learning_curve_cause_a_warning() -> None:
     assert entry.result is not None
     entry.result["loss"] |= {"first": None, "missing_steps": [[1, 5], [7, 7], [9, 10]]}
     missing = "the losses of steps 1 to 5, 7 and 9 to 10 are missing"
-    assert ranking.warnings(ranking.rank([entry])) == [f"stage1: {missing} from the record of the earlier attempt"]
+    assert cautions.warnings(ranking.rank([entry])) == [f"stage1: {missing} from the record of the earlier attempt"]
+
+
+def test_the_load_of_other_processes_is_a_column_where_it_is_notable() -> None:
+    quiet, busy = made_at("a", "2026-11-22 10:00"), made_at("b", "2026-11-22 10:00", others=0.23, median=50)
+    assert ranking.table(ranking.rank([quiet])).header == ranking.HEADER
+    table = ranking.table(ranking.rank([quiet, busy]))
+    assert (table.header[-1], [row[-1] for row in table.rows]) == ("others", ["0 %", "23 %"])
+
+
+def test_rounds_that_stayed_loaded_are_counted() -> None:
+    entry = make_entry("a", 100)
+    assert entry.result is not None
+    entry.result["rounds"][1]["others_share"] = 0.4
+    told = "rounds next to a load of at least 10 %, also when repeated: 1 of 6 of a"
+    assert cautions.warnings(ranking.rank([entry])) == [told]
+
+
+@pytest.mark.parametrize(
+    ("median", "then"),
+    [(101, "rows of that day can be compared with those of today"), (80, "--fresh measures them again")],
+)
+def test_an_anchor_says_how_much_rows_of_an_earlier_day_are_off(median: float, then: str) -> None:
+    before = made_at("old", "2026-11-21 21:29", median=100)
+    assert before.result is not None
+    before.result["measured_at"] = before.measured_at
+    again = replace(made_at("old", "2026-11-22 10:00", median=median), anchor=before.result)
+    kept = made_at("kept", "2026-11-21 21:29", "cached")
+    _, line = cautions.reused(ranking.rank([again, kept]))
+    assert line.startswith(f"the anchor old is now {median:.1f} % (")
+    assert "as fast as on 2026-11-21" in line
+    assert line.endswith(then)

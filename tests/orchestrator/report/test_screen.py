@@ -125,6 +125,14 @@ def test_steps_before_a_resume_are_not_shown_as_steps_of_the_resumed_run() -> No
     assert out.getvalue().index("resumed after step 1") < out.getvalue().index("warm-up step 2/6")
 
 
+def test_rounds_that_are_measured_again_are_announced() -> None:
+    screen, out = show()
+    screen.begin(CONFIG)
+    screen.event({"event": "repeating", "rounds": [2, 5]})
+    screen.end()
+    assert "measuring again, because other processes took a notable share of the cores: round 2, 5" in out.getvalue()
+
+
 def test_a_command_to_copy_stays_on_one_line_on_a_narrow_terminal() -> None:
     screen, out = show(terminal=True, width=60)
     command = "python run.py -m zero=stage0,stage1,stage2,stage3 model.config.n_layer=3 --output a/folder/elsewhere"
@@ -142,6 +150,9 @@ def test_square_brackets_in_a_message_are_printed_unchanged() -> None:
 def test_the_comparison_prints_its_rule_its_ties_and_the_reason_of_a_failure() -> None:
     screen, out = show()
     good = [Entry(label, "ok", make_result(CONFIG, speed)) for label, speed in (("a", 100.0), ("b", 99.5))]
+    for entry, ms in zip(good, (100.0, 100.5), strict=True):
+        assert entry.result is not None
+        entry.result["rounds"] = [{"number": number, "began": 0.0, "step_ms": [ms]} for number in range(3)]
     old = Entry("old", "cached", make_result(CONFIG, 10.0), measured_at=0.0)
     screen.comparison(ranking.rank([*good, old, Entry("c", "error", None, "rank 1 was killed")]))
     text = squeezed(out)

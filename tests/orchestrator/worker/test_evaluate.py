@@ -24,7 +24,7 @@ from orchestrator.records.record_file import EventTail, require_json, write_json
 from orchestrator.records.record_shapes import RESULT, misfit
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
-from orchestrator.report import ranking
+from orchestrator.report import ranking, sweep_files
 from orchestrator.report.ranking import Entry
 
 WORLD, MICRO, BATCHES, SEQ = 2, 2, 3, 16
@@ -152,8 +152,8 @@ def test_the_table_has_perplexities_and_the_change_by_quantised_weights(
     assert table.header[-1] == "perplexity"
     assert texts["stage0"] == texts["stage3"] == f"{plain:.4f}"
     assert texts["int8"] == f"{coded:.4f} ({100 * (coded / plain - 1):+.2f} %)" != texts["stage3"]
-    assert "perplexity" in ranking.report_md("eval", ranked)
-    assert f",{plain}," in ranking.results_csv(ranked)
+    assert "perplexity" in sweep_files.report_md("eval", ranked)
+    assert f",{plain}," in sweep_files.results_csv(ranked)
 
 
 def test_too_few_held_out_sequences_are_reported_with_what_to_change(

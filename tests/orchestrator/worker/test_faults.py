@@ -28,7 +28,19 @@ def test_a_fault_that_can_occur_is_not_reported(text: str) -> None:
     assert Faults.from_env({VARIABLE: text}).problem(ranks=2, steps=6) == ""
 
 
-@pytest.mark.parametrize("text", ["raise", "boom@step3:rank1", "raise@step:rank1", "raise@step3:rank1 "])
+def test_a_slow_rank_is_late_by_as_much_as_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = list[float]()
+    monkeypatch.setattr("time.sleep", slept.append)
+    for text in ("slow@step2:rank0:7.5ms", "slow@step2:rank0"):
+        faults = Faults.from_env({VARIABLE: text})
+        for step, rank in ((1, 0), (2, 1), (2, 0), (3, 0)):
+            faults.at_step(step, rank)
+    assert slept == [0.0075, 0.0075, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "text", ["raise", "boom@step3:rank1", "raise@step:rank1", "raise@step3:rank1 ", "hang@step3:rank1:7ms"]
+)
 def test_a_fault_that_cannot_be_parsed_is_refused_with_the_expected_form(text: str) -> None:
     with pytest.raises(ValueError, match=r"raise\|sigkill\|hang\|oom\|slow@step3:rank1"):
         Faults.from_env({VARIABLE: text})

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.worker.machine_load import LoadMeter, Used, busy_seconds, others_share, usable_cores
+from orchestrator.worker.machine_load import (
+    LoadMeter,
+    Used,
+    busy_seconds,
+    others_share,
+    stalled_seconds,
+    stalled_shares,
+    usable_cores,
+)
 
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -66,3 +74,17 @@ def test_a_meter_measures_from_its_begin_to_its_end(tmp_path: Path) -> None:
     assert used.busy_s == dict.fromkeys(usable_cores(), 5.0)
     assert used.wall_s > 0
     assert used.own_s >= 0
+
+
+def test_the_time_in_which_processes_waited_for_a_resource_is_a_share_of_the_rounds_time(tmp_path: Path) -> None:
+    assert stalled_seconds(tmp_path) == {}
+    for name, total in (("cpu", 2_500_000), ("io", 0)):
+        (tmp_path / name).write_text(f"some avg10=1.00 avg60=2.00 avg300=3.00 total={total}\nfull avg10=0 total=9\n")
+    (tmp_path / "memory").write_text("nothing of the kind\n")
+    assert stalled_seconds(tmp_path) == {"cpu": 2.5, "io": 0.0}
+    meter = LoadMeter(tmp_path / "stat", tmp_path)
+    (tmp_path / "cpu").write_text("some avg10=1.00 avg60=2.00 avg300=3.00 total=3500000\n")
+    assert meter.end().stalled_s == {"cpu": 1.0, "io": 0.0}
+    found = [{"cpu": 1.0}, {"cpu": 4.0, "io": 20.0}, None]
+    ranks = [Used(f"host{number}", 10.0, 8.0, {}, one) for number, one in enumerate(found)]
+    assert stalled_shares(ranks) == {"cpu": 0.4, "io": 1.0}

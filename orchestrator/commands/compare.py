@@ -1,0 +1,91 @@
+"""Compares two sweeps, so that a change of the code, of a library or of a setting can be judged by a program."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.commands.named_sweep import VerbError, find_sweep, standings_now
+from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshold, verb_parser
+from orchestrator.exit_codes import BAD_USAGE, FAILED, INCOMPLETE, OK
+from orchestrator.records.record_file import BadRecord, require_json
+from orchestrator.records.record_shapes import COMPARED
+from orchestrator.records.sweep_record import SweepPaths
+from orchestrator.report import changes
+from orchestrator.report.changes import Changes, Measured
+from orchestrator.report.screen import Screen
+from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT
+from orchestrator.text.streams import complain
+
+
+def main(argv: Sequence[str]) -> int:
+    """0: no regression. 1: at least one. 2: not comparable. 3: no point could be judged."""
+    asked = parser().parse_args(argv)
+    try:
+        found = compared(asked.output, asked.before, asked.after, asked.threshold)
+    except (VerbError, BadRecord) as error:
+        complain(f"error: {error}")
+        return BAD_USAGE
+    if asked.json:
+        print(json.dumps(changes.document(found), ensure_ascii=False))
+    else:
+        show(found, Screen())
+    return exit_code(found)
+
+
+def parser() -> VerbParser:
+    parser = verb_parser(
+        "compare",
+        "Compares the points of two sweeps: speed with its 95 % range between rounds, memory, settings and versions. "
+        "Exit code 1 if one became slower or larger by the threshold, 3 if none could be judged.",
+    )
+    parser.add_argument("before", help="a sweep, its folder, or a file made by report --json")
+    parser.add_argument("after", nargs="?", default="last", help="the same; default: last")
+    add_threshold(parser)
+    parser.add_argument("--output", default=os.environ.get(OUTPUT, DEFAULT_OUTPUT), help="default: outputs")
+    add_json(parser)
+    return parser
+
+
+def compared(output: str, before: str, after: str, threshold: float) -> Changes:
+    """The changes between two sides, given as in the command. VerbError if one cannot be found."""
+    sides = [_side(output, name) for name in (before, after)]
+    names = (sides[0][0], sides[1][0])
+    return changes.changes(sides[0][1], sides[1][1], threshold, names)
+
+
+def _side(output: str, name: str) -> tuple[str, list[Measured]]:
+    path = Path(name)
+    if path.is_file():
+        points = require_json(path, COMPARED)["points"]
+        measured = [
+            Measured(one["label"], one["point"], one.get("config") or {}, one.get("result"), one["state"])
+            for one in points
+        ]
+        return name, measured
+    is_folder = path.is_dir() and SweepPaths(path).plan.is_file()
+    sweep = SweepPaths(path.absolute()) if is_folder else find_sweep(output, name)
+    points = standings_now(sweep)
+    return sweep.name, [
+        Measured(one.label, one.planned.point, one.planned.config, one.result(), one.state.value) for one in points
+    ]
+
+
+def show(found: Changes, screen: Screen) -> None:
+    """Prints the comparison."""
+    before, after = found.names
+    screen.say(f"before: {before}   after: {after}", "bold")
+    if found.points:
+        screen.table(changes.table(found))
+    for line in changes.notes(found):
+        screen.say(line)
+    screen.say(changes.conclusion(found), "bold red" if found.regressions else "bold")
+
+
+def exit_code(found: Changes) -> int:
+    """See `main`."""
+    if found.regressions:
+        return FAILED
+    return OK if found.is_judged else INCOMPLETE

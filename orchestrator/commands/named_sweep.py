@@ -1,0 +1,43 @@
+"""Finds a sweep by what was typed, and the current state of its points."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orchestrator.config.strict import nearest
+from orchestrator.records import sweep_record
+from orchestrator.records.sweep_record import Standing, SweepPaths
+from orchestrator.slurm import sweep as slurm_sweep
+from orchestrator.text.paths import program
+
+
+class VerbError(ValueError):
+    """The request cannot be carried out, for example an unknown sweep; the message names the alternatives."""
+
+
+def find_sweep(output: str, name: str) -> SweepPaths:
+    """The sweep with this name. VerbError if no sweep or several match."""
+    sweeps = sweep_record.all_sweeps(output)
+    if not sweeps:
+        single = " (the records of single runs are in its folder points/)" if (Path(output) / "points").is_dir() else ""
+        raise VerbError(
+            f"there is no sweep in '{output}'{single}; give --output FOLDER, or start one: {program()} sweeps=stages"
+        )
+    if name == "last":
+        return sweeps[0]
+    exact = [sweep for sweep in sweeps if sweep.name == Path(name).name]
+    matching = exact or [sweep for sweep in sweeps if name in sweep.name]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise VerbError(f"'{name}' is a part of several: {' '.join(sweep.name for sweep in matching)}")
+    near = nearest(name, [sweep.name for sweep in sweeps])
+    hint = f" Did you mean '{near}'?" if near else ""
+    raise VerbError(f"there is no sweep '{name}'.{hint}      see: {program()} list")
+
+
+def standings_now(sweep: SweepPaths) -> list[Standing]:
+    """The current state of the points; for a sweep on a cluster, the scheduler is asked first."""
+    if sweep_record.is_on_cluster(sweep):
+        return slurm_sweep.ClusterView(sweep).look()
+    return sweep_record.standings(sweep)

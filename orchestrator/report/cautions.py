@@ -1,0 +1,124 @@
+"""What a reader of a comparison must know besides its numbers: reused and failed rows, loads, an anchor. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator.report.ranking import Entry, Ranked, clock, ratio
+from orchestrator.report.summary import missing_text
+from orchestrator.rounds import recorded
+from orchestrator.rounds.intervals import EQUAL
+from orchestrator.rounds.recorded import NOTABLE_SHARE
+
+REUSED_NAMED = 4  # rows whose time is printed under the table; the table marks all reused rows
+
+
+def failures(ranked: Sequence[Ranked]) -> list[str]:
+    """One line for each point without a result: its state and the reason."""
+    lost = [row.entry for row in ranked if row.entry.result is None]
+    return [f"{entry.label}: {entry.state}: {entry.message or 'no reason known'}" for entry in lost]
+
+
+def reused(ranked: Sequence[Ranked]) -> list[str]:
+    """One line if rows were measured before this sweep: how many, which and when."""
+    entries = [row.entry for row in ranked if row.entry.is_reused]
+    if not entries:
+        return []
+    rows = sum(row.entry.result is not None for row in ranked)
+    named = [f"{entry.label} measured {clock(entry, '%Y-%m-%d %H:%M')}, reused" for entry in entries[:REUSED_NAMED]]
+    named += [f"{len(entries) - REUSED_NAMED} more"] if len(entries) > REUSED_NAMED else []
+    were = "row was" if rows == 1 else f"rows {'was' if len(entries) == 1 else 'were'}"
+    text = f"{len(entries)} of {rows} {were} measured earlier: {'; '.join(named)}. --fresh measures all in one session"
+    return [text, *_anchors(ranked)]
+
+
+def _anchors(ranked: Sequence[Ranked]) -> list[str]:
+    """What changed since the day of reused rows, by a point that was measured on that day and again."""
+    lines = []
+    for entry in (row.entry for row in ranked if row.entry.anchor is not None):
+        before, now = dict(entry.anchor or {}), entry.result or {}
+        if not (recorded.is_ranked(before) and recorded.is_ranked(now)):
+            continue
+        change = ratio(now, before, lambda result: [1 / ms for ms in recorded.ms_per_token(result)])
+        text = (
+            f"the anchor {entry.label} is now {percent(change.middle)} ({percent(change.low)} to "
+            f"{percent(change.high)}) as fast as on {clock_of(before)}"
+        )
+        is_equal = change.low <= 1 + EQUAL and change.high >= 1 - EQUAL
+        then = "; rows of that day can be compared with those of today"
+        lines.append(text + (then if is_equal else "; rows of that day differ by as much: --fresh measures them again"))
+    return lines
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def clock_of(result: Mapping[str, Any]) -> str:
+    return clock(Entry("", "", measured_at=result.get("measured_at")), "%Y-%m-%d")
+
+
+def _curve_warnings(ranked: Sequence[Ranked]) -> list[str]:
+    losses = {row.entry.label: row.entry.result["loss"] for row in ranked if row.entry.result}
+    return [
+        f"{label}: {missing_text(curve['missing_steps'])}"
+        for label, curve in losses.items()
+        if curve.get("missing_steps")
+    ]
+
+
+def _load_warnings(ranked: Sequence[Ranked]) -> list[str]:
+    """Warnings about load from other processes. See [Note: a loaded round] in rounds/recorded.py."""
+    known = {row.entry.label: row.entry.others_share for row in ranked if row.entry.others_share is not None}
+    if not known or max(known.values()) < NOTABLE_SHARE:
+        return []
+    shares = _grouped({label: f"{100 * share:.0f} %" for label, share in known.items()})
+    text = f"other processes took this share of the cores while a row was measured: {shares}"
+    if 1 - max(known.values()) < (1 - NOTABLE_SHARE) * (1 - min(known.values())):
+        return [f"the rows were measured under different loads, so speeds do not compare; {text}"]
+    return [text]
+
+
+def _round_warnings(ranked: Sequence[Ranked]) -> list[str]:
+    """Rounds that were measured next to a notable load, twice."""
+    counts = {
+        row.entry.label: (len(recorded.loaded_rounds(row.entry.result)), len(recorded.used_rounds(row.entry.result)))
+        for row in ranked
+        if row.entry.result
+    }
+    named = [f"{loaded} of {rounds} of {label}" for label, (loaded, rounds) in counts.items() if loaded and rounds > 1]
+    if not named:
+        return []
+    return [f"rounds next to a load of at least {100 * NOTABLE_SHARE:.0f} %, also when repeated: {', '.join(named)}"]
+
+
+def load_text(result: Mapping[str, Any]) -> str | None:
+    """A sentence if other processes took a notable share of the cores during a run, else None."""
+    share = (result.get("load") or {}).get("others_share")
+    if share is None or share < NOTABLE_SHARE:
+        return None
+    return f"other processes took {100 * share:.0f} % of the cores while this was measured"
+
+
+def warnings(ranked: Sequence[Ranked]) -> list[str]:
+    """Reasons why the rows are not comparable."""
+    results = [(row.entry.label, row.entry.result) for row in ranked if row.entry.result]
+    tokens = {label: f"{result['batch']['tokens_per_step']:,}" for label, result in results}
+    checks = (
+        ("data hash", "numbers do not compare", {label: result["data"]["hash"] for label, result in results}),
+        ("tokens a step", "losses do not compare (tokens/s do)", tokens),
+        ("number of ranks", "numbers do not compare", {label: str(result["world"]) for label, result in results}),
+    )
+    return [
+        f"the points differ in {what}, so their {then}: {_grouped(values)}"
+        for what, then, values in checks
+        if len(set(values.values())) > 1
+    ] + [*_curve_warnings(ranked), *_load_warnings(ranked), *_round_warnings(ranked)]
+
+
+def _grouped(values: dict[str, str]) -> str:
+    groups: dict[str, list[str]] = {}
+    for label, value in values.items():
+        groups.setdefault(value, []).append(label)
+    return "; ".join(f"{value}: {', '.join(labels)}" for value, labels in groups.items())

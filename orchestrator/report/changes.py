@@ -1,0 +1,275 @@
+"""Two sweeps, point by point: which points are the same, what is different about them, and which became slower. Pure.
+
+[Note: the threshold]
+A change as large as the threshold must be found, and no change must not be reported. Both kinds of mistakes are equally
+rare if the line between them is half of the threshold: a point is slower if its time for a token grew by more than that
+and the interval of the growth leaves out 0. Memory has no such noise, and is held against the whole threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from orchestrator.records.run_record import without_ignored
+from orchestrator.records.run_state import RunState
+from orchestrator.report.ranking import peak_bytes, ratio, states_bytes
+from orchestrator.report.summary import Table
+from orchestrator.rounds import recorded
+from orchestrator.rounds.intervals import RoundsEstimate
+from orchestrator.text.units import ABSENT, digits, size
+
+ENVIRONMENT = ("torch", "python", "cpu", "gpu", "host", "threads_per_rank", "git", "variables")
+HEADER = ("point", "before", "after", "time/token", "95 % range", "peak/rank", "change", "verdict")
+# Ends of a point that had a result before. One that was cancelled, or has not run yet, is not judged.
+LOST = frozenset(
+    {
+        RunState.oom,
+        RunState.oom_host,
+        RunState.error,
+        RunState.hang,
+        RunState.timeout,
+        RunState.refused,
+        RunState.pruned,
+    }
+)
+Config = Mapping[str, Any]
+
+
+class Judgement(str, Enum):
+    """What became of a point. Only `slower`, `larger` and `lost` are regressions."""
+
+    slower = "slower"
+    larger = "more memory"
+    lost = "no result"
+    faster = "faster"
+    same = "no change"
+    unclear = "unclear"  # the interval holds both no change and one of the threshold
+    unjudged = "not judged"  # too few rounds, or no result before
+
+    @property
+    def is_regression(self) -> bool:
+        return self in (Judgement.slower, Judgement.larger, Judgement.lost)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A point of one side. result: None if it has none; `state` says why."""
+
+    label: str
+    point: str
+    config: Config
+    result: dict[str, Any] | None
+    state: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """A point of both sides. matched: by what. time: of a token, after by before; None if there are too few rounds.
+
+    peak, states: the memory of a rank, after by before.
+    """
+
+    before: Measured
+    after: Measured
+    matched: str
+    judgement: Judgement
+    time: RoundsEstimate | None = None
+    peak: float | None = None
+    states: float | None = None
+    settings: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Changes:
+    """All points of both sides, in the order of the side before."""
+
+    threshold: float
+    points: tuple[Change, ...]
+    only_before: tuple[str, ...] = ()
+    only_after: tuple[str, ...] = ()
+    names: tuple[str, str] = field(default=("before", "after"))
+
+    @property
+    def regressions(self) -> list[Change]:
+        return [one for one in self.points if one.judgement.is_regression]
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether at least one point could be judged."""
+        return any(one.judgement is not Judgement.unjudged for one in self.points)
+
+
+def changes(before: Sequence[Measured], after: Sequence[Measured], threshold: float, names: tuple[str, str]) -> Changes:
+    """Compares two sides. threshold: the smallest growth that has to be found, such as 0.05."""
+    pairs = list(_pairs(before, after))
+    points = tuple(_change(one, other, matched, threshold) for one, other, matched in pairs)
+    labels = [{id(pair[side]) for pair in pairs} for side in (0, 1)]
+    return Changes(
+        threshold,
+        points,
+        tuple(one.label for one in before if id(one) not in labels[0]),
+        tuple(one.label for one in after if id(one) not in labels[1]),
+        names,
+    )
+
+
+def _pairs(before: Sequence[Measured], after: Sequence[Measured]) -> Iterator[tuple[Measured, Measured, str]]:
+    """The same points: by id, else by equal settings, else by label. Each point is in one pair at most."""
+    ways: tuple[tuple[str, Callable[[Measured], object]], ...] = (
+        ("id", lambda one: one.point or None),
+        ("settings", lambda one: repr(sorted(flat(without_ignored(one.config)).items())) if one.config else None),
+        ("label", lambda one: one.label),
+    )
+    left, partners = list(after), dict[int, tuple[Measured, str]]()
+    for way, key in ways:
+        for one in (each for each in before if id(each) not in partners):
+            found = next((other for other in left if key(one) is not None and key(other) == key(one)), None)
+            if found is not None:
+                left = [other for other in left if other is not found]
+                partners[id(one)] = found, way
+    for one in before:
+        if id(one) in partners:
+            yield one, *partners[id(one)]
+
+
+def _change(before: Measured, after: Measured, matched: str, threshold: float) -> Change:
+    settings = tuple(_differences(flat(without_ignored(before.config)), flat(without_ignored(after.config))))
+    old, new = before.result, after.result
+    if old is None or new is None:
+        judgement = Judgement.lost if old is not None and RunState(after.state) in LOST else Judgement.unjudged
+        return Change(before, after, matched, judgement, settings=settings)
+    environments = [flat(_environment(result)) for result in (old, new)]
+    time = ratio(new, old, recorded.ms_per_token) if recorded.is_ranked(old) and recorded.is_ranked(new) else None
+    peak, states = _grown(peak_bytes(old), peak_bytes(new)), _grown(states_bytes(old), states_bytes(new))
+    judgement = judged(time, threshold)
+    if not judgement.is_regression and max(peak or 1.0, states or 1.0) > 1 + threshold:
+        judgement = Judgement.larger
+    return Change(before, after, matched, judgement, time, peak, states, settings, tuple(_differences(*environments)))
+
+
+def _environment(result: Mapping[str, Any]) -> dict[str, Any]:
+    known = result.get("environment") or {}
+    return {key: known.get(key) for key in ENVIRONMENT}
+
+
+def judged(time: RoundsEstimate | None, threshold: float) -> Judgement:
+    """What the growth of the time for a token says. See [Note: the threshold]."""
+    if time is None:
+        return Judgement.unjudged
+    if time.middle > 1 + threshold / 2 and time.low > 1:
+        return Judgement.slower
+    if time.middle < 1 / (1 + threshold / 2) and time.high < 1:
+        return Judgement.faster
+    return Judgement.same if 1 / (1 + threshold) < time.low and time.high < 1 + threshold else Judgement.unclear
+
+
+def _grown(before: float | None, after: float | None) -> float | None:
+    return after / before if before and after is not None else None
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by their keys joined with dots."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return found
+
+
+def _differences(before: Config, after: Config) -> Iterator[str]:
+    for key in dict.fromkeys((*before, *after)):
+        old, new = before.get(key), after.get(key)
+        if old != new:
+            yield f"{key}: {old} -> {new}"
+
+
+# ---- for people and programs ----------------------------------------------------------------------------------------
+
+
+def table(found: Changes) -> Table:
+    """A row for each point of both sides."""
+    return Table(HEADER, tuple(_row(one) for one in found.points))
+
+
+def _row(one: Change) -> tuple[str, ...]:
+    speeds = [_speed_text(side) for side in (one.before, one.after)]
+    time = (ABSENT, ABSENT)
+    if one.time is not None:
+        time = percent(one.time.middle), f"{percent(one.time.low)} to {percent(one.time.high)}"
+    peak = size(peak_bytes(one.after.result)) if one.after.result else ABSENT
+    change = ABSENT if one.peak is None else percent(one.peak)
+    return (one.after.label, *speeds, *time, peak, change, one.judgement.value)
+
+
+def _speed_text(side: Measured) -> str:
+    return digits(side.result["throughput"]["tokens_per_second"]["median"]) if side.result else side.state
+
+
+def percent(ratio: float) -> str:
+    """A ratio as its change, such as "+5.2 %"."""
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def notes(found: Changes) -> list[str]:
+    """What differs between the sides besides the numbers; what all points share is one line."""
+    lines = []
+    for what, texts in (
+        ("settings", {one.after.label: one.settings for one in found.points}),
+        ("versions and machine", {one.after.label: one.environment for one in found.points}),
+    ):
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for label, differences in texts.items():
+            if differences:
+                groups.setdefault(differences, []).append(label)
+        for differences, labels in groups.items():
+            whose = "" if len(labels) == len(found.points) else f" of {', '.join(labels)}"
+            lines.append(f"{what}{whose}: {'; '.join(differences)}")
+    for name, lone in zip(found.names, (found.only_before, found.only_after), strict=True):
+        if lone:
+            lines.append(f"only in {name}: {', '.join(lone)}")
+    return lines
+
+
+def conclusion(found: Changes) -> str:
+    """The answer in one sentence."""
+    words = f"{100 * found.threshold:g} %"
+    if found.regressions:
+        named = ", ".join(f"{one.after.label} ({one.judgement.value})" for one in found.regressions)
+        return f"worse: {named}"
+    if not found.points:
+        return "the two have no point in common"
+    if not found.is_judged:
+        return "not judged: both sides need at least 3 rounds (measure=standard)"
+    unclear = [one.after.label for one in found.points if one.judgement in (Judgement.unclear, Judgement.unjudged)]
+    if unclear:
+        return f"no regression of {words} is shown; too noisy or too short to exclude one: {', '.join(unclear)}"
+    return f"no regression of {words}"
+
+
+def document(found: Changes) -> dict[str, Any]:
+    """The comparison as plain data."""
+    return {
+        "before": found.names[0],
+        "after": found.names[1],
+        "threshold": found.threshold,
+        "regressions": [one.after.label for one in found.regressions],
+        "only_before": list(found.only_before),
+        "only_after": list(found.only_after),
+        "points": [
+            {
+                "label": one.after.label,
+                "label_before": one.before.label,
+                "matched_by": one.matched,
+                "judgement": one.judgement.name,
+                "time_per_token_ratio": None if one.time is None else one.time._asdict(),
+                "peak_bytes_ratio": one.peak,
+                "states_bytes_ratio": one.states,
+                "settings": list(one.settings),
+                "environment": list(one.environment),
+            }
+            for one in found.points
+        ],
+    }

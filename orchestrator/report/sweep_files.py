@@ -1,0 +1,108 @@
+"""The files of a sweep's comparison: report.md and results.csv. Pure."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from orchestrator.config.lossy import lossy_words
+from orchestrator.report.cautions import failures, reused, warnings
+from orchestrator.report.ranking import (
+    DEFAULT_METRIC,
+    Ranked,
+    clock,
+    conclusion,
+    peak_bytes,
+    rule,
+    sent_bytes,
+    speed,
+    states_bytes,
+    table,
+    to_exact,
+)
+from orchestrator.report.summary import PHASES, Table, run_command
+from orchestrator.rounds.recorded import used_rounds
+
+
+def markdown(table_: Table) -> str:
+    """The table in Markdown."""
+    lines = [table_.header, tuple("---" if index < table_.names else "---:" for index in range(len(table_.header)))]
+    return "\n".join(f"| {' | '.join(_escaped(row))} |" for row in [*lines, *table_.rows])
+
+
+def _escaped(row: Sequence[str]) -> list[str]:
+    return [cell.replace("|", "\\|").replace("\n", " ") for cell in row]
+
+
+def report_md(name: str, ranked: Sequence[Ranked]) -> str:
+    """The complete report of a sweep."""
+    parts = [
+        f"# Sweep {name}",
+        markdown(table(ranked)),
+        f"{rule(ranked[0].metric if ranked else DEFAULT_METRIC)}.",
+        *(f"{line}." for line in reused(ranked)),
+        f"**{conclusion(ranked)}.**",
+    ]
+    parts += [f"Warning: {warning}" for warning in warnings(ranked)]
+    if lost := failures(ranked):
+        parts.append("Without a result:\n\n" + "\n".join(f"- {line}" for line in lost))
+    commands = [f"- {row.entry.label}: `{run_command(row.entry.overrides)}`" for row in ranked]
+    parts.append("Commands:\n\n" + "\n".join(commands))
+    return "\n\n".join(parts) + "\n"
+
+
+def results_csv(ranked: Sequence[Ranked]) -> str:
+    """One line per point; numbers unrounded and in base units, named by their column."""
+    entries = [row.entry for row in ranked]
+    rows = [
+        _csv_row(row)
+        | {"lossy": ", ".join(lossy_words(row.entry.config)), "loss_to_exact": to_exact(row.entry, entries)}
+        for row in ranked
+    ]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["place"])
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _csv_row(ranked: Ranked) -> dict[str, object]:
+    entry, result = ranked.entry, ranked.entry.result
+    steps = result["throughput"] if result else {}
+    known = speed(result) if result else None
+    row: dict[str, object] = {
+        "place": ranked.place,
+        "tied": ranked.tied,
+        "label": entry.label,
+        "state": entry.state,
+        "message": entry.message,
+        "measured_at": clock(entry, "%Y-%m-%d %H:%M:%S") if result else None,
+        "reused": entry.is_reused,
+        "others_share": ("unknown" if entry.others_share is None else entry.others_share) if result else None,
+    }
+    for name in ("median", "p10", "p90"):
+        row[f"tokens_per_second_{name}"] = steps["tokens_per_second"][name] if result else None
+        row[f"step_ms_{name}"] = steps["step_ms"][name] if result else None
+    row |= {
+        "rounds": len(used_rounds(result)) if result else None,
+        "tokens_per_second_low": known.low if known else None,
+        "tokens_per_second_high": known.high if known else None,
+    }
+    row |= {f"{phase}_ms": result["phases_ms"][phase] if result else None for phase, _ in PHASES}
+    row |= {
+        "states_measured_bytes": states_bytes(result) if result else None,
+        "activations_bytes": result["memory"]["activations_bytes"] if result else None,
+        "activations_predicted_bytes": result["memory"].get("activations_predicted_bytes") if result else None,
+        "peak_bytes": peak_bytes(result) if result else None,
+        "sent_bytes_per_step": sent_bytes(result) if result else None,
+        "loss_first": result["loss"]["first"] if result else None,
+        "loss_last": result["loss"]["last"] if result else None,
+        "loss_validation": result["loss"]["validation"] if result else None,
+        "perplexity": result["loss"].get("perplexity") if result else None,
+        "data_hash": result["data"]["hash"] if result else None,
+        "world": result["world"] if result else None,
+        "folder": entry.folder,
+        "command": run_command(entry.overrides),
+    }
+    return row

@@ -1,0 +1,106 @@
+"""The rounds in a result: written by the ranks of a point, read by everything that compares points. Pure.
+
+[Note: a loaded round]
+A run that wants all cores gets 1 - s of them if other processes take the share s, so their load alone can make one
+point slower than another. A round with a share of at least NOTABLE_SHARE is measured once more after all others. Of the
+two the one with the smaller share counts: the choice depends on the load alone, never on the speed.
+
+[Note: the first step of a round]
+Between its rounds a point waits while others run, and finds caches and queues of its updates as they left them. So the
+first step of a round of several steps is trained and not counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.rounds.intervals import LEAST
+
+# Up to a tenth, a load is within the range of most rows' steps; a larger share could decide the order.
+NOTABLE_SHARE = 0.1
+
+
+@dataclass
+class Round:
+    """One round of a point. number: from 1. began: seconds since the epoch. step_ms: of each counted step.
+
+    others_share: the share of the cores that other processes took; None if unknown. stalled: the shares of the time in
+    which some process of the machine waited for a resource, by its name (Linux's pressure stall information); empty if
+    the system does not report them. used: whether it counts.
+    """
+
+    number: int
+    began: float
+    step_ms: list[float]
+    others_share: float | None = None
+    stalled: dict[str, float] = field(default_factory=dict)
+    used: bool = True
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.step_ms)
+
+    @property
+    def is_loaded(self) -> bool:
+        """See [Note: a loaded round]."""
+        return self.others_share is not None and self.others_share >= NOTABLE_SHARE
+
+
+def counted(steps: Sequence[float], rounds: int) -> Sequence[float]:
+    """The steps of a round that count, of a measurement in this many. See [Note: the first step of a round]."""
+    return steps[1:] if rounds > 1 and len(steps) > 1 else steps
+
+
+def with_repeated(rounds: Sequence[Round], again: Round) -> list[Round]:
+    """The rounds with one that was measured once more. See [Note: a loaded round]."""
+    before = next(one for one in rounds if one.number == again.number and one.used)
+    better = _share(again) < _share(before)
+    before.used, again.used = not better, better
+    return [*rounds, again]
+
+
+def to_repeat(rounds: Sequence[Round]) -> list[int]:
+    """The numbers of the rounds to measure once more. See [Note: a loaded round]."""
+    measured = Counter(one.number for one in rounds)
+    return [one.number for one in rounds if one.is_loaded and measured[one.number] == 1]
+
+
+def _share(one: Round) -> float:
+    return 1.0 if one.others_share is None else one.others_share
+
+
+def used_rounds(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rounds of a result that count, by number; none in a result of an earlier version or of an evaluation."""
+    rounds: Sequence[Mapping[str, Any]] = result.get("rounds") or []
+    return sorted((one for one in rounds if one.get("used", True)), key=lambda one: int(one["number"]))
+
+
+def step_medians_ms(result: Mapping[str, Any]) -> list[float]:
+    """The median step of each round in milliseconds."""
+    return [statistics.median(one["step_ms"]) for one in used_rounds(result)]
+
+
+def ms_per_token(result: Mapping[str, Any]) -> list[float]:
+    """The same for one token."""
+    tokens = result["batch"]["tokens_per_step"]
+    return [one / tokens for one in step_medians_ms(result)]
+
+
+def is_ranked(result: Mapping[str, Any]) -> bool:
+    """Whether there are enough rounds to compare its speed with another's."""
+    return len(used_rounds(result)) >= LEAST
+
+
+def took_turns(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two results were measured in the same rounds. See [Note: the same rounds] in intervals.py."""
+    numbers = [[each["number"] for each in used_rounds(result)] for result in (one, other)]
+    return bool(one.get("session")) and one.get("session") == other.get("session") and numbers[0] == numbers[1]
+
+
+def loaded_rounds(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rounds that count and were measured next to a notable load."""
+    return [one for one in used_rounds(result) if (one.get("others_share") or 0.0) >= NOTABLE_SHARE]

@@ -1,0 +1,97 @@
+"""The measured steps of one rank's run as rounds: when each begins and ends, and what it records."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.turns import Turns
+from orchestrator.rounds.order import round_sizes
+from orchestrator.rounds.recorded import Round, counted, to_repeat, with_repeated
+from orchestrator.worker.machine_load import LoadMeter, Used, others_share, stalled_shares
+
+Tell = Callable[..., None]
+
+
+class MeasuredRounds:
+    """Divides steps into rounds. All ranks must make the same calls.
+
+    gather: gives every rank the values of all ranks, in their order. tell: records an event. waiting: called many times
+    a second while the rank waits for a turn. step_s: the seconds of all steps so far, to which the caller adds.
+    """
+
+    def __init__(
+        self,
+        attempt: AttemptPaths,
+        rounds: int,
+        step_s: Sequence[float],
+        gather: Callable[[Used], list[Used]],
+        tell: Tell,
+        waiting: Callable[[], None],
+    ) -> None:
+        self._turns = Turns(attempt)
+        self._configured = rounds
+        self._asked = rounds if self._turns.number is None else 1
+        self._step_s, self._gather, self._tell, self._waiting = step_s, gather, tell, waiting
+        self._load = LoadMeter()
+        self._begins: set[int] = set()  # the first steps of the rounds
+        self._last_steps: dict[int, int] = {}  # the last step of a round: the round's number, from 1
+        self._sizes: dict[int, int] = {}  # steps by the round's number
+        self._begun_at = 0.0
+        self._first = 0  # of the current round, in step_s
+        # With those of the attempts that this one continues.
+        self.found = [Round(**one) for one in self._turns.earlier]
+
+    def divide(self, first: int, steps: int) -> int:
+        """Makes the steps from `first` to before `steps` the rounds. Returns the step before which the run ends."""
+        if self._turns.is_short:
+            steps = first + round_sizes(steps - first, self._configured)[0]
+        for number, size in enumerate(round_sizes(steps - first, self._asked), start=self._turns.number or 1):
+            self._begins.add(first)
+            self._sizes[number] = size
+            first += size
+            self._last_steps[first - 1] = number
+        return steps
+
+    def begins(self, step: int) -> bool:
+        """Whether a round begins with this step. The caller then calls `begin`."""
+        return step in self._begins
+
+    def begin(self) -> None:
+        """Begins a round. Blocks until it is this point's turn."""
+        self._turns.next(lambda turn: self._tell("waiting", turn=turn), self._waiting)
+        self._first, self._begun_at = len(self._step_s), time.time()
+        self._load.begin()
+
+    def ends(self, step: int) -> int | None:
+        """The number of the round that ends with this step, if one does. The caller then calls `end`."""
+        return self._last_steps.get(step)
+
+    def end(self, number: int) -> None:
+        """Ends the current round. A collective."""
+        ranks = self._gather(self._load.end())
+        steps = counted(self._step_s[self._first :], self._asked)
+        step_ms = [1e3 * seconds for seconds in steps]
+        one = Round(number, self._begun_at, step_ms, others_share(ranks), stalled_shares(ranks))
+        is_repeated = any(earlier.number == number for earlier in self.found)
+        self.found = with_repeated(self.found, one) if is_repeated else [*self.found, one]
+        self._tell("round", number=number, step_ms=one.median_ms, others_share=one.others_share, again=is_repeated)
+
+    def to_repeat(self) -> list[tuple[int, int]]:
+        """The number and the steps of each round that is measured once more. A measurement in one round is not: it
+        ranks nothing, or its attempt is one of several."""
+        return [(number, self._sizes[number]) for number in to_repeat(self.found)] if self._asked > 1 else []
+
+    def others_share(self) -> float | None:
+        """Of the rounds that count, the mean share of the cores that other processes took; None if one is unknown."""
+        shares = [one.others_share for one in self.found if one.used]
+        known = [share for share in shares if share is not None]
+        return statistics.mean(known) if known and len(known) == len(shares) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The part of the result."""
+        return {"rounds": [asdict(one) for one in self.found], "session": self._turns.session}

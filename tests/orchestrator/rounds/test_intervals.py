@@ -1,0 +1,54 @@
+"""Intervals of few rounds: what they contain, and that they are the same on every machine."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from orchestrator.rounds.intervals import (
+    RoundsEstimate,
+    of_rounds,
+    percentile,
+    ratio_of_separate,
+    ratio_of_turns,
+)
+
+SIX = [101.0, 99.0, 100.0, 104.0, 98.0, 100.5]
+TRIES = 300
+
+
+def test_the_number_of_a_point_is_the_median_of_its_rounds_and_its_interval_is_always_the_same() -> None:
+    found = of_rounds(SIX)
+    assert found == of_rounds(SIX)
+    assert found == RoundsEstimate(98.5, 100.25, 102.5)
+    assert of_rounds([7.0]) == RoundsEstimate(7.0, 7.0, 7.0)
+
+
+def test_what_both_points_met_in_a_round_is_not_in_their_ratio() -> None:
+    weather = [1.0, 1.4, 0.8, 2.0, 1.1, 1.3]
+    one, other = [102 * each for each in weather], [100 * each for each in weather]
+    assert ratio_of_turns(one, other) == pytest.approx((1.02, 1.02, 1.02))
+    separate = ratio_of_separate(one, other)
+    assert separate.middle == pytest.approx(1.02)
+    assert separate.low < 0.8 < 1.2 < separate.high
+
+
+def test_rounds_of_different_points_have_to_be_as_many_to_be_the_same_rounds() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        ratio_of_turns(SIX, SIX[:5])
+
+
+def test_the_interval_of_six_rounds_contains_the_true_median_about_as_often_as_it_says() -> None:
+    generator = random.Random(1)
+    drawn = [[generator.gauss(100, 3) for _ in range(6)] for _ in range(TRIES)]
+    contained = sum(found.low <= 100 <= found.high for found in map(of_rounds, drawn))
+    # All six are on one side of the median with a probability of 2 / 2^6, 3 %: no interval within them covers more.
+    assert 0.85 * TRIES <= contained <= 0.97 * TRIES + 4 * (0.03 * 0.97 * TRIES) ** 0.5
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    assert percentile(SIX, 0.5) in SIX
+    assert (percentile(SIX, 0.0), percentile(SIX, 1.0)) == (min(SIX), max(SIX))
+    assert statistics.median(SIX) == 100.25

@@ -1,0 +1,51 @@
+"""What the rounds of a result say: which of them count, and whether two results were measured in the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from orchestrator.rounds import recorded
+from orchestrator.rounds.recorded import Round
+
+
+def of(number: int, ms: float, share: float | None = 0.0, *, used: bool = True) -> Round:
+    return Round(number, 0.0, [ms, ms], share, {}, used)
+
+
+def result(*rounds: Round, session: str | None = "s") -> dict[str, Any]:
+    return {"rounds": [asdict(one) for one in rounds], "session": session, "batch": {"tokens_per_step": 100}}
+
+
+def test_a_loaded_round_is_measured_once_more_and_the_one_with_less_load_counts_whatever_its_speed() -> None:
+    rounds = [of(1, 10.0), of(2, 30.0, 0.5), of(3, 11.0, None)]
+    assert recorded.to_repeat(rounds) == [2]
+    calmer = recorded.with_repeated(rounds, of(2, 40.0, 0.2))
+    assert recorded.to_repeat(calmer) == [], "it is repeated once"
+    assert recorded.step_medians_ms(result(*calmer)) == [10.0, 40.0, 11.0]
+    assert len(recorded.loaded_rounds(result(*calmer))) == 1
+    rounds = [of(1, 10.0), of(2, 30.0, 0.5)]
+    assert recorded.step_medians_ms(result(*recorded.with_repeated(rounds, of(2, 5.0, 0.9)))) == [10.0, 30.0]
+
+
+def test_points_took_turns_if_they_share_a_session_and_their_rounds() -> None:
+    one, other = result(of(1, 1.0), of(2, 1.0)), result(of(2, 2.0), of(1, 2.0))
+    assert recorded.took_turns(one, other)
+    assert not recorded.took_turns(one, result(of(1, 1.0)))
+    assert not recorded.took_turns(one, result(of(1, 1.0), of(2, 1.0), session="t"))
+    alone = result(of(1, 1.0), session=None)
+    assert not recorded.took_turns(alone, alone)
+
+
+def test_a_result_without_rounds_is_readable_and_not_ranked() -> None:
+    earlier = {"batch": {"tokens_per_step": 100}}
+    assert (recorded.ms_per_token(earlier), recorded.is_ranked(earlier)) == ([], False)
+    assert not recorded.is_ranked(result(of(1, 1.0), of(2, 1.0)))
+    assert recorded.is_ranked(result(of(1, 1.0), of(2, 1.0), of(3, 1.0)))
+    assert recorded.ms_per_token(result(of(1, 5.0))) == [0.05]
+
+
+def test_the_first_step_of_a_round_is_counted_only_if_it_is_the_only_one_or_the_round_is() -> None:
+    assert recorded.counted([9.0, 1.0, 2.0], rounds=2) == [1.0, 2.0]
+    assert recorded.counted([9.0], rounds=2) == [9.0]
+    assert recorded.counted([9.0, 1.0], rounds=1) == [9.0, 1.0]

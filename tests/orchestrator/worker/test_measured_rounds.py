@@ -1,0 +1,117 @@
+"""The rounds of one rank: when they begin and end, what they record, and how a rank waits for its turn."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.patience import wait_until
+
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.turns import Turns, grant, open_turns
+from orchestrator.rounds.recorded import NOTABLE_SHARE
+from orchestrator.worker.machine_load import Used
+from orchestrator.worker.rounds import MeasuredRounds
+
+
+class Rank:
+    """A rank whose steps take as many seconds as `steps` says. shares: the load of each round in turn."""
+
+    def __init__(self, folder: Path, rounds: int, shares: list[float] | None = None) -> None:
+        self.steps: list[float] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self._shares = list(shares or [])
+        self.rounds = MeasuredRounds(
+            AttemptPaths(folder),
+            rounds,
+            self.steps,
+            self._gather,
+            lambda event, **values: self.events.append((event, values)),
+            lambda: None,
+        )
+
+    def _gather(self, used: Used) -> list[Used]:
+        share = self._shares.pop(0) if self._shares else 0.0
+        return [Used("here", 10.0, 5.0, {0: 5.0 + 10 * share})]
+
+    def run(self, first: int, seconds: list[float]) -> None:
+        self.rounds.divide(first, first + len(seconds))
+        self.steps += [1.0] * first  # the warm-up
+        for step, one in enumerate(seconds, start=first):
+            if self.rounds.begins(step):
+                self.rounds.begin()
+            self.steps.append(one)
+            if (number := self.rounds.ends(step)) is not None:
+                self.rounds.end(number)
+
+
+def test_steps_after_the_warm_up_are_divided_into_rounds_without_their_first_steps(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 3)
+    rank.run(2, [0.9, 0.1, 0.2, 0.9, 0.3, 0.4, 0.9, 0.5, 0.6])
+    assert [one.step_ms for one in rank.rounds.found] == [
+        pytest.approx([100, 200]),
+        pytest.approx([300, 400]),
+        pytest.approx([500, 600]),
+    ]
+    assert [event for event, _ in rank.events] == ["round"] * 3, "without a file of turns nobody waits"
+    assert rank.rounds.to_dict()["session"] is None
+    assert rank.rounds.others_share() == 0.0
+
+
+def test_a_measurement_in_one_round_counts_every_step_and_repeats_nothing(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 1, [0.5])
+    rank.run(0, [0.9, 0.1])
+    assert [one.step_ms for one in rank.rounds.found] == [pytest.approx([900, 100])]
+    assert (rank.rounds.to_repeat(), rank.rounds.others_share()) == ([], pytest.approx(0.5))
+
+
+def test_a_round_next_to_a_load_is_measured_once_more_and_only_once(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 2, [NOTABLE_SHARE, 0.0, 0.5])
+    rank.run(0, [0.9, 0.1, 0.9, 0.2])
+    assert rank.rounds.to_repeat() == [(1, 2)]
+    rank.rounds.begin()
+    rank.steps += [0.9, 0.3]
+    rank.rounds.end(1)
+    assert rank.rounds.to_repeat() == []
+    assert [one.used for one in rank.rounds.found] == [True, True, False], "the repeated round had more load"
+    assert rank.events[-1] == ("round", {"number": 1, "step_ms": 300.0, "others_share": 0.5, "again": True})
+
+
+def test_a_rank_waits_for_its_turn_and_says_so_once(tmp_path: Path) -> None:
+    attempt = AttemptPaths(tmp_path)
+    open_turns(attempt, "a session")
+    turns, told = Turns(attempt), list[int]()
+    thread = threading.Thread(target=lambda: [turns.next(told.append, lambda: None) for _ in range(2)])
+    thread.start()
+    wait_until(lambda: told == [1])
+    grant(attempt, 1)
+    wait_until(lambda: told == [1, 2])
+    assert thread.is_alive()
+    grant(attempt, 2)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert turns.session == "a session"
+
+
+def test_an_attempt_that_is_one_round_has_those_before_it_in_its_result(tmp_path: Path) -> None:
+    first = Rank(tmp_path / "1", 1)
+    first.run(1, [0.5, 0.4])
+    (tmp_path / "2").mkdir()
+    open_turns(AttemptPaths(tmp_path / "2"), "s", number=2, earlier=first.rounds.to_dict()["rounds"])
+    second = Rank(tmp_path / "2", 6)
+    second.run(1, [0.3, 0.2])
+    assert [(one.number, one.median_ms) for one in second.rounds.found] == [
+        (1, pytest.approx(450)),
+        (2, pytest.approx(250)),
+    ]
+    assert [event for event, _ in second.events] == ["round"]
+
+
+def test_a_short_attempt_ends_after_the_steps_of_one_round(tmp_path: Path) -> None:
+    open_turns(AttemptPaths(tmp_path), "s", number=1, short=True)
+    rounds = Rank(tmp_path, 3).rounds
+    assert rounds.divide(2, 9) == 2 + 7 // 3
+    assert (rounds.begins(2), rounds.ends(3)) == (True, 1)
+    assert Rank(tmp_path / "other", 3).rounds.divide(2, 9) == 9
