@@ -73,9 +73,7 @@ def parser() -> VerbParser:
     logs.add_argument("point", nargs="?", help="its label; default: the one that runs, else the first that failed")
     logs.add_argument("--rank", type=int, default=None, help="default: the rank to blame, else 0")
     logs.add_argument("-f", "--follow", action="store_true", help="continue until the point has ended")
-    report = add(
-        "report", _report, "The comparison of the points that have ended; writes report.md, .html, .png, results.csv."
-    )
+    report = add("report", _report, "The comparison of the points that have ended, in files and pictures.")
     report.add_argument("--against", metavar="BASELINE", help="also compare with this sweep; exit 1 if it was better")
     add_threshold(report)
     cancel = add("cancel", _cancel, "Ends a sweep, or some of its points. What was measured stays.")
