@@ -128,6 +128,7 @@ class DividedRun:
     offload: OffloadPlan = NO_OFFLOAD
     optimizer: OptimizerConfig = SGD
     recompute: RecomputeRule = NO_RECOMPUTATION
+    shard_ranks: int | None = None
 
     def runtime(self, model: nn.Module | None = None) -> ZeroRuntime:
         settings = RuntimeSettings(
@@ -137,7 +138,8 @@ class DividedRun:
             tensor_parallel=TensorParallel(self.degree, gathers_logits=self.gathers_logits),
             sequence_parallel=SequenceParallel(self.parts),
         )
-        given, plan = model or model_of(self.kind), ZeroPlan.from_stage(self.stage)
+        given = model or model_of(self.kind)
+        plan = ZeroPlan.from_stage(self.stage, shard_ranks=self.shard_ranks)
         Recomputation(given, self.recompute)
         return ZeroRuntime(given, plan, self.precision, self.optimizer, settings, CPU)
 
