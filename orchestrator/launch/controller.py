@@ -206,6 +206,8 @@ class Controller:
                 return
             if planned not in self._waiting or self._is_in_lane(planned.label):
                 continue
+            if planned.label in self._alone and self._lanes:
+                continue  # until the ranks of all others have ended
             device = self._configs[planned.label].resources.device
             pool = self._pool_of(device)
             mates, count = self._mates(planned, pool)
