@@ -63,6 +63,7 @@ class Schedule:
         self._gather_one: Callable[[ScheduledUnit], None] | None = None  # see `gather_by`
         self._order: dict[Phase, list[ScheduledUnit]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
         self._ahead: dict[Phase, dict[ScheduledUnit, Ahead]] = {}  # by phase, once its order is recorded
+        self._in_use: set[ScheduledUnit] = set()  # gathered by a use of their own, and not released since
         self._reducing: ScheduledUnit | None = None
         self.in_backward = False  # a forward during a backward is a recomputation
         self.sums_locally = False  # this backward leaves its gradients unreduced, for a later one to add to and reduce
@@ -83,6 +84,7 @@ class Schedule:
     def after_forward(self, unit: ScheduledUnit) -> None:
         """Called when the unit's parameters have been read: release them, except in a recomputation during backward."""
         if not self.in_backward:
+            self._in_use.discard(unit)
             unit.reshard(Phase.FORWARD)
 
     def end_forward(self) -> None:
@@ -123,6 +125,7 @@ class Schedule:
         self._boundary = boundary
         self.sums_locally = not (synced and (boundary or self._plan.reduces_every_backward))
         self._complete.clear()
+        self._in_use.clear()
         self._reduced = 0
         for unit in self._units:
             unit.begin_backward()
@@ -136,6 +139,7 @@ class Schedule:
 
     def after_backward(self, unit: ScheduledUnit) -> None:
         """Called when the unit's gradients have arrived, or no call reads a frozen unit for now: release and reduce."""
+        self._in_use.discard(unit)
         unit.reshard(Phase.BACKWARD)
         if not unit.trainable:  # nothing to reduce, and an earlier call of the forward may read the unit again
             return
@@ -150,6 +154,7 @@ class Schedule:
         self._complete.update(self._reduction_order)
         self._reduce_in_order()
         self._wait_reduce()
+        self._in_use.clear()
         for unit in self._units:
             unit.reshard(Phase.BACKWARD)
         self._end_record(Phase.BACKWARD)
@@ -167,11 +172,15 @@ class Schedule:
             self._gather_one(unit)
             return
         unit.unshard()
-        gathered, fetched = self._following(unit)
-        for one in gathered:
-            one.unshard()
-        for one in fetched:
-            one.begin_fetch()
+        # Once for each time that the unit is gathered: a unit of several modules is read again when the units that
+        # follow it may have been used and released, and a second gather of them would be for nothing.
+        if unit not in self._in_use:
+            self._in_use.add(unit)
+            gathered, fetched = self._following(unit)
+            for one in gathered:
+                one.unshard()
+            for one in fetched:
+                one.begin_fetch()
         unit.wait_unshard()
 
     def _following(self, unit: ScheduledUnit) -> Ahead:

@@ -252,7 +252,7 @@ def _answer_in(line: str) -> tuple[str, Any] | None:
 
 def _start_child() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        children.words("orchestrator.worker.shapes"),
+        children.words("orchestrator.worker.count"),
         env=children.environment({**os.environ, "CUDA_VISIBLE_DEVICES": ""}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

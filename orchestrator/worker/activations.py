@@ -25,7 +25,7 @@ from orchestrator.worker.sliced import divide, divide_sequences
 from orchestrator.workloads.models import token_losses
 from zero_runtime.memory.activation_count import LinearTrace, Trace
 from zero_runtime.memory.activation_trace import trace_step
-from zero_runtime.memory.repeated_blocks import with_blocks
+from zero_runtime.memory.repeated_blocks import linear_with_blocks
 from zero_runtime.memory.short_model import Shortened, short_copy, treats_alike
 from zero_runtime.timing.segments import SegmentTable
 from zero_runtime.timing.work import LinearWork, Work
@@ -56,15 +56,36 @@ def counted_step(config: RunConfig, *, whole: bool = False) -> CountedStep:
 
     Of many equal blocks five are traced, unless `whole` is asked for: see zero_runtime/memory/repeated_blocks.py.
     """
+    step = _traced_step(config, whole=whole)
+    linear = step.completed(LinearTrace.of_one(config.batch.micro, step.trace))
+    if linear is None:
+        step = _traced_step(config, whole=True)
+    return CountedStep(step.trace if linear is None else linear.trace, step.work_of_all)
+
+
+class TracedStep(NamedTuple):
+    """A step of the configured model, or of the same model with five blocks, which `left` describes."""
+
+    trace: Trace
+    work: SegmentTable[Work]
+    left: Shortened | None
+
+    def completed(self, linear: LinearTrace) -> LinearTrace | None:
+        """The trace of all blocks from that of these; None if it does not determine that."""
+        return linear if self.left is None else linear_with_blocks(linear, self.left.units, self.left.blocks)
+
+    @property
+    def work_of_all(self) -> SegmentTable[Work]:
+        return self.work if self.left is None else self.work.with_blocks(self.left.units, self.left.blocks)
+
+
+def _traced_step(config: RunConfig, *, whole: bool) -> TracedStep:
+    """Of a model of many equal blocks only five are traced, unless `whole` is asked for."""
     rules = unit_rules(config, built(config))
     short = None if whole else _shortened(config, rules)
-    if short is not None:
-        # Tracing uses a model up, and copying one takes a fraction of the time of building it.
-        counted = _counted(config, copy.deepcopy(short.model), rules)
-        trace = with_blocks(counted.trace, short.left.units, short.left.blocks)
-        if trace is not None:
-            return CountedStep(trace, counted.work.with_blocks(short.left.units, short.left.blocks))
-    return _counted(config, copy.deepcopy(built(config)), rules)
+    # Tracing uses a model up, and copying one takes a fraction of the time of building it.
+    model = copy.deepcopy(built(config) if short is None else short.model)
+    return TracedStep(*_counted(config, model, rules), None if short is None else short.left)
 
 
 def built(config: RunConfig) -> nn.Module:
@@ -166,17 +187,19 @@ def answers(family: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
     by_micro = {config.batch.micro: config for config in family}
     several = sorted(micro for micro in by_micro if micro >= SMALLEST)
     left, tracing = set(by_micro), _Tracing(family[0])
-    for linear in tracing.linears(several[0], several[-1]) if len(several) > 1 else ():
+    for linear, work in tracing.linears(several[0], several[-1]) if len(several) > 1 else ():
         inside = [micro for micro in several if linear.low <= micro <= linear.high and micro in left]
         left -= set(inside)
-        yield from _told(linear, tracing.work(linear), family[0], [by_micro[micro] for micro in inside])
+        yield from _told(linear, work, family[0], [by_micro[micro] for micro in inside])
     for micro in sorted(left):
-        counted, config = _traced(by_micro[micro]), by_micro[micro]
-        if isinstance(counted, CountedStep):
-            linear, work = LinearTrace.of_one(micro, counted.trace), counted.work
-            yield from _told(linear, LinearWork(micro, micro, work, work), config, [config])
+        found = tracing.one(micro)
+        if isinstance(found, tuple):
+            yield from _told(*found, family[0], [by_micro[micro]])
         else:
-            yield memory_cache.activations_key(config), counted
+            yield memory_cache.activations_key(by_micro[micro]), found
+
+
+Linear = tuple[LinearTrace, LinearWork]
 
 
 class _Tracing:
@@ -186,33 +209,56 @@ class _Tracing:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._found: dict[int, CountedStep | Answer] = {}
+        self._found: dict[int, TracedStep | Answer] = {}
+        self._whole = False  # all blocks have to be traced
 
-    def _at(self, micro: int) -> CountedStep | Answer:
+    def _at(self, micro: int) -> TracedStep | Answer:
+        """The traced step, or why there is none."""
         if micro not in self._found:
-            self._found[micro] = _traced(replace(self._config, batch=replace(self._config.batch, micro=micro)))
+            config = replace(self._config, batch=replace(self._config.batch, micro=micro))
+            try:
+                self._found[micro] = _traced_step(config, whole=self._whole)
+            except Exception as error:  # a model's code may raise anything, and the run itself does not need this
+                first = (str(error).strip().splitlines() or [""])[0]
+                self._found[micro] = {"unknown": f"{type(error).__name__}: {first[:REASON_LENGTH]}"}
         return self._found[micro]
 
-    def linears(self, low: int, high: int) -> Iterator[LinearTrace]:
+    def one(self, micro: int) -> Linear | Answer:
+        """The trace of one size, or why there is none."""
+        step = self._at(micro)
+        if not isinstance(step, TracedStep):
+            return step
+        linear = step.completed(LinearTrace.of_one(micro, step.trace))
+        if linear is None:
+            self._trace_whole()
+            return self.one(micro)
+        work = step.work_of_all
+        return linear, LinearWork(micro, micro, work, work)
+
+    def linears(self, low: int, high: int) -> Iterator[Linear]:
         """Linear traces between two sizes, halved where one does not cover both ends, as around the size from which the
         loss has several tiles."""
         small, large = self._at(low), self._at(high)
-        if not (isinstance(small, CountedStep) and isinstance(large, CountedStep)):
+        if not (isinstance(small, TracedStep) and isinstance(large, TracedStep)):
             return
         linear = LinearTrace.between((low, small.trace), (high, large.trace))
         if linear is not None:
-            yield linear
+            completed = small.completed(linear)
+            if completed is not None:
+                yield completed, LinearWork(low, high, small.work_of_all, large.work_of_all)
+            else:
+                self._trace_whole()
+                yield from self.linears(low, high)
         elif high - low > 1 and len(self._found) < self.MOST:
             middle = (low + high) // 2
             yield from self.linears(low, middle)
             yield from self.linears(middle, high)
 
-    def work(self, linear: LinearTrace) -> LinearWork:
-        """The work of a linear trace."""
-        small, large = self._at(linear.low), self._at(linear.high)
-        assert isinstance(small, CountedStep)
-        assert isinstance(large, CountedStep)
-        return LinearWork(linear.low, linear.high, small.work, large.work)
+    def _trace_whole(self) -> None:
+        """Five blocks do not determine the trace of all: trace all of them from now on."""
+        assert not self._whole
+        self._whole = True
+        self._found.clear()
 
 
 def _told(
@@ -224,12 +270,3 @@ def _told(
     for config in configs:
         counted = asdict(linear.at(config.batch.micro).total())
         yield memory_cache.activations_key(config), {"bytes": counted, "trace": place}
-
-
-def _traced(config: RunConfig) -> CountedStep | Answer:
-    """The traced step, or why there is none."""
-    try:
-        return counted_step(config)
-    except Exception as error:  # a model's code may raise anything, and the run itself does not need this
-        first = (str(error).strip().splitlines() or [""])[0]
-        return {"unknown": f"{type(error).__name__}: {first[:REASON_LENGTH]}"}

@@ -1,4 +1,4 @@
-"""A child process of the command line for work that needs the models, so that the command itself needs no torch.
+"""Work that needs the models, in a child process of the command line, so that the command itself needs no torch.
 
 Reads {"units": {key: configuration}, "activations": [{key: configuration}, ...]} as JSON from stdin; the configurations
 in one dictionary of activations differ only in the micro-batch. Writes [key, answer] as one line of JSON to stdout as
@@ -151,16 +151,13 @@ def _count() -> int:
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, MOST)
 
 
-def main() -> None:
+def main(asked: Mapping[str, Any] | None = None) -> None:
+    """Answers on stdout what is asked; None reads it from stdin."""
     # Libraries, C code included, may print to stdout. From here on their output goes to stderr instead.
     to = _Answers(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)
-    asked = json.load(sys.stdin)
+    asked = json.load(sys.stdin) if asked is None else asked
     torch.set_num_threads(1)  # fake tensors need no more, and forks must not inherit a pool of threads
     for key, config in asked["units"].items():
         to.tell(key, _answer(from_dict(config)))
     _answer_families(asked["activations"], to, _count())
-
-
-if __name__ == "__main__":
-    main()

@@ -113,6 +113,38 @@ def test_the_next_units_in_recorded_order_are_prefetched_before_waiting_for_the_
         assert rehearsal.said("unshard", "use") == wanted
 
 
+def test_units_that_were_used_between_two_modules_of_another_are_not_gathered_again() -> None:
+    rehearsal = Rehearsal(3, 1)
+    first, between, last = rehearsal.units
+    schedule: Any = rehearsal.schedule
+
+    def forward() -> None:  # `first` has two modules, and `between` is called between them
+        for unit, ended in ((first, None), (between, between), (first, first), (last, last)):
+            schedule.before_forward(unit)
+            if ended is not None:
+                schedule.after_forward(ended)
+
+    def backward() -> None:
+        schedule.begin_backward(boundary=True)
+        for unit, ended in ((last, last), (first, None), (between, between), (first, first)):
+            schedule.before_backward(unit)
+            if ended is not None:
+                schedule.after_backward(ended)
+        schedule.end_backward()
+
+    for _ in range(2):  # the first records the order
+        rehearsal.log.clear()
+        forward()
+        backward()
+    lines = [line for line in rehearsal.log if line.startswith(("unshard", "reshard"))]
+    gathered, released = [lines.index(f"unshard {first.name}"), lines.index(f"reshard {between.name} forward")]
+    assert f"unshard {between.name}" in lines[gathered:released]
+    until_backward = lines[released : lines.index(f"reshard {last.name} forward")]
+    assert f"unshard {between.name}" not in until_backward
+    ended = lines.index(f"reshard {between.name} backward")
+    assert f"unshard {between.name}" not in lines[ended:]
+
+
 @pytest.mark.parametrize(("prefetch", "beyond"), [(0, "bc"), (1, "c"), (2, "")])
 def test_the_unit_after_the_prefetched_ones_begins_its_fetch_from_offload_memory(prefetch: int, beyond: str) -> None:
     rehearsal = Rehearsal(3, prefetch)

@@ -62,15 +62,16 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # more than half of all calls, each of which would pass through all modes
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self._see(result)
-        else:
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, torch.Tensor):
-                    self._see(tensor)
-        if self._observe is not None:
-            self._observe(len(self.trace.marks), func, args, kwargs or {}, result)
+        with torch._C.DisableTorchFunction():  # function modes would be asked for each attribute of a tensor in here
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                self._see(result)
+            else:
+                for tensor in tree_leaves(result):
+                    if isinstance(tensor, torch.Tensor):
+                        self._see(tensor)
+            if self._observe is not None:
+                self._observe(len(self.trace.marks), func, args, kwargs or {}, result)
         return result
 
     def _see(self, tensor: torch.Tensor) -> None:

@@ -12,9 +12,9 @@ be traced itself. Standard library only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from zero_runtime.memory.activation_count import Mark, Trace
+from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
 
 SHORT = 5  # blocks of the short model
 MIDDLE = 2
@@ -38,12 +38,21 @@ Span = tuple[int, int]  # events [start, stop)
 
 def with_blocks(short: Trace, units: BlockUnits, blocks: int) -> Trace | None:
     """The trace of the model with `blocks` equal blocks; None if that of five does not determine it."""
+    found = linear_with_blocks(LinearTrace.of_one(1, short), units, blocks)
+    return None if found is None else found.trace
+
+
+def linear_with_blocks(short: LinearTrace, units: BlockUnits, blocks: int) -> LinearTrace | None:
+    """The same for the traces of several micro-batches."""
     if blocks <= SHORT:
         return None
-    spans = _spans(short, units)
-    if spans is None or not _alike(short, spans):
+    trace = short.trace
+    spans = _spans(trace, units)
+    if spans is None or not (_alike(trace, spans) and _alike(replace(trace, sizes=short.slopes), spans)):
         return None
-    return _Copying(short, units, spans, blocks - SHORT + 1).copied()
+    copying = _Copying(trace, units, spans, blocks - SHORT + 1)
+    long = copying.copied()
+    return None if long is None else replace(short, trace=long, slopes=[short.slopes[one] for one in copying.origins])
 
 
 def _spans(trace: Trace, units: BlockUnits) -> dict[tuple[bool, int], Span] | None:
@@ -76,11 +85,13 @@ def _alike(trace: Trace, spans: dict[tuple[bool, int], Span]) -> bool:
 
 
 class _Copying:
-    """Writes the long trace: the short one with `copies` of block 2 instead of one."""
+    """Writes the long trace: the short one with `copies` of block 2 instead of one. origins: the number in the short
+    trace of each storage of the long one."""
 
     def __init__(self, short: Trace, units: BlockUnits, spans: dict[tuple[bool, int], Span], copies: int) -> None:
         self._short, self._units, self._spans, self._copies = short, units, spans, copies
         self._long = Trace()
+        self.origins: list[int] = []
         self._numbers: dict[tuple[int, int], int] = {}  # of the long trace, by copy and number in the short one
         # By storage of blocks 1 and 3: the storage of block 2 in the same place.
         self._like: dict[int, tuple[int, int]] = {}
@@ -127,6 +138,7 @@ class _Copying:
     def _create(self, number: int, copy: int) -> None:
         short = self._short
         key = (copy if number in self._own else 0, number)
+        self.origins.append(number)
         self._numbers[key] = self._long.came(
             short.sizes[number], in_block=short.in_blocks[number], on_host=short.on_host[number]
         )

@@ -9,11 +9,15 @@ bits.)
 
 from __future__ import annotations
 
-from zero_runtime.limits import Limits
+from collections.abc import Iterator
+
+from zero_runtime.limits import Broken, ConfigError
 from zero_runtime.optim.config_base import OptimizerConfig
 from zero_runtime.optim.configs import OneBitAdamConfig
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.wire import Wire
+from zero_runtime.wire import EXACT, Wire
+
+ALONE = "parallel.tp=1"
 
 
 def check_divided(degree: int, optimizer: OptimizerConfig | None, precision: MixedPrecision, wire: Wire) -> None:
@@ -21,20 +25,34 @@ def check_divided(degree: int, optimizer: OptimizerConfig | None, precision: Mix
 
     optimizer: None for inference. See [Note: blocks and slices].
     """
-    if degree == 1:
-        return
-    limits, alone = Limits({}, "parallel"), "parallel.tp=1"
-    if optimizer is not None and optimizer.matrix_patterns is not None:
-        rule = f"optimizer.kind={optimizer.kind} updates whole matrices, of which these ranks hold slices"
-        limits.refuse(rule, f"parallel.tp={degree}", "optimizer=adamw", alone)
-    if isinstance(optimizer, OneBitAdamConfig):
-        rule = f"optimizer.kind={optimizer.kind} gives replicated and divided parameters one scale"
-        limits.refuse(rule, f"parallel.tp={degree}", "optimizer=adamw", alone)
-    for key, value in (("gather_dtype", wire.gather), ("reduce_dtype", wire.reduce)):
-        if value is not None:
-            rule = f"zero.{key}={value} gives replicated and divided parameters one scale"
-            limits.refuse(rule, f"parallel.tp={degree}", f"zero.{key}=null", alone)
-    if precision.weights is not None:
+    broken = [*refused_wire(degree, wire), *refused_weights(degree, precision)]
+    if optimizer is not None:
+        broken += refused_optimizer(degree, optimizer)
+    if broken:
+        raise ConfigError(broken)
+
+
+def refused_optimizer(degree: int, optimizer: OptimizerConfig) -> Iterator[Broken]:
+    """The rule that an optimizer breaks which needs full matrices, or equal shards of all ranks."""
+    why = ""
+    if optimizer.matrix_patterns is not None:
+        why = "updates whole matrices, of which these ranks hold slices"
+    elif isinstance(optimizer, OneBitAdamConfig):
+        why = "gives replicated and divided parameters one scale"
+    if degree > 1 and why:
+        yield Broken(f"optimizer.kind={optimizer.kind} {why}", f"parallel.tp={degree}", (ALONE,))
+
+
+def refused_wire(degree: int, wire: Wire) -> Iterator[Broken]:
+    """The rule that quantised messages break."""
+    if degree > 1 and wire != EXACT:
+        rule = f"parallel.tp={degree} sends exact messages: zero.gather_dtype and zero.reduce_dtype must be null"
+        exact = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
+        yield Broken(rule, f"{wire.gather or 'null'} and {wire.reduce or 'null'}", (exact, ALONE))
+
+
+def refused_weights(degree: int, precision: MixedPrecision) -> Iterator[Broken]:
+    """The rule that quantised weights break."""
+    if degree > 1 and precision.weights is not None:
         rule = f"precision.weights={precision.weights} quantises whole parameters"
-        limits.refuse(rule, f"parallel.tp={degree}", "precision.weights=null", alone)
-    limits.conclude()
+        yield Broken(rule, f"parallel.tp={degree}", ("precision.weights=null", ALONE))

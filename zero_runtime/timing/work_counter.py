@@ -71,8 +71,7 @@ class WorkCounter:
         if rule is None:
             rule = self._rules[func] = _rule_of(func)
         if rule is not _Moves.NOTHING:
-            with torch._C.DisableTorchFunction():  # a function mode would be asked for each attribute of a tensor
-                self._add(rule, segment, func, args, kwargs, result)
+            self._add(rule, segment, func, args, kwargs, result)
 
     def _add(
         self,

@@ -8,11 +8,7 @@ from orchestrator.config.schema import Adapter, AdapterKind, Batch, Loss, LossKi
 from orchestrator.config.state_groups import Zero
 from orchestrator.config.strict import Broken
 from orchestrator.plan.rules.scene import Scene
-from zero_runtime.wire import EXACT
-
-# Optimizers that need full matrices, or equal shards of all ranks.
-UNDIVIDED = ("muon", "onebitadam")
-ALONE = "parallel.tp=1"
+from zero_runtime.tensor_parallel.refusals import ALONE, refused_optimizer, refused_wire
 
 
 def tp_divides_the_ranks(scene: Scene, parallel: Parallel, resources: Resources) -> Broken | None:
@@ -51,18 +47,11 @@ def divided_layers_have_no_adapters(scene: Scene, parallel: Parallel, adapter: A
 
 
 def slices_are_sent_exactly(scene: Scene, parallel: Parallel, zero: Zero) -> Broken | None:
-    if parallel.tp == 1 or zero.wire == EXACT:
-        return None
-    rule = f"parallel.tp={parallel.tp} sends exact messages: zero.gather_dtype and zero.reduce_dtype must be null"
-    exact = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
-    return Broken(rule, f"{zero.wire.gather or 'null'} and {zero.wire.reduce or 'null'}", (exact, ALONE))
+    return next(refused_wire(parallel.tp, zero.wire), None)
 
 
 def optimizer_updates_slices(scene: Scene, parallel: Parallel, optimizer: Optimizer) -> Broken | None:
-    if parallel.tp == 1 or optimizer.rule.kind not in UNDIVIDED:
-        return None
-    rule = f"parallel.tp={parallel.tp} needs an optimizer that updates slices of parameters"
-    return Broken(rule, f"optimizer={optimizer.rule.kind}", (ALONE,))
+    return next(refused_optimizer(parallel.tp, optimizer.rule), None)
 
 
 def inference_has_full_layers(scene: Scene, parallel: Parallel, measure: Measure) -> Broken | None:
