@@ -238,15 +238,24 @@ def _offloaded(case: Case, plans: list[OffloadPlan]) -> None:
         runtime.close()
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.full)])
-def test_an_offloaded_optimizer_gives_the_same_bits(kind: OuterSharding, tmp_path: Path) -> None:
+OFFLOADED = replace(GROUPED, outer_sharding="optim", precision=BF16)
+ON_HOST = OffloadPlan(optimizer=Tier.HOST, copies=LateCopies)
+
+
+def test_an_optimizer_offloaded_to_the_host_gives_the_same_bits() -> None:
+    run_ranks(_offloaded, 4, replace(OFFLOADED, clip_norm=CLIP_NORM), [ON_HOST])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("clip_norm", [None, CLIP_NORM])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tier_of_the_optimizer_gives_the_same_bits(
+    kind: OuterSharding, clip_norm: float | None, tmp_path: Path
+) -> None:
     """Without clipping a speculative step is guessed right, and with it wrong."""
-    host = OffloadPlan(optimizer=Tier.HOST, copies=LateCopies)
     file = offload_to(tmp_path, params=False)
-    guessing = [replace(host, speculative=True), replace(file, speculative=True)]
-    case = replace(GROUPED, outer_sharding=kind, precision=BF16, micro_batches=2)
-    run_ranks(_offloaded, 4, case, guessing)
-    run_ranks(_offloaded, 4, replace(case, clip_norm=CLIP_NORM), [host, replace(host, ratio=0.5), file, *guessing])
+    plans = [replace(ON_HOST, ratio=0.5), file, replace(ON_HOST, speculative=True), replace(file, speculative=True)]
+    run_ranks(_offloaded, 4, replace(OFFLOADED, outer_sharding=kind, micro_batches=2, clip_norm=clip_norm), plans)
 
 
 def _read_and_written(case: Case) -> list[float]:
@@ -303,7 +312,7 @@ def _unbroken(setting: Setting) -> list[float]:
     ("saved", "target"),
     [
         (OUTER[0], LAYOUTS[0]),
-        (LAYOUTS[0], OUTER[1]),
+        pytest.param(LAYOUTS[0], OUTER[1], marks=pytest.mark.full),
         *(pytest.param(OUTER[1], one, marks=pytest.mark.full) for one in LAYOUTS[1:]),
         *(pytest.param(one, OUTER[0], marks=pytest.mark.full) for one in LAYOUTS[1:]),
         pytest.param(OUTER[0], replace(OUTER[1], world=6, shard_ranks=3), marks=pytest.mark.full),
@@ -315,6 +324,7 @@ def test_checkpoints_are_loaded_into_and_from_other_layouts(saved: Setting, targ
         assert_states(found, states)
 
 
+@pytest.mark.full
 def test_a_resumed_run_has_the_losses_of_the_unbroken_one(tmp_path: Path) -> None:
     path, _ = run_ranks(_saved, 4, tmp_path, OUTER[0])[0]
     unbroken = run_ranks(_unbroken, 4, OUTER[0])[0]
