@@ -28,7 +28,8 @@ class Bar:
 
     lengths: of its parts, in the order of the chart's. spread: the ends of its whisker. outline: a length to compare
     with. tick: a further value on it. note: written at its end. paint: in place of that of its only part. key: the
-    number of its row in the table, if it has one. lacking: it has no value; a cross stands at 0.
+    number of its row in the table, if it has one. place: written before its label. lacking: it has no value; a cross
+    stands at 0.
     """
 
     label: str

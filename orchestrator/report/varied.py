@@ -32,7 +32,7 @@ class Varied:
     levels: tuple[str, ...]
 
 
-class MatchedRatio(NamedTuple):
+class PairedChange(NamedTuple):
     """How a value of a setting compares with another in matched points, as ratios less 1. pairs: their number."""
 
     low: float
@@ -82,7 +82,7 @@ def _is_unshown(key: str) -> bool:
 
 def changes(
     setting: Varied, others: Sequence[Varied], values: Sequence[float | None], reference: str
-) -> dict[str, MatchedRatio]:
+) -> dict[str, PairedChange]:
     """How much larger `values` is with each level than with the reference level; see [Note: matched points].
 
     values: of each point, positive; None for points without one. Levels that have no matched point are left out.
@@ -94,7 +94,7 @@ def changes(
             if level != reference:
                 found.setdefault(level, []).append(value / (base or 1.0) - 1)
     return {
-        level: MatchedRatio(min(ratios), statistics.median(ratios), max(ratios), len(ratios))
+        level: PairedChange(min(ratios), statistics.median(ratios), max(ratios), len(ratios))
         for level, ratios in found.items()
     }
 

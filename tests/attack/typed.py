@@ -26,6 +26,7 @@ import yaml
 from trials import Trial, Wrong
 
 from orchestrator import cli
+from orchestrator.charts import raster
 from orchestrator.commands import doctor, export, fit, launch_script
 from orchestrator.commands import run as study
 from orchestrator.commands import sweep as sweep_command
@@ -123,6 +124,8 @@ class Typist:
         monkeypatch.setattr(doctor, "loopback", lambda: "127.0.0.1")
         monkeypatch.setattr(memory_cache, "_ask_child", _counted)
         monkeypatch.setattr(subprocess, "run", _no_tool)
+        # matplotlib, which only report.png needs, takes a second; odd numbers in pictures: report/test_figures.py.
+        monkeypatch.setattr(raster, "png", lambda picture, factor: b"")
         monkeypatch.setattr(study, "run_point", _recorded)
         monkeypatch.setattr(export, "_export", lambda path, out, dtype: None)
         monkeypatch.setattr(launch_script, "run_script", lambda command, placement: ScriptEnd())
