@@ -1,7 +1,7 @@
 """The file by which a sweep's controller gives turns to the ranks of a point, and by which they wait for them.
 
-A file, and no message: the ranks have no connection to the controller, and a rank that waits must use no processor time
-while another point is measured.
+A file, and no message: the ranks have no connection to the controller, and a rank that waits must use next to no
+processor time while another point is measured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.record_shapes import TURNS
 from orchestrator.records.run_record import AttemptPaths
 
-LOOK_S = 0.02
+LOOK_S = 0.05
 
 
 def open_turns(
@@ -62,6 +62,12 @@ class Turns:
             return
         self._turn += 1
         tell(self._turn)
-        while require_json(self._attempt.turns, TURNS)["granted"] < self._turn:
+        seen: tuple[int, int] | None = None
+        while True:
+            status = self._attempt.turns.stat()
+            before, seen = seen, (status.st_ino, status.st_mtime_ns)
+            # The file is replaced by each grant, and read only when it has been.
+            if before != seen and require_json(self._attempt.turns, TURNS)["granted"] >= self._turn:
+                return
             waiting()
             time.sleep(LOOK_S)

@@ -21,8 +21,8 @@ CONFIG = make_config(Path("outputs"))
 THRESHOLD = 0.05
 ROUNDS = 6  # of measure=standard
 TRIES = 40
-# The noise of a two-core machine (benchmarks/results/rank_repeats_cpu_*.md): the relative standard deviation of a
-# round's median, and of the speed between two sweeps.
+# Relative standard deviations of a round's median, and of the speed between two sweeps, up to which the promise holds;
+# benchmarks/rank_repeats.py measures those of a machine.
 BETWEEN_ROUNDS, BETWEEN_SWEEPS = 0.015, 0.005
 
 
