@@ -19,6 +19,7 @@ import argparse
 import gc
 import itertools
 import json
+import math
 import os
 import pickle
 import platform
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -39,6 +40,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,6 +75,7 @@ from zero_runtime.offload.plan import Tier  # noqa: E402
 from zero_runtime.plan import OuterSharding  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
+from zero_runtime.tensor_source import TensorSource  # noqa: E402
 
 WIDE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8}
 MODELS = {
@@ -203,8 +206,14 @@ class Predictions:
         return self._traces[key]
 
     def of(self, case: Case) -> Predicted:
-        config, micro = config_of(case), case.micro
-        linear = LinearTrace.of_one(micro, self.trace(config))
+        memory = self.memory(case)
+        peak, host = memory.peak(case.micro), memory.away().host
+        assert peak is not None
+        return Predicted(memory.parts[0].peaks.between_steps + host, peak.total + host, peak.when)
+
+    def memory(self, case: Case) -> ConfigMemory:
+        config = config_of(case)
+        linear = LinearTrace.of_one(case.micro, self.trace(config))
         shapes = shapes_of(config)
         # Host memory is separate from a GPU's memory; the plain copies of a CPU rank behave in the same way.
         on_host = config.offload.plan().uses_host
@@ -215,10 +224,8 @@ class Predictions:
         states = replay_states(linear.trace, units, rules, prefetch=case.prefetch)
         names = [unit["name"] for unit in shapes["units"]]
         part = StepMemory(linear, StepPeaks.of(linear, states, names), tokens=0)
-        memory = ConfigMemory(config, units, rules, (part,))
-        peak, host = memory.peak(micro), memory.away().host
-        assert peak is not None
-        return Predicted(states.between_steps + host, peak.total + host, peak.when)
+        largest = tuple(max(math.prod(shape) for _, shape in unit["shapes"]) for unit in shapes["units"])
+        return ConfigMemory(config, units, rules, (part,), largest_numels=largest)
 
 
 def _on_cuda(config: RunConfig) -> RunConfig:
@@ -237,6 +244,9 @@ class Measured:
     left: int
 
 
+Measure = Callable[[Sequence[Case]], list[Any]]  # of a rank, in the order of the cases
+
+
 def measured(cases: Sequence[Case]) -> list[Measured]:
     """On this rank of a process group, in a process that ends afterwards: it collects no garbage."""
     gc.disable()  # a collection frees cycles at times that depend on what else has run
@@ -245,28 +255,28 @@ def measured(cases: Sequence[Case]) -> list[Measured]:
 
 def _measured(case: Case) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
-        runtime = _runtime(config_of(case, folder))
-        ids = torch.zeros((case.micro, SEQ), dtype=torch.int64)
-        tile = config_of(case).loss.tile_tokens
-
-        def step() -> None:
-            tokens = runtime.sum_over_ranks(ids.numel())
-            for _ in range(case.accumulation):
-                loss = token_losses(runtime.model, ids, ids, tile) / tokens
-                runtime.backward(loss)
-                del loss
-            runtime.step(1e-3)
-
+        runtime = made(config_of(case, folder))
         for _ in range(WARM_UP):
-            step()
+            step(runtime, case)
         census = take_census(runtime)
-        highest, left = allocated(step)
+        highest, left = allocated(lambda: step(runtime, case))
         runtime.close()
     between = census.states + census.host
     return Measured(between, between + highest, left)
 
 
-def _runtime(config: RunConfig) -> ZeroRuntime:
+def step(runtime: ZeroRuntime, case: Case) -> None:
+    ids = torch.zeros((case.micro, SEQ), dtype=torch.int64)
+    tokens = runtime.sum_over_ranks(ids.numel())
+    for _ in range(case.accumulation):
+        loss = token_losses(runtime.model, ids, ids, config_of(case).loss.tile_tokens) / tokens
+        runtime.backward(loss)
+        del loss
+    runtime.step(1e-3)
+
+
+def made(config: RunConfig, source: Callable[[nn.Module], TensorSource] | None = None) -> ZeroRuntime:
+    """The runtime of a rank. source: of the weights, for the model; None draws them."""
     model, initialise = build_deferred(config)
     Recomputation(model, config.recompute)
     offload = config.offload.plan()
@@ -275,6 +285,7 @@ def _runtime(config: RunConfig) -> ZeroRuntime:
         clip_norm=CLIP,
         prefetch=config.zero.prefetch,
         initialise=initialise,
+        weights=None if source is None else source(model),
         offload=replace(offload, copies=HoldingCopies) if offload.uses_host else offload,
     )
     device = torch.device("cpu")
@@ -291,26 +302,26 @@ def allocated(function: Any) -> tuple[int, int]:
     return max(running, default=0), running[-1] if running else 0
 
 
-def rank_main(rank: int, world: int, folder: str, cases: Sequence[Case]) -> None:
+def rank_main(rank: int, world: int, folder: str, cases: Sequence[Case], measure: Measure) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # a census then visits only what this rank has created
     store = dist.FileStore(str(Path(folder, f"store{world}")), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    Path(folder, f"{world}-{rank}").write_bytes(pickle.dumps(measured(cases)))
+    Path(folder, f"{world}-{rank}").write_bytes(pickle.dumps(measure(cases)))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measured_in_worlds(cases: Sequence[Case]) -> dict[Case, list[Measured]]:
-    """By combination the numbers of all ranks. Ranks are forked from a process that has imported the libraries."""
+def measured_in_worlds(cases: Sequence[Case], measure: Measure) -> dict[Case, list[Any]]:
+    """By combination what all ranks measure. Ranks are forked from a process that has imported the libraries."""
     torch.multiprocessing.set_forkserver_preload(["benchmarks.predicted_peaks", *(_module(name) for name in MODELS)])
-    found: dict[Case, list[Measured]] = {}
+    found: dict[Case, list[Any]] = {}
     for world in VALUES.world:  # type: ignore[attr-defined]
         own = [case for case in cases if case.world == world]
         if not own:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            args = (world, folder, own)
+            args = (world, folder, own, measure)
             torch.multiprocessing.start_processes(rank_main, args, nprocs=world, start_method="forkserver")
             ranks = [pickle.loads(Path(folder, f"{world}-{rank}").read_bytes()) for rank in range(world)]
         found |= {case: [rank[place] for rank in ranks] for place, case in enumerate(own)}
@@ -402,7 +413,7 @@ def main() -> None:
     args = parser.parse_args()
     start = time.monotonic()
     cases = [*covering(args.count, args.seed), *OUTER]
-    ranks = measured_in_worlds(cases)
+    ranks = measured_in_worlds(cases, measured)
     predictions = Predictions()
     rows = [Compared(case, predictions.of(case), ranks[case]) for case in cases]
     facts = summary(rows, args.seed)

@@ -175,6 +175,9 @@ class UnitParameters:
         most one exists in addition to the unit; those in `given` get no values. The master shard is filled before the
         values are rounded to param_dtype.
         """
+        if self.state is DataState.STALE:  # so a tier has declared it, whose shards are about to be written
+            self.move(DataState.UNSHARDING)
+            self.move(DataState.UNSHARDED)
         with torch.no_grad():
             self._fill_storage()
             for start, stop in self.layout.gaps:

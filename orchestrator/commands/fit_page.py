@@ -13,6 +13,7 @@ from orchestrator.config.schema import Device, to_dict
 from orchestrator.config.strict import Refusal, nearest
 from orchestrator.plan import fit, fit_arithmetic
 from orchestrator.plan.fit import Fit
+from orchestrator.plan.moments import all_moments
 from orchestrator.plan.prediction import hardware_name
 from orchestrator.plan.speed import Speed
 from orchestrator.report.screen import Screen
@@ -31,7 +32,6 @@ COLUMNS = {
 }
 ROUGH = "~"
 GAP = 2  # characters between columns
-OFFLOADED = " is not predicted with offload"
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -105,8 +105,8 @@ class FitPage:
         self._screen.table(narrowed(Table(header, (*parts, total), names=2), self._width))
         self._screen.console.print()
         self._screen.rows(_after(one))
-        self._say(f"outside a step: the most bytes of one rank{'' if one.memory.outside_step() else OFFLOADED}")
         if moments := _outside(one):
+            self._say("outside a step: the most bytes of one rank")
             self._screen.table(narrowed(moments, self._width))
         self._propose_run([one] if one.micro else [])
 
@@ -312,8 +312,8 @@ def _outside(one: Fit) -> Table | None:
     """The moments outside of steps. The host's bytes are in addition to the device's, also on a CPU."""
     header = ("moment", "what exists", "device", "host", "host of a node")
     rows = []
-    for moment in one.memory.outside_step():
-        of_node = moment.host * one.ranks_per_node
+    for moment in all_moments(one.memory):
+        of_node = moment.host * (1 if moment.alone else one.ranks_per_node)
         too_much = [f"more than {size(one.limit_bytes)}"] * (moment.device + one.overhead.most > one.limit_bytes)
         if one.host_limit_bytes is not None and of_node > one.host_limit_bytes:
             too_much.append(f"more than the node's {size(one.host_limit_bytes)}")

@@ -15,6 +15,7 @@ from typing import Any
 from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.config.strict import Broken
 from orchestrator.plan import fit
+from orchestrator.plan.moments import on_device, worst
 from orchestrator.plan.point import Point
 from orchestrator.plan.speed import Speed
 from orchestrator.records import contents
@@ -37,6 +38,7 @@ from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.counted_unit import OPTIMIZER
 from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
 from zero_runtime.memory.model import StateBytes
+from zero_runtime.memory.outside_step import MomentBytes
 from zero_runtime.memory.step_memory import Peak
 
 # Parts of a peak, where no table shows what they are parts of.
@@ -46,6 +48,7 @@ IN_FULL = {
     fit.OUTSIDE: "embedding, head and loss",
     fit.BACKWARD: "gradients of activations",
 }
+STEP = "a step"  # the name of its moment
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,9 @@ class Prediction:
     limit_bytes: None if it is not known. activations: None if they cannot be counted; `unknown` says
     why. overhead: the memory of CUDA, NCCL and cuBLAS. peak: the worst moment of a step, if the activations
     were traced. speed: of a step, if what it needs was measured here. remedies: overrides with which the point fits, if
-    they were searched for (`advised`).
+    they were searched for (`advised`). host_bytes: of a rank's host memory in a step. outside: the moments outside of
+    steps that the run meets. on_host: the ranks compute in host memory. ranks_per_node, host_limit_bytes: ranks of a
+    node, and the host memory for them; None if it is not known, or is what the ranks compute in.
     """
 
     states: StateBytes
@@ -87,22 +92,58 @@ class Prediction:
     speed: Speed | None = None
     remedies: tuple[str, ...] = ()
     advised: bool = False
+    host_bytes: int = 0
+    outside: tuple[MomentBytes, ...] = ()
+    on_host: bool = False
+    ranks_per_node: int = 1
+    host_limit_bytes: int | None = None
+
+    @property
+    def moments(self) -> list[MomentBytes]:
+        """The worst moment of a step, if the activations were traced, and those outside of steps."""
+        if self.peak is None:
+            return []
+        return [MomentBytes(STEP, self.peak.total, self.host_bytes, self.peak.when), *self.outside]
+
+    @property
+    def worst(self) -> MomentBytes | None:
+        """The moment that decides about the memory that the ranks compute in."""
+        return worst(self.moments, shared=self.on_host)
+
+    @property
+    def _most_bytes(self) -> int:
+        """At the worst moment; only of model states if the activations are not counted."""
+        found = self.worst
+        return self.states.total if found is None else on_device(found, shared=self.on_host)
 
     @property
     def needed_bytes(self) -> int:
-        """The bytes that a rank holds at the peak of a step with the least that libraries take; only of model states if
-        the activations are not counted."""
-        return (self.states.total if self.peak is None else self.peak.total) + self.overhead.least
+        """The bytes that a rank holds at the worst moment that the run meets, with the least that libraries take; only
+        of model states if the activations are not counted."""
+        return self._most_bytes + self.overhead.least
 
     @property
     def ceiling_bytes(self) -> int | None:
         """The same with the most that libraries take, but without the buffers of kernels; None if the activations are
         not counted."""
-        return None if self.peak is None else self.peak.total + self.overhead.most
+        return None if self.peak is None else self._most_bytes + self.overhead.most
+
+    @property
+    def host_needed(self) -> MomentBytes | None:
+        """The moment with the most bytes in a rank's host memory, where that is separate."""
+        return None if self.on_host else max(self.moments, key=lambda one: one.host, default=None)
 
     @property
     def cannot_fit(self) -> bool:
-        return self.limit_bytes is not None and self.needed_bytes * self.ranks_share > self.limit_bytes
+        too_large = self.limit_bytes is not None and self.needed_bytes * self.ranks_share > self.limit_bytes
+        return too_large or self.host_lacks
+
+    @property
+    def host_lacks(self) -> bool:
+        """Whether a node has not enough host memory for its ranks."""
+        host = self.host_needed
+        limit = self.host_limit_bytes
+        return host is not None and limit is not None and host.host * self.ranks_per_node > limit
 
     def to_dict(self) -> dict[str, Any]:
         """The prediction as plain data, for records and other programs."""
@@ -114,6 +155,7 @@ class Prediction:
             "needed": self.needed_bytes,
             "at_most": self.ceiling_bytes,
             **({"peak": asdict(self.peak)} if self.peak is not None else {}),
+            **({"moments": [asdict(one) for one in self.moments]} if self.peak is not None else {}),
             **({"speed": self.speed.to_dict()} if self.speed is not None else {}),
             "limit": self.limit_bytes,
             "ranks_share": self.ranks_share,
@@ -220,17 +262,37 @@ def cannot_fit(prediction: Prediction) -> str:
     text = f"the model states alone, {share}{size(states.total)}, are more than {limit}"
     if overhead and states.total <= (prediction.limit_bytes or 0):
         text = f"the model states, {size(states.total)}, with {overhead} are more than {limit}"
-    peak = prediction.peak
-    if peak is not None:
-        large = [(name, count) for name, count in fit.parts(peak) if count * 100 >= peak.total]
-        listed = [f"{IN_FULL.get(name, name)} {size(count)}" for name, count in large] + [overhead] * bool(overhead)
-        text = f"needs {share}{size(prediction.needed_bytes)} {peak.when}, more than {limit}: {', '.join(listed)}"
+    if prediction.worst is not None:
+        text = _too_large(prediction, share, limit)
     if not prediction.advised:
         return text
     would = (
         f"would fit: {'   or   '.join(prediction.remedies[:3])}" if prediction.remedies else "no single setting fits"
     )
     return f"{text}; {would}"
+
+
+def _too_large(prediction: Prediction, share: str, limit: str) -> str:
+    """The worst moment of a run that is too large, and what its bytes are."""
+    peak, moment, host = prediction.peak, prediction.worst, prediction.host_needed
+    assert peak is not None
+    assert moment is not None
+    if host is not None and prediction.host_lacks:
+        of_node = f"{prediction.ranks_per_node} x {size(host.host)}"
+        return f"needs {of_node} of host memory {_at(host)}, more than a node's {size(prediction.host_limit_bytes)}"
+    needs = f"needs {share}{size(prediction.needed_bytes)} {_at(moment)}, more than {limit}"
+    if moment.name != STEP:
+        return needs
+    large = [(name, count) for name, count in fit.parts(peak) if count * 100 >= peak.total]
+    listed = [f"{IN_FULL.get(name, name)} {size(count)}" for name, count in large]
+    listed += [f"host buffers of offload {size(moment.host)}"] * (prediction.on_host and moment.host > 0)
+    overhead = _overhead_text(prediction.overhead)
+    return f"{needs}: {', '.join([*listed, *[overhead] * bool(overhead)])}"
+
+
+def _at(moment: MomentBytes) -> str:
+    """When a moment is, as the end of a sentence."""
+    return moment.why if moment.name == STEP else f"while {moment.name} ({moment.why})"
 
 
 def expected(prediction: Prediction | None) -> str:
@@ -244,7 +306,10 @@ def expected(prediction: Prediction | None) -> str:
     if peak is None:
         unknown = f"activations are not predicted: {prediction.unknown}"
         return f"{size(prediction.states.total)} of model states a rank{libraries}{room}; {unknown}"
-    return f"a peak of {size(peak.total)} of tensors a rank, {peak.when}{libraries}{room}"
+    moment = prediction.worst
+    assert moment is not None
+    nbytes = on_device(moment, shared=prediction.on_host)
+    return f"a peak of {size(nbytes)} of tensors a rank, {_at(moment)}{libraries}{room}"
 
 
 def _overhead_text(overhead: DeviceOverhead) -> str:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from orchestrator.config.schema import Device, LossKind, RunConfig
+from orchestrator.plan.moments import all_moments, met, on_device, worst
 from orchestrator.plan.speed import Speed, speed_of
 from orchestrator.plan.step import ConfigMemory, with_micro
 from orchestrator.plan.target import Target
@@ -40,8 +41,9 @@ class Fit:
     other. limit_bytes: the memory that a rank may allocate from; overhead: what libraries take of it. micro: the
     largest micro-batch that fits with the most that they take; 0 if none does. most_micro: the largest that may fit,
     with the least. capped: every traced micro-batch fits. peak: of the worst moment at `micro`, or at 1 if none fits.
-    host_bytes, scratch_bytes: offloaded by one rank at that micro-batch. host_limit_bytes: host memory of a node with
-    `ranks_per_node` ranks; None if it is not known, or is what the ranks compute in.
+    host_bytes, scratch_bytes: of one rank at that micro-batch, offloaded and for the copy of the last save.
+    host_limit_bytes: host memory of a node with `ranks_per_node` ranks; None if it is not known, or is what the ranks
+    compute in.
     """
 
     label: str
@@ -95,7 +97,7 @@ class Fit:
 
     @property
     def host_lacks(self) -> bool:
-        """Whether a node has not enough host memory for what its ranks offload."""
+        """Whether a node has not enough host memory for what its ranks keep there in steps."""
         return self.host_limit_bytes is not None and self.host_bytes * self.ranks_per_node > self.host_limit_bytes
 
     @property
@@ -104,12 +106,29 @@ class Fit:
         if self.micro:
             return ""
         if self.host_lacks:
-            offloaded = f"{self.ranks_per_node} x {size(self.host_bytes)}"
+            kept = f"{self.ranks_per_node} x {size(self.host_bytes)}"
             total = size(self.host_bytes * self.ranks_per_node)
-            return f"offloads {offloaded} = {total} to a node's host memory of {size(self.host_limit_bytes)}"
+            return f"keeps {kept} = {total} in a node's host memory of {size(self.host_limit_bytes)}"
+        if self.used_bytes[1] <= self.limit_bytes and (outside := self._outside_reason):
+            return outside
         _, largest = max(parts(self.peak), key=lambda part: part[1])
         used = f"micro-batch 1 uses up to {size(self.used_bytes[1])} of {size(self.limit_bytes)}"
         return f"{used}, most of it {self.binds} ({size(largest)})"
+
+    @property
+    def _outside_reason(self) -> str:
+        """The moment outside of steps that a run meets and that does not fit; empty if all do."""
+        shared = self.config.resources.device is not Device.cuda
+        moments = met(self.memory).outside
+        if (most := worst(moments, shared=shared)) is not None:
+            needed = on_device(most, shared=shared) + self.overhead.most
+            if needed > self.limit_bytes:
+                return f"{most.name} uses up to {size(needed)} of {size(self.limit_bytes)} ({most.why})"
+        host = max(moments, key=lambda one: one.host, default=None)
+        if host is None or self.host_limit_bytes is None or host.host * self.ranks_per_node <= self.host_limit_bytes:
+            return ""
+        of_node = f"{self.ranks_per_node} x {size(host.host)}"
+        return f"{host.name} uses {of_node} of a node's host memory of {size(self.host_limit_bytes)} ({host.why})"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for other programs."""
@@ -135,7 +154,7 @@ class Fit:
             "scratch_bytes_per_rank": self.scratch_bytes,
             "sent_bytes_per_step": self.sent_bytes,
             "outside_step_bytes": {
-                moment.name: {"device": moment.device, "host": moment.host} for moment in self.memory.outside_step()
+                moment.name: {"device": moment.device, "host": moment.host} for moment in all_moments(self.memory)
             },
         }
 
@@ -164,10 +183,8 @@ def fit_of(
     limit = target.device_bytes // target.ranks_share
     # The host's memory is compared where it is not what the ranks compute in.
     host_limit = target.host_bytes if target.device is Device.cuda else None
-    micro, most = (
-        _largest_on_the_host(memory, memory.largest(limit - taken), target.ranks_per_node, host_limit)
-        for taken in (overhead.most, overhead.least)
-    )
+    room = _Room(memory, limit, target.ranks_per_node, host_limit, shared=target.device is not Device.cuda)
+    micro, most = (room.largest(taken) for taken in (overhead.most, overhead.least))
     peak = memory.peak(max(micro, 1))
     if peak is None:
         return None
@@ -182,7 +199,7 @@ def fit_of(
         most,
         micro == memory.highest_traced,
         peak,
-        memory.host_bytes(max(micro, 1)),
+        room.host_bytes(max(micro, 1)),
         memory.away().scratch,
         replace(memory, config=with_micro(memory.config, max(micro, 1))).sent_bytes(),
         target.ranks_per_node,
@@ -190,15 +207,38 @@ def fit_of(
     )
 
 
-def _largest_on_the_host(memory: ConfigMemory, micro: int, ranks: int, limit: int | None) -> int:
-    """The largest micro-batch up to `micro` for which a node's host memory suffices; 0 if it does for none."""
-    if limit is None or micro == 0 or memory.host_bytes(micro) * ranks <= limit:
-        return micro
-    fits, exceeds = 0, micro
-    while exceeds - fits > 1:
-        middle = (fits + exceeds) // 2
-        fits, exceeds = (middle, exceeds) if memory.host_bytes(middle) * ranks <= limit else (fits, middle)
-    return fits
+class _Room:
+    """Which micro-batches of a configuration fit. limit: bytes that a rank may use. host_limit: bytes of a node's host
+    memory, for `ranks` ranks; None if it is not compared. shared: the ranks compute in host memory."""
+
+    def __init__(self, memory: ConfigMemory, limit: int, ranks: int, host_limit: int | None, *, shared: bool) -> None:
+        self._memory, self._limit, self._ranks, self._host_limit = memory, limit, ranks, host_limit
+        self._shared = shared
+        self._outside, self._kept = met(memory)
+
+    def largest(self, taken: int) -> int:
+        """The largest micro-batch that fits if libraries take this much of the limit; 0 if none does, or if a moment
+        outside of steps that the run meets does not."""
+        room = self._limit - taken
+        if any(on_device(one, shared=self._shared) > room for one in self._outside):
+            return 0
+        if any(self._exceeds(one.host) for one in self._outside):
+            return 0
+        micro = self._memory.largest(room - (self.host_bytes(1) if self._shared else 0))
+        if micro == 0 or not self._exceeds(self.host_bytes(micro)):
+            return micro
+        fits, exceeds = 0, micro
+        while exceeds - fits > 1:
+            middle = (fits + exceeds) // 2
+            fits, exceeds = (fits, middle) if self._exceeds(self.host_bytes(middle)) else (middle, exceeds)
+        return fits
+
+    def host_bytes(self, micro: int) -> int:
+        """Of a rank's host memory in steps with this micro-batch: offloaded, and the copy of the last save."""
+        return self._memory.host_bytes(micro) + self._kept
+
+    def _exceeds(self, host: int) -> bool:
+        return self._host_limit is not None and host * self._ranks > self._host_limit
 
 
 def order(fits: Sequence[Fit]) -> list[Fit]:

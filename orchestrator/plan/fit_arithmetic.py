@@ -17,7 +17,6 @@ from orchestrator.text.units import count, many, size
 from zero_runtime.memory.counted_unit import GATHERED, GRADS, OPTIMIZER, PARAMS, TRANSFERS, WHOLE_GRADS
 from zero_runtime.memory.model import (
     BytesPerElement,
-    CollectiveCounts,
     Term,
     collective_formula,
     total_state_bytes,
@@ -157,24 +156,22 @@ def _activations(fit: Fit) -> Iterator[Part]:
 
 def sent(fit: Fit) -> str:
     """How the bytes that a rank sends in a step come about (arXiv 1910.02054, section 7)."""
-    config, kind = fit.config, kind_of(fit)
-    counts = CollectiveCounts.of(
-        config.zero.plan, config.batch.accumulation or 1, reduces_at_boundary=config.zero.reduce_at_boundary
-    )
-    group_ranks = config.zero.plan.group_ranks(config.data_ranks)
+    config, kind, memory = fit.config, kind_of(fit), fit.memory
+    counts, group_ranks = memory.collective_counts(), config.zero.plan.group_ranks(config.data_ranks)
     closed = collective_formula(counts, world=config.data_ranks, shard_count=group_ranks)
-    wire = config.zero.wire
+    wire, sharded = config.zero.wire, group_ranks > 1
     gathered, reduced = wire.gather or kind.param, wire.reduce or kind.reduce
-    gathers = f"{counts.gathers} x gathered in {gathered}, " if counts.gathers and group_ranks > 1 else ""
+    gathers = f"{counts.gathers} x gathered in {gathered}, " if counts.gathers and sharded else ""
     gathers += f"{counts.exchanges} x exchanged between groups in {gathered}, " if counts.exchanges else ""
     text = f"{closed} elements: {gathers}{counts.reductions} x reduced in {reduced}"
     text += "; 4 bytes of scale for each 256 quantised" if wire != EXACT else ""
     if tensor := _tensor(fit):
         text += f"; {tensor}"
-    text += "; parts of matrices to their owners and back" if fit.memory.matrices and shard_count(fit) > 1 else ""
-    frozen_elements = fit.memory.frozen_gathers() if group_ranks > 1 else 0
-    also = f"; {count(frozen_elements)} frozen elements gathered, each as often as the schedule does"
-    return text + also if frozen_elements else text
+    text += "; parts of matrices to their owners and back" if memory.matrices and shard_count(fit) > 1 else ""
+    again, of_frozen = (memory.gathered_again(trainable=trained) * sharded for trained in (True, False))
+    text += f"; {count(again)} elements of units that the schedule gathers again" if again > 0 else ""
+    also = f"; {count(of_frozen)} frozen elements gathered, each as often as the schedule does"
+    return text + also if of_frozen else text
 
 
 def _tensor(fit: Fit) -> str:

@@ -17,6 +17,7 @@ from orchestrator.machine import hardware
 from orchestrator.plan import memory_cache, remedies
 from orchestrator.plan.decision import Prediction
 from orchestrator.plan.memory_cache import Answer, Tell, activations_key, units_key
+from orchestrator.plan.moments import Met, met
 from orchestrator.plan.point import Point
 from orchestrator.plan.remedies import PredictedPeak
 from orchestrator.plan.speed import speed_of
@@ -126,6 +127,9 @@ def _prediction(
     counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
     activations = ActivationBytes(**counted["bytes"]) if "bytes" in counted else None
     memory, target = memories.of(config), target_here(config, gpu_bytes)
+    peak = None if memory is None else memory.peak(config.batch.micro)
+    meets = Met() if memory is None or peak is None else met(memory)
+    on_gpus = target.device is Device.cuda
     return Prediction(
         states,
         target.device_bytes,
@@ -133,8 +137,13 @@ def _prediction(
         activations,
         counted.get("unknown", ""),
         overhead_of(config),
-        None if memory is None else memory.peak(config.batch.micro),
+        peak,
         None if memory is None else speed_of(memory, hardware_name(config)),
+        host_bytes=0 if memory is None or peak is None else memory.host_bytes(config.batch.micro) + meets.kept,
+        outside=meets.outside,
+        on_host=not on_gpus,
+        ranks_per_node=target.ranks_per_node,
+        host_limit_bytes=target.host_bytes if on_gpus else None,
     )
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrator.config.schema import Device, RunConfig
-from orchestrator.config.state_groups import Offload
 from orchestrator.plan.memory_cache import activations_key, hash_of, recalled, trace_key, units_key
 from orchestrator.plan.tensor_messages import TensorMessages, TensorSent, messages_in
 from zero_runtime.flat_layout import FlatLayout
@@ -18,18 +17,16 @@ from zero_runtime.memory.activation_count import LinearTrace
 from zero_runtime.memory.caching_allocator import AllocatorSettings
 from zero_runtime.memory.counted_unit import CountRules
 from zero_runtime.memory.model import CollectiveCounts, UnitSize
-from zero_runtime.memory.outside_step import MomentBytes, OutsideStep, UnitParts
 from zero_runtime.memory.reserved import Reserved, reserved_peak
 from zero_runtime.memory.step_memory import TOKEN_BYTES, Peak, StatesReplay, StepMemory, StepPeaks, replay_states
 from zero_runtime.offload.memory import Moves, OffloadBytes, host_bytes, nvme_bytes
 from zero_runtime.offload.plan import Tier
-from zero_runtime.optim.configs import MATRIX_STATES, STATE_ITEMSIZE_BYTES, whole_itemsize
+from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, whole_itemsize
 from zero_runtime.optim.matrix_owners import OwnedMatrix, most_sent_elements, owned_matrices, working_bytes
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, WEIGHT_BLOCK_NUMEL, MixedPrecision
 from zero_runtime.wire import exchanged, gathered, reduced, signs_bytes
 
-EXPORTED_BYTES = 2  # of an element of exported weights, in bf16
 Answers = Mapping[str, Mapping[str, Any]]
 Units = list[tuple[UnitSize, MixedPrecision]]
 
@@ -149,22 +146,27 @@ class ConfigMemory:
     def highest_traced(self) -> int:
         return max((part.peaks.high for part in self.parts), default=0)
 
-    def away(self) -> OffloadBytes:
-        """The bytes that a rank offloads to host memory and to the scratch file."""
-        config, offload = self.config, self.config.offload
-        plan, separate = offload.plan(), any(size.separate_memory for size, _ in self.units)
-        moves = Moves(
+    def away(self, *, stepped: bool = True) -> OffloadBytes:
+        """The bytes that a rank offloads to host memory and to the scratch file. stepped: False before the first
+        step."""
+        if self.config.offload.uses_nvme:
+            return nvme_bytes(self.units, self.moves, stepped=stepped)
+        separate = any(size.separate_memory for size, _ in self.units)
+        return host_bytes(self.units, self.moves) if separate else OffloadBytes()
+
+    @property
+    def moves(self) -> Moves:
+        """What decides the sizes of offloaded shards, and how many are in transfer together."""
+        config, plan = self.config, self.config.offload.plan()
+        return Moves(
             config.zero.plan.shard_count(config.data_ranks),
             config.zero.prefetch,
             config.batch.accumulation or 1,
             tuple(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in config.optimizer.rule.held_states),
             1 if plan.scratch is None else plan.scratch.ahead,
             plan.speculative,
-            offload.params is Tier.NVME,
+            config.offload.params is Tier.NVME,
         )
-        if offload.uses_nvme:
-            return nvme_bytes(self.units, moves)
-        return host_bytes(self.units, moves) if separate else OffloadBytes()
 
     def host_bytes(self, micro: int) -> int:
         """Host memory of a rank for what it offloads, activations (`recompute.offload`) included."""
@@ -173,41 +175,22 @@ class ConfigMemory:
             return self.away().host
         return self.away().host + part.linear.at(micro).total().host
 
-    def outside_step(self) -> list[MomentBytes]:
-        """The moments outside of steps; none with offload, or if no micro-batch was traced."""
-        if not self.parts or self.config.offload != Offload():
-            return []
-        moments, reads = self.moments(), self.config.model.path is not None
-        return [moments.building(reads=reads), moments.saving(), moments.exporting(EXPORTED_BYTES)]
-
-    def moments(self) -> OutsideStep:
-        """What the moments outside of steps are counted from. At least one micro-batch must have been traced."""
-        pairs, rule = zip(self.units, self.largest_numels, strict=True), self.config.optimizer.rule
-        return OutsideStep(
-            [UnitParts(size, kind, largest) for (size, kind), largest in pairs],
-            self.rules,
-            self.parts[0].peaks.between_steps,
-            len(rule.state_names) - (len(MATRIX_STATES) if rule.matrix_patterns is not None else 0),
-            on_cpu=self.config.resources.device is not Device.cuda,
-        )
-
     def sent_bytes(self) -> int:
         """The bytes of data that a rank sends in one steady step (arXiv 1910.02054, section 7, in the dtypes used).
 
-        How often frozen parameters are gathered depends on where a backward needs them: it is read from the replayed
-        schedule, and they are left out if no micro-batch was traced. With matrices that are updated whole, the most of
-        any rank. With tensor parallelism, the messages of one group in addition.
+        How often a unit is gathered is read from the replayed schedule: a backward may need frozen parameters several
+        times, and small units (`zero.unit_numel`) may be gathered more often than twice. If no micro-batch was traced,
+        trained units count as in the closed form and frozen ones are left out. With matrices that are updated whole,
+        the most of any rank. With tensor parallelism, the messages of one group in addition.
         """
         config, ranks, plan = self.config, self.config.data_ranks, self.config.zero.plan
         group_ranks, groups = plan.group_ranks(ranks), ranks // plan.group_ranks(ranks)
-        counts = CollectiveCounts.of(
-            plan, config.batch.accumulation or 1, reduces_at_boundary=config.zero.reduce_at_boundary
-        )
+        counts = self.collective_counts()
         wire, splits, total = config.zero.wire, plan.outer_sharding is not None, 0
-        for (size, kind), replayed in zip(self.units, self._gathers(), strict=True):
+        for (size, kind), gathers in zip(self.units, self._gathers(), strict=True):
             held, train = size.padded_numel // group_ranks, size.trainable
             one = gathered(wire, plan, held, group_ranks, kind.stored_bytes, trainable=size.trainable)
-            total += one.nbytes * (counts.gathers if train else replayed)
+            total += one.nbytes * gathers
             total += exchanged(held, groups, kind.stored_bytes).nbytes * (counts.exchanges or 0) * train
             if config.optimizer.rule.compresses_in(sys.maxsize):
                 total += signs_bytes(size.padded_numel, ranks) * train
@@ -219,18 +202,30 @@ class ConfigMemory:
             config.optimizer.rule
         )
 
+    def collective_counts(self) -> CollectiveCounts:
+        """How often the closed form gathers and reduces each trained element in a step."""
+        config = self.config
+        return CollectiveCounts.of(
+            config.zero.plan, config.batch.accumulation or 1, reduces_at_boundary=config.zero.reduce_at_boundary
+        )
+
     def tensor_sent(self) -> TensorSent:
         """What a rank sends to its tensor-parallel group in one micro-batch."""
         return messages_in(self.config, self.tensor)
 
-    def frozen_gathers(self) -> int:
-        """The elements of frozen parameters that are gathered in a step, each as often as it is."""
+    def gathered_again(self, *, trainable: bool) -> int:
+        """The elements of trained, or of frozen, parameters that the replayed schedule gathers in a step beyond the
+        closed form, each as often as it does."""
+        closed = self.collective_counts().gathers if trainable else 0
         units = zip(self.units, self._gathers(), strict=True)
-        return sum(gathers * size.numel for (size, _), gathers in units if not size.trainable)
+        return sum((gathers - closed) * size.numel for (size, _), gathers in units if size.trainable == trainable)
 
     def _gathers(self) -> Sequence[int]:
-        """How often the replayed schedule gathers each unit in a step."""
-        return self.parts[0].peaks.gathers if self.parts else [0] * len(self.units)
+        """How often the replayed schedule gathers each unit in a step; without a trace as in the closed form."""
+        if self.parts:
+            return self.parts[0].peaks.gathers
+        closed = self.collective_counts().gathers
+        return [closed * size.trainable for size, _ in self.units]
 
 
 class Memories:

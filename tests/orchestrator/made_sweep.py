@@ -72,6 +72,11 @@ def numbers(config: RunConfig, chance: random.Random) -> dict[str, Any]:
     }
     step = result["batch"]["tokens_per_step"] / speed * 1e3
     result["throughput"]["step_ms"] = {"median": step, "p10": step * (1 - width), "p90": step * (1 + width)}
+    result["session"] = "made"
+    result["rounds"] = [
+        {"number": number, "began": 0.0, "step_ms": [step * (1 + chance.uniform(-width, width))]}
+        for number in range(1, 7)
+    ]
     shares = {"data": 0.01, "forward": 0.31, "backward": 0.55, "communication_exposed": 0.08, "optimizer": 0.05}
     result["phases_ms"] = {name: step * part for name, part in shares.items()}
     weights = PARAMETERS * (2 if short else 4)

@@ -23,10 +23,14 @@ from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 LORA = Adapter(AdapterKind.lora, rank=4)
 WORLD, SEQ = 2, 16
+SMALL = 2500  # elements of a unit: some are single layers, others several that are not called one after another
 
 
-def configured(stage: int, adapter: Adapter, accumulation: int, recompute: str = "none") -> RunConfig:
+def configured(
+    stage: int, adapter: Adapter, accumulation: int, recompute: str = "none", unit_numel: int | None = None
+) -> RunConfig:
     config = config_of(4, every=None, stage=stage, ranks=WORLD)
+    config = replace(config, zero=replace(config.zero, unit_numel=unit_numel))
     batch = Batch(micro=2, accumulation=accumulation, global_size=2 * WORLD * accumulation, seq=SEQ)
     return replace(config, adapter=adapter, batch=batch, recompute=RecomputeRule(recompute))  # type: ignore[arg-type]
 
@@ -36,6 +40,8 @@ CONFIGS = [
     configured(3, LORA, 1, "full"),
     configured(1, LORA, 2),
     configured(3, Adapter(), 2),
+    *(configured(3, Adapter(), 2, recompute, SMALL) for recompute in ("none", "full")),
+    configured(2, Adapter(), 2, unit_numel=SMALL),
 ]
 
 
@@ -48,7 +54,12 @@ def _counted(config: RunConfig) -> int:
     model, initialise = build_deferred(config)
     Recomputation(model, config.recompute)
     accumulation = config.batch.accumulation or 1
-    settings = RuntimeSettings(micro_batches=accumulation, prefetch=config.zero.prefetch, initialise=initialise)
+    settings = RuntimeSettings(
+        micro_batches=accumulation,
+        prefetch=config.zero.prefetch,
+        initialise=initialise,
+        unit_numel=config.zero.unit_numel,
+    )
     device = torch.device("cpu")
     runtime = ZeroRuntime(model, config.zero.plan, config.precision.mixed, AdamWConfig(), settings, device)
     ids = torch.zeros((config.batch.micro, SEQ), dtype=torch.int64)

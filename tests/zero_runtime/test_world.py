@@ -106,7 +106,7 @@ def test_nccl_divides_all_ranks_in_one_call_for_each_kind_of_group(nccl: SimpleN
 
 def test_nccl_without_a_bound_device_makes_the_groups_one_by_one(nccl: SimpleNamespace) -> None:
     nccl.world.bound_device_id = None
-    assert RankGroups.make(4) == ("group of [4, 5, 6, 7]", "group of [4, 5, 6, 7]", "group of [1, 5]", None, None)
+    assert RankGroups.make(4) == ("group of [4, 5, 6, 7]", "group of [4, 5, 6, 7]", "group of [1, 5]", None, None, None)
     assert [call.args[0] for call in nccl.new.mock_calls] == [*SHARDS, *SHARDS, *REPLICAS]
     assert all(call.kwargs["pg_options"].is_high_priority_stream for call in nccl.new.mock_calls)
     nccl.split.assert_not_called()

@@ -80,9 +80,11 @@ def host_bytes(units: Units, moves: Moves) -> OffloadBytes:
     return OffloadBytes(params, grads, optimizer, staging)
 
 
-def nvme_bytes(units: Units, moves: Moves) -> OffloadBytes:
+def nvme_bytes(units: Units, moves: Moves, *, stepped: bool = True) -> OffloadBytes:
     """Bytes if offloaded states are stored in a scratch file: the file, and the slots for a step and for gathers ahead.
-    With a device that has separate memory also the host copies of gradients and of new parameters."""
+    With a device that has separate memory also the host copies of gradients and of new parameters.
+
+    stepped: False before the first step, when one slot has been enough."""
     records, param_parts = [], []
     params = grads = updated = staging = scratch = 0
     for size, kind in units:
@@ -101,10 +103,33 @@ def nvme_bytes(units: Units, moves: Moves) -> OffloadBytes:
         if offloaded and not in_file and (moves.speculative or (size.separate_memory and not param)):
             staging += buffer_bytes(shard * ITEMSIZE_BYTES[kind.param])
     if any(records):
-        staging += max(min(updated, 2 * moves.ahead + 1), 1) * buffer_bytes(max(records))
-    if any(param_parts):  # the unit in use, those gathered ahead, and one whose read starts before its gather
+        slots = max(min(updated, 2 * moves.ahead + 1), 1) if stepped else 1
+        staging += slots * buffer_bytes(max(records))
+    if (
+        any(param_parts) and stepped
+    ):  # the unit in use, those gathered ahead, and one whose read starts before its gather
         staging += min(sum(map(bool, param_parts)), moves.prefetch + 2) * buffer_bytes(max(param_parts))
     return OffloadBytes(params, grads, staging=staging, scratch=scratch)
+
+
+def largest_read(unit: tuple[UnitSize, MixedPrecision], moves: Moves, numel: int, block_bytes: int) -> int:
+    """Bytes while one tensor's `numel` elements after another are read from a unit's record to be written elsewhere: a
+    copy, the one before it, and the buffer of complete blocks that it is taken from (`Slots.read_range`). The most of
+    all tensors; 0 without a record."""
+    size, kind = unit
+    shard = size.padded_numel // moves.shard_count
+    stored = aligned(int(shard * kind.stored_bytes)) if size.params_offloaded and moves.params_in_file else 0
+    offloaded = size.trainable and size.optimizer_offloaded
+    states = _record(shard, size, kind, moves.state_bytes) if offloaded else 0
+    widest = max((*moves.state_bytes, ITEMSIZE_BYTES[kind.master]))
+    reads = [(states, round(numel * widest)), (stored, int(numel * kind.stored_bytes))]
+    return max(_read(part, nbytes, block_bytes) for part, nbytes in reads)
+
+
+def _read(part: int, nbytes: int, block_bytes: int) -> int:
+    """Bytes to read twice `nbytes`, which begin anywhere in a part of a record."""
+    blocks = (-(-nbytes // block_bytes) + 1) * block_bytes
+    return buffer_bytes(min(part, blocks)) + 2 * nbytes if part else 0
 
 
 def _record(shard: int, size: UnitSize, kind: MixedPrecision, state_bytes: Sequence[float]) -> int:

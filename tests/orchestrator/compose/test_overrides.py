@@ -34,7 +34,7 @@ def tree() -> Tree:
         ("optimizer.lr=fast", "optimizer.lr=fast: expected a number"),
         ("precision.param=bf61", "expected one of fp32, bf16, fp16. Did you mean 'bf16'?"),
         ("+bogus=1", "'bogus' is not a setting."),
-        ("++zero.bogus=1", "zero has: stage prefetch shard_ranks reduce_at_boundary unit_numel"),
+        ("++zero.bogus=1", "zero has: stage prefetch shard_ranks outer_sharding reduce_at_boundary unit_numel"),
         ("experiment=nope", "experiment has no option 'nope'."),
         ("sweeps=nope", "sweeps has no option 'nope'."),
         ("sweeps=null", "sweeps has no option 'null'."),

@@ -12,6 +12,7 @@ from orchestrator.config.schema import Device, LossKind, RunConfig
 from orchestrator.machine.hardware import Hardware
 from orchestrator.plan import fit, step
 from orchestrator.plan.fit import Fit
+from orchestrator.plan.moments import Met
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.plan.step import ConfigMemory
@@ -19,6 +20,7 @@ from orchestrator.plan.target import Target
 from zero_runtime.activations.rule import RecomputeKind
 from zero_runtime.memory.counted_unit import CountRules
 from zero_runtime.memory.device_overhead import DeviceOverhead
+from zero_runtime.memory.outside_step import MomentBytes
 from zero_runtime.memory.step_memory import Peak
 from zero_runtime.offload.memory import OffloadBytes
 from zero_runtime.plan import ZeroPlan
@@ -46,7 +48,7 @@ class Linear(ConfigMemory):
     def highest_traced(self) -> int:
         return HIGHEST
 
-    def away(self) -> OffloadBytes:
+    def away(self, *, stepped: bool = True) -> OffloadBytes:
         return OffloadBytes(optimizer=self.host)
 
     def host_bytes(self, micro: int) -> int:
@@ -102,7 +104,7 @@ def test_offloaded_bytes_of_all_ranks_of_a_node_must_fit_into_its_host_memory(co
     assert row(config, gpu(50), host=25).micro == 5  # 4 ranks x 25 B = 100 B
     one = row(config, gpu(50), host=26)
     assert (one.micro, one.most_micro, one.host_lacks) == (0, 0, True)
-    assert one.reason == "offloads 4 x 26 B = 104 B to a node's host memory of 100 B"
+    assert one.reason == "keeps 4 x 26 B = 104 B in a node's host memory of 100 B"
     assert row(config, gpu(50, host_bytes=None), host=26).micro == 5  # not known, not compared
 
 
@@ -116,8 +118,43 @@ def test_offloaded_activations_bound_the_micro_batch_by_host_memory(config: RunC
 
 def test_ranks_that_compute_in_host_memory_share_it(config: RunConfig) -> None:
     cpu = Target(Device.cpu, 80, 2, 80, ranks_per_node=2, nodes=1, node=GpuNode())
-    one = row(config, cpu, host=1000)
+    one = row(config, cpu)
     assert (one.limit_bytes, one.micro, one.host_lacks) == (40, 4, False)
+    assert row(config, cpu, host=11).micro == 2  # buffers of offload take a part of the same memory
+
+
+@pytest.mark.parametrize(
+    ("moment", "micro", "reason"),
+    [
+        (MomentBytes("drawing initial values", 60, 25, "a full copy"), 6, ""),
+        (
+            MomentBytes("drawing initial values", 61, 0, "a full copy"),
+            0,
+            "drawing initial values uses up to 65 B of 64 B",
+        ),
+        (
+            MomentBytes("saving a state", 0, 26, "a copy"),
+            0,
+            "saving a state uses 4 x 26 B of a node's host memory of 100 B",
+        ),
+    ],
+)
+def test_a_row_fits_only_if_the_moments_outside_of_steps_do(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, moment: MomentBytes, micro: int, reason: str
+) -> None:
+    monkeypatch.setattr(fit, "met", lambda _memory: Met((moment,)))
+    one = row(config, gpu(64), overhead=(4, 4))
+    assert one.micro == one.most_micro == micro
+    assert one.reason.startswith(reason)
+    assert not one.micro or not one.reason
+
+
+def test_the_copy_of_the_last_save_is_on_the_host_in_all_later_steps(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "met", lambda _memory: Met((), kept=15))
+    assert row(config, gpu(50), host=10).micro == 5  # 4 ranks x (10 B + 15 B) = 100 B
+    assert row(config, gpu(50), host=11).micro == 0
 
 
 def variant(config: RunConfig, label: str, micro: int, **changes: object) -> Fit:

@@ -31,6 +31,7 @@ from orchestrator.records.sweep_record import Planned
 from orchestrator.report import sweep_table
 from zero_runtime.memory.device_overhead import DeviceOverhead
 from zero_runtime.memory.model import StateBytes
+from zero_runtime.memory.outside_step import MomentBytes
 from zero_runtime.memory.step_memory import Peak
 from zero_runtime.precision import MixedPrecision
 
@@ -153,6 +154,32 @@ def test_on_a_gpu_what_cuda_nccl_and_cublas_take_is_part_of_the_prediction_and_o
     assert large.to_dict()["device_overhead"]["communicators"] == 3
     alone = "the model states alone, 3.00 GiB, are more than 2.00 GiB"
     assert decision.cannot_fit(replace(tight, limit_bytes=2 * GIB)) == alone
+
+
+def test_the_worst_moment_that_a_run_meets_decides_and_is_named() -> None:
+    saving = MomentBytes("saving a state", 4 * GIB, 3 * GIB, "a copy of the parts")
+    cpu = Prediction(STATES, 13 * GIB, ranks_share=2, peak=LARGE, host_bytes=GIB, outside=(saving,), on_host=True)
+    assert (cpu.needed_bytes, cpu.ceiling_bytes, cpu.cannot_fit) == (7 * GIB, 7 * GIB, True)
+    told = "2 x 7.00 GiB while saving a state (a copy of the parts), more than 13.0 GiB"
+    assert decision.cannot_fit(cpu) == f"needs {told}"
+    assert decision.expected(cpu).startswith("a peak of 7.00 GiB of tensors a rank, while saving a state (a copy of")
+    step = replace(cpu, outside=(), limit_bytes=11 * GIB)
+    assert "2 x 6.00 GiB in the backward of h.0" in decision.cannot_fit(step)
+    assert "host buffers of offload 1.00 GiB" in decision.cannot_fit(step)
+    names = [moment["name"] for moment in cpu.to_dict()["moments"]]
+    assert names == [decision.STEP, "saving a state"]
+
+
+def test_a_node_needs_host_memory_for_the_worst_moment_of_its_ranks() -> None:
+    saving = MomentBytes("saving a state", 4 * GIB, 3 * GIB, "a copy of the parts")
+    gpus = Prediction(STATES, 6 * GIB, peak=LARGE, host_bytes=GIB, outside=(saving,), ranks_per_node=4)
+    assert (gpus.needed_bytes, gpus.cannot_fit) == (5 * GIB, False)  # the host's memory is not known
+    assert not replace(gpus, host_limit_bytes=12 * GIB).cannot_fit
+    small = replace(gpus, host_limit_bytes=12 * GIB - 1)
+    assert small.cannot_fit
+    assert decision.cannot_fit(small) == (
+        "needs 4 x 3.00 GiB of host memory while saving a state (a copy of the parts), more than a node's 12.0 GiB"
+    )
 
 
 def test_only_points_on_gpus_have_the_allowance() -> None:
