@@ -21,6 +21,7 @@ from orchestrator.worker.activations import answers
 from orchestrator.worker.shapes import units_of
 
 SMALL_BYTES = 256  # messages of the ranks and counters, in tensors of a few numbers
+LARGEST_PART_BYTES = 4 * 512 * 128  # of a part that is read from a scratch file: the embedding of the models, in fp32
 CASES = combinations(24, seed=0)
 SHORT = [Case("llama", 2, 3, "bf16", 1, "none", 1, "full", "all host", 1, 0)]
 
@@ -31,8 +32,10 @@ def check(cases: list[Case]) -> None:
     for place, case in enumerate(cases):
         ranks = [rank[place] for rank in by_rank]
         for name, foreseen, *found in zip(Moments._fields, predicted(case, predictions), *ranks, strict=True):
-            left_out = max(found) - foreseen
-            assert 0 <= left_out <= SMALL_BYTES, (case, name, found, foreseen)
+            left_out, part = max(found) - foreseen, 0
+            if name == "saving" and "nvme" in case.offload:  # which two parts are held at a time is not predicted
+                part = 2 * LARGEST_PART_BYTES
+            assert -part <= left_out <= part + SMALL_BYTES, (case, name, found, foreseen)
 
 
 def test_the_bytes_outside_of_steps_are_the_predicted_ones() -> None:

@@ -167,7 +167,7 @@ class ScratchFile:
         bounds = [offset, *range((offset // step + 1) * step, end, step), end]
         return Transfer(
             [
-                pool.submit(move, low, tensor[low - offset : high - offset], what)
+                pool.submit(_move, move, low, [tensor[low - offset : high - offset]], what)
                 for low, high in pairwise(bounds)
                 if low < high
             ]
@@ -221,6 +221,12 @@ class ScratchFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _move(move: Callable[[int, torch.Tensor, str], None], offset: int, held: list[torch.Tensor], what: str) -> None:
+    """Take the block out of the call's arguments, which the pool's thread may keep for a while after the transfer has
+    been waited for: the memory would be freed late."""
+    move(offset, held.pop(), what)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
