@@ -29,6 +29,7 @@ KEYS += ["folder", "rank", "message", "result", "throughput", "memory", "checksu
 KEYS += ["step", "on_cluster", "tracked", "rank_by", "host", "boot", ""]
 # Files that verbs write in any case.
 WRITTEN = ("report.md", "results.csv", "report.html", "report.png", ".svg")
+MOST_COPIED = 1 << 20  # bytes of a file that takes the place of another
 # Part of the name under which a damaged file is set aside.
 KEPT = ".bad"
 
@@ -59,7 +60,8 @@ def damage(path: Path, scene: Scene, chance: random.Random) -> str:
         return f"{path.name} changed: {path.read_bytes()[:1500]!r}"
     if what < 0.85 and path.is_file():
         other = FILES[chance.choice(RECORDS)](scene)
-        path.write_bytes(other.read_bytes() if other.is_file() else b"")
+        is_small = other.is_file() and other.stat().st_size <= MOST_COPIED  # an earlier damage may have made it huge
+        path.write_bytes(other.read_bytes() if is_small else b"")
         return f"{path.name} as {other.name}"
     # A log is printed, so it must not become a terabyte.
     name = chance.choice([one for one in CORRUPTIONS if path.suffix != ".log" or one != "a terabyte"])
