@@ -23,7 +23,7 @@ class GroupBatch:
     def __init__(self, setting: str, rank: int, degree: int) -> None:
         self._setting, self._rank, self._degree = setting, rank, degree
         self._seen: torch.Tensor | None = None
-        self._fingerprint = torch.zeros(())
+        self._fingerprint: torch.Tensor | None = None
 
     def note(self, ids: torch.Tensor) -> None:
         """Add token ids or labels of a training forward to the fingerprint. Does not wait for the device."""
@@ -54,6 +54,7 @@ class GroupBatch:
         """
         if difference == 0 or isinstance(self._fingerprint, FakeTensor):
             return
+        assert self._fingerprint is not None, "`difference` comes first"
         found: list[float] = gather_objects(float(self._fingerprint))
         degree = self._degree
         groups = [range(start, start + degree) for start in range(0, len(found), degree)]

@@ -156,7 +156,7 @@ class Unit:
         The end of a step calls it, not the next forward: a parameter read between two steps would otherwise have old
         values, and a gather that the read itself starts would hang if only one rank reads.
         """
-        if self._plan.exchanges_after_step:
+        if self._parameters.group_shard is not None and self._plan.exchanges_after_step:
             self._parameters.renew_group()
         if not self._plan.keeps_full_params or self._parameters.location is not ON_DEVICE:
             return
@@ -181,7 +181,8 @@ class Unit:
         """
         parameters = self._parameters
         parameters.end_gather()
-        parameters.end_exchange(stale=self.trainable and self._plan.group_is_stale_after(after))
+        if parameters.group_shard is not None:
+            parameters.end_exchange(stale=self.trainable and self._plan.group_is_stale_after(after))
         if parameters.state is not DataState.UNSHARDED or not self._plan.releases_params_after(after):
             return
         if not self.trainable and self._plan.keeps_full_params:

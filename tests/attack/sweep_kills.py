@@ -120,7 +120,11 @@ class Scene:
             assert len(self._results) == len(self.points), "a point was measured twice"
         for path in self._results:
             config = next(one.config for one in self.points if _is_of(path, one))
-            assert require_json(path) == stub_worker.make_result(config, 9412.0 + 100 * config.zero.stage**2)
+            found, made = require_json(path), stub_worker.make_result(config, 9412.0 + 100 * config.zero.stage**2)
+            rounds = [one["number"] for one in found.pop("rounds")]
+            assert rounds == [*range(1, config.measure.rounds + 1)], "rounds were lost or written again"
+            assert found.pop("session") is None or self.what == "sweep"
+            assert found == made
         left = [path for pattern in LEFTOVERS for path in self.folder.rglob(pattern)]
         assert left == [], "leftovers"
         if self._is_tracked:

@@ -25,6 +25,8 @@ def check_divided(degree: int, optimizer: OptimizerConfig | None, precision: Mix
 
     optimizer: None for inference. See [Note: blocks and slices].
     """
+    if degree == 1:
+        return
     broken = [*refused_wire(degree, wire), *refused_weights(degree, precision)]
     if optimizer is not None:
         broken += refused_optimizer(degree, optimizer)

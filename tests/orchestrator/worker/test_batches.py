@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from orchestrator.worker.train import IGNORED, RankRun, _count
+from orchestrator.worker.train import IGNORED, RankRun
 
 
 def rank_on(device: str) -> RankRun:
@@ -39,5 +40,10 @@ def test_on_a_cpu_a_batch_is_not_copied() -> None:
     assert rank_on("cpu")._on_device(array).data_ptr() == array.ctypes.data
 
 
-def test_tokens_with_a_label_are_counted_from_the_hosts_array() -> None:
-    assert _count(np.array([[1, IGNORED], [IGNORED, 0]])) == 2
+@pytest.mark.parametrize(("degree", "rank", "count"), [(1, 0, 3), (2, 0, 1), (2, 1, 2)])
+def test_tokens_with_a_label_are_counted_from_this_ranks_part_of_the_hosts_array(
+    degree: int, rank: int, count: int
+) -> None:
+    run = rank_on("cpu")
+    run._runtime = SimpleNamespace(sequence=SimpleNamespace(degree=degree, rank=rank))  # type: ignore[assignment]
+    assert run._count(np.array([[1, IGNORED, 2, 3], [IGNORED, IGNORED, IGNORED, IGNORED]])) == count
