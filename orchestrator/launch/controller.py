@@ -179,7 +179,7 @@ class Controller:
             planned, run = lane.points[label], lane.runs.get(label)
             if run is not None:
                 lane.active = label
-                run.grant_turn()
+                run.grant_turn([other.session for other in lane.runs.values() if other is not run])
             elif planned in self._waiting or label in lane.attempts:
                 lane.active = label
                 self._begin(lane, planned)

@@ -57,10 +57,15 @@ class PointRun:
         """Whether the ranks wait for their next turn."""
         return self._turn > self._granted
 
-    def grant_turn(self) -> None:
-        """Lets the ranks go on that wait for a turn."""
+    @property
+    def session(self) -> int:
+        """That of its processes."""
+        return self._job.session
+
+    def grant_turn(self, beside: Sequence[int]) -> None:
+        """Lets the ranks go on that wait for a turn. beside: the sessions of points that wait meanwhile."""
         self._granted = self._turn
-        grant(self.attempt.paths, self._turn)
+        grant(self.attempt.paths, self._turn, beside)
 
     def look(self) -> Verdict | None:
         """None while the run continues. With a verdict, its processes have ended and its state is recorded."""

@@ -14,7 +14,7 @@ from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.record_shapes import TURNS
 from orchestrator.records.run_record import AttemptPaths
 
-LOOK_S = 0.05
+LOOK_S = 0.2
 
 
 def open_turns(
@@ -35,9 +35,9 @@ def open_turns(
     write_json_atomic(attempt.turns, turns)
 
 
-def grant(attempt: AttemptPaths, turn: int) -> None:
-    """Lets the ranks begin this turn, from 1. The warm-up needs none."""
-    write_json_atomic(attempt.turns, {**require_json(attempt.turns, TURNS), "granted": turn})
+def grant(attempt: AttemptPaths, turn: int, beside: Sequence[int] = ()) -> None:
+    """Lets the ranks begin this turn, from 1. The warm-up needs none. beside: the sessions of ranks that wait."""
+    write_json_atomic(attempt.turns, {**require_json(attempt.turns, TURNS), "granted": turn, "beside": list(beside)})
 
 
 class Turns:
@@ -50,6 +50,7 @@ class Turns:
         self.number: int | None = facts.get("number")
         self.earlier: list[dict[str, Any]] = facts.get("earlier") or []
         self.is_short: bool = facts.get("short") or False
+        self.beside: list[int] = []  # the sessions of processes that wait while this attempt has its turn
         self._waits = bool(facts) and self.number is None
         self._turn = 0
 
@@ -67,7 +68,8 @@ class Turns:
             status = self._attempt.turns.stat()
             before, seen = seen, (status.st_ino, status.st_mtime_ns)
             # The file is replaced by each grant, and read only when it has been.
-            if before != seen and require_json(self._attempt.turns, TURNS)["granted"] >= self._turn:
+            if before != seen and (facts := require_json(self._attempt.turns, TURNS))["granted"] >= self._turn:
+                self.beside = facts.get("beside") or []
                 return
             waiting()
             time.sleep(LOOK_S)

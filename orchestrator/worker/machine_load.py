@@ -6,7 +6,8 @@ The difference, as a share of the cores that the ranks may use and of the elapse
 includes a hypervisor that runs another machine on a core (steal). In a container /proc/stat lists all cores of the
 machine, so only the cores in the ranks' affinity, those of the cpuset, are counted. The command's own processes
 (screen, controller, tracker) also count as others, although they sleep most of the time while a run is measured, and so
-do the kernel's own threads.
+do the kernel's own threads. The ranks of other points of the sweep, which wait for their turns, do not: gloo's threads
+look for messages a hundred times a second, about 1 % of a core for each rank, and measuring once more cannot avoid it.
 
 [Note: pressure]
 Linux also counts the time in which at least one process of the machine (or of the container) was ready to go on and
@@ -26,6 +27,7 @@ from typing import NamedTuple
 
 STAT = Path("/proc/stat")
 PRESSURE = Path("/proc/pressure")
+PROCESSES = Path("/proc")
 RESOURCES = ("cpu", "memory", "io")
 _WORKING = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; guest time is already in user
 
@@ -33,25 +35,28 @@ _WORKING = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; guest 
 class Used(NamedTuple):
     """Seconds of processor time on one rank's machine during `wall_s`: this rank's own, and per core that of all
     processes. `busy_s` is empty if it cannot be measured there. stalled_s: by resource the seconds in which some
-    process waited for it, where the system counts them."""
+    process waited for it, where the system counts them. beside_s: of the ranks that waited for their turns."""
 
     host: str
     wall_s: float
     own_s: float
     busy_s: dict[int, float]
     stalled_s: dict[str, float] | None = None
+    beside_s: float = 0.0
 
 
 class LoadMeter:
     """Measures processor time on one rank, from `begin` to `end`."""
 
-    def __init__(self, stat: Path = STAT, pressure: Path = PRESSURE) -> None:
-        self._stat, self._pressure = stat, pressure
+    def __init__(self, stat: Path = STAT, pressure: Path = PRESSURE, processes: Path = PROCESSES) -> None:
+        self._stat, self._pressure, self._processes = stat, pressure, processes
         self._cores = usable_cores()
         self.begin()
 
-    def begin(self) -> None:
-        """Starts the measured time; a later call restarts it."""
+    def begin(self, beside: Collection[int] = ()) -> None:
+        """Starts the measured time; a later call restarts it. beside: the sessions of ranks that wait meanwhile."""
+        self._beside = frozenset(beside)
+        self._beside_s = session_seconds(self._processes, self._beside)
         self._start, self._stalled = self._read(), stalled_seconds(self._pressure)
 
     def end(self) -> Used:
@@ -64,6 +69,7 @@ class LoadMeter:
             own - own_then,
             {core: busy[core] - busy_then[core] for core in busy.keys() & busy_then.keys()},
             {name: now - self._stalled[name] for name, now in stalled.items() if name in self._stalled},
+            max(session_seconds(self._processes, self._beside) - self._beside_s, 0.0),
         )
 
     def _read(self) -> tuple[float, float, dict[int, float]]:
@@ -84,6 +90,17 @@ def busy_seconds(stat: Path, cores: Collection[int]) -> dict[int, float]:
         return {core: sum(int(rows[f"cpu{core}"][column]) for column in _WORKING) / tick for core in cores}
     except (OSError, ValueError, KeyError, IndexError):
         return {}
+
+
+def session_seconds(processes: Path, sessions: Collection[int]) -> float:
+    """Processor time that the living processes of these sessions have taken."""
+    ticks = 0
+    for stat in processes.glob("[0-9]*/stat") if sessions else ():
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it may have ended meanwhile
+            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if int(fields[3]) in sessions:
+                ticks += int(fields[11]) + int(fields[12])  # user and system mode, see proc(5)
+    return ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
 
 def stalled_seconds(pressure: Path) -> dict[str, float]:
@@ -121,5 +138,5 @@ def _on_one(ranks: Sequence[Used]) -> float | None:
     # In a sandbox the file may exist but count nothing: at least our own work should be in it.
     if not all(rank.busy_s for rank in ranks) or not sum(busy.values()) or not wall_s:
         return None
-    others = sum(busy.values()) - sum(rank.own_s for rank in ranks)
+    others = sum(busy.values()) - sum(rank.own_s for rank in ranks) - max(rank.beside_s for rank in ranks)
     return min(max(others / (len(busy) * wall_s), 0.0), 1.0)

@@ -65,7 +65,7 @@ class MeasuredRounds:
         """Begins a round. Blocks until it is this point's turn."""
         self._turns.next(lambda turn: self._tell("waiting", turn=turn), self._waiting)
         self._first, self._begun_at = len(self._step_s), time.time()
-        self._load.begin()
+        self._load.begin(self._turns.beside)
 
     def ends(self, step: int) -> int | None:
         """The number of the round that ends with this step, if one does. The caller then calls `end`."""

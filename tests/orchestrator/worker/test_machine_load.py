@@ -88,3 +88,21 @@ def test_the_time_in_which_processes_waited_for_a_resource_is_a_share_of_the_rou
     found = [{"cpu": 1.0}, {"cpu": 4.0, "io": 20.0}, None]
     ranks = [Used(f"host{number}", 10.0, 8.0, {}, one) for number, one in enumerate(found)]
     assert stalled_shares(ranks) == {"cpu": 0.4, "io": 1.0}
+
+
+def test_ranks_of_the_sweep_that_wait_are_not_others(tmp_path: Path) -> None:
+    def process(number: int, session: int, ticks: int) -> None:
+        (tmp_path / str(number)).mkdir(exist_ok=True)
+        text = f"{number} (a ) b) S 1 {number} {session} 0 -1 0 0 0 0 0 {ticks} {ticks} 7 7 20 0\n"
+        (tmp_path / str(number) / "stat").write_text(text)
+
+    for number, session in ((11, 11), (12, 11), (13, 13)):
+        process(number, session, 100)
+    meter = LoadMeter(tmp_path / "stat", tmp_path, tmp_path)
+    meter.begin([11])
+    for number, session in ((11, 11), (12, 11), (13, 13)):
+        process(number, session, 150)
+    assert meter.end().beside_s == pytest.approx(4 * 50 / os.sysconf("SC_CLK_TCK"))
+    waiting, alone = Used("a", 10.0, 15.0, {0: 10.0, 1: 8.0}, beside_s=2.0), Used("a", 10.0, 15.0, {0: 10.0, 1: 8.0})
+    assert others_share([waiting]) == pytest.approx(0.05)
+    assert others_share([alone]) == pytest.approx(0.15)
