@@ -105,13 +105,6 @@ TURNS = {
     **{"session": str, "granted": int, "number": Maybe(int)},
     **{"earlier": [ROUND], "short": Maybe(bool), "beside": Maybe([int])},
 }
-    "session": str,
-    "granted": int,
-    "number": Maybe(int),
-    "earlier": [ROUND],
-    "short": Maybe(bool),
-    "beside": Maybe([int]),
-}
 EXITS = Each({"code": int, "time": NUMBER, "monotonic": Maybe(NUMBER)})
 JOB = {"job": str, "log": Maybe(str)}
 HEARTBEAT = {"time": NUMBER}
