@@ -132,6 +132,7 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
     for paths in all_sweeps(output):
         if is_sweep(paths, name, identity):
             clear_leftovers(paths.root)
+            clear_leftovers(paths.pictures)
             make_room(paths.sweep, SWEEP)
             try:
                 plan_of(paths)
@@ -155,6 +156,7 @@ def _clear_unrecorded(sweeps: Path) -> None:
     for sweep in map(SweepPaths, sweeps.iterdir()):
         if sweep.root.is_dir() and not os.path.lexists(sweep.sweep):
             clear_leftovers(sweep.root)
+            clear_leftovers(sweep.pictures)
             with contextlib.suppress(OSError):  # a folder with other files stays
                 sweep.root.rmdir()
 
