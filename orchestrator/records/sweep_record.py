@@ -156,7 +156,6 @@ def _clear_unrecorded(sweeps: Path) -> None:
     for sweep in map(SweepPaths, sweeps.iterdir()):
         if sweep.root.is_dir() and not os.path.lexists(sweep.sweep):
             clear_leftovers(sweep.root)
-            clear_leftovers(sweep.pictures)
             with contextlib.suppress(OSError):  # a folder with other files stays
                 sweep.root.rmdir()
 

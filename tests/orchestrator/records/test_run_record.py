@@ -198,3 +198,12 @@ def test_the_folder_of_a_sweep_killed_before_its_first_record_is_removed_at_the_
     sweep = open_sweep(tmp_path, "sweep", [], {})
     assert set((tmp_path / "sweeps").iterdir()) == {sweep.root, used}
     assert [path.name for path in used.iterdir()] == ["mine"]
+
+
+def test_what_a_killed_command_left_of_a_sweeps_files_and_pictures_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    sweep = open_sweep(tmp_path, "sweep", [], {})
+    sweep.pictures.mkdir()
+    for folder in (sweep.root, sweep.pictures):
+        (folder / f".file.{ended_mark()}.tmp").touch()
+    assert open_sweep(tmp_path, "sweep", [], {}) == sweep
+    assert list(tmp_path.rglob("*.tmp")) == []
