@@ -8,7 +8,7 @@ import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -129,3 +129,14 @@ def _rank_main(
         outcome = Outcome("raised", f"{type(error).__name__}: {error}", blamed)
     leave(outcome)
     os._exit(0 if outcome.how == "ok" else 1)
+
+
+def assert_death_is_named(outcomes: Sequence[Outcome], killed: int, at: str) -> None:
+    """Fails unless the rank was killed and every other one names it and where it was, such as `step 3, forward`."""
+    assert outcomes[killed].how == "died"
+    for rank, outcome in enumerate(outcomes):
+        if rank != killed:
+            assert outcome.how in ("raised", "ended"), outcome
+            assert outcome.blamed == (killed,), outcome
+            assert f"rank {killed} is gone" in outcome.text
+            assert at in outcome.text

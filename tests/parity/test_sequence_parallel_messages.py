@@ -6,21 +6,19 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from harness.data_messages import FP32_BYTES, Sent, counted, data_messages
 from harness.divided import BLOCKS, HEADS, MICRO, SEQ, WIDTH, DividedRun, model_of, one_step
 from harness.ranks import run_alone, run_ranks
 
 from zero_runtime.activations.rule import RecomputeRule
-from zero_runtime.memory.model import CollectiveCounts
 from zero_runtime.optim.configs import AdamWConfig
-from zero_runtime.plan import Partition, ZeroPlan
+from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.sequence_parallel.division import SequenceParallel
 
 STAGES = (0, 1, 2, 3)
-FP32_BYTES = 4
 GROUPED = 2  # key and value heads of the model
-Sent = dict[str, tuple[int, int]]  # (calls, bytes) by kind of message
 
 
 @dataclass(frozen=True)
@@ -43,25 +41,6 @@ def part_messages(parts: Parts) -> Sent:
     numel = parts.tokens // k * (2 * parts.heads + 2 * max(parts.grouped, k)) * parts.head_dim
     times = parts.micro_batches * BLOCKS * (parts.forwards + 1)
     return {"sequence_all_to_all": (2 * times, times * numel * (k - 1) // k * FP32_BYTES)}
-
-
-def data_messages(stage: int, world: int, micro_batches: int, units: int, padded: int) -> Sent:
-    """Those of ZeRO, which shards over all ranks: (N-1)/N of the model each, an all-reduce twice that."""
-    plan = ZeroPlan.from_stage(stage)
-    counts = CollectiveCounts.of(plan, micro_batches)
-    one = padded * (world - 1) // world * FP32_BYTES
-    if plan.optimizer is Partition.REPLICATED:
-        return {"all_reduce": (units, 2 * one)}
-    return {
-        "all_gather": (counts.gathers * units, counts.gathers * one),
-        "reduce_scatter": (counts.reductions * units, counts.reductions * one),
-    }
-
-
-def counted(runtime: ZeroRuntime) -> tuple[Sent, int, int]:
-    """What was sent since the last call, the number of units, and their elements."""
-    sent = {kind: (one.calls, one.bytes) for kind, one in runtime.reset_ledger().data.items()}
-    return sent, len(runtime.units), sum(unit.layout.padded_numel for unit in runtime.units)
 
 
 def sent_by_stage(run: DividedRun) -> dict[int, tuple[Sent, int, int]]:

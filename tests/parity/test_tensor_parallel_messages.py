@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from harness.data_messages import FP32_BYTES, Sent, counted, data_messages
 from harness.divided import BLOCKS, MICRO, SEQ, VOCABULARY, WIDTH, DividedRun, model_of, one_step
 from harness.ranks import run_alone, run_ranks
 
@@ -13,14 +14,12 @@ from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.memory.model import CollectiveCounts, collective_elements
 from zero_runtime.optim.configs import AdamWConfig
-from zero_runtime.plan import Partition, ZeroPlan
+from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.tensor_parallel.division import TensorParallel
 
 STAGES = (0, 1, 2, 3)
-FP32_BYTES = 4
-Sent = dict[str, tuple[int, int]]  # (calls, bytes) by kind of message
 
 
 @dataclass(frozen=True)
@@ -51,26 +50,6 @@ def tensor_messages(axes: Axes) -> Sent:
     }
 
 
-def data_messages(stage: int, axes: Axes, units: int, padded: int) -> Sent:
-    """Those of ZeRO over the data axis: each gather and reduce-scatter sends (N-1)/N of a rank's slices, an all-reduce
-    twice that; every unit has a message of its own."""
-    plan, world = ZeroPlan.from_stage(stage), axes.data_world
-    counts = CollectiveCounts.of(plan, axes.micro_batches)
-    one = padded * (world - 1) // world * FP32_BYTES
-    if plan.optimizer is Partition.REPLICATED:
-        return {"all_reduce": (units, 2 * one)}
-    return {
-        "all_gather": (counts.gathers * units, counts.gathers * one),
-        "reduce_scatter": (counts.reductions * units, counts.reductions * one),
-    }
-
-
-def counted(runtime: ZeroRuntime) -> tuple[Sent, int, int]:
-    """What was sent since the last call, the number of units, and their elements."""
-    sent = {kind: (one.calls, one.bytes) for kind, one in runtime.reset_ledger().data.items()}
-    return sent, len(runtime.units), sum(unit.layout.padded_numel for unit in runtime.units)
-
-
 # ---- on ranks --------------------------------------------------------------------------------------------------------
 
 
@@ -92,7 +71,9 @@ def test_four_ranks_send_the_closed_forms_at_every_stage(micro_batches: int) -> 
     axes = Axes(2, 2, micro_batches, MICRO * SEQ, WIDTH, VOCABULARY, gathers_logits=False)
     for by_stage in run_ranks(sent_by_stage, 4, micro_batches):
         for stage, (sent, units, padded) in by_stage.items():
-            assert sent == tensor_messages(axes) | data_messages(stage, axes, units, padded), stage
+            assert sent == tensor_messages(axes) | data_messages(
+                stage, axes.data_world, axes.micro_batches, units, padded
+            ), stage
 
 
 def sent_with_recomputation(recompute: str) -> Sent:
@@ -145,7 +126,9 @@ def dry_steps() -> dict[int, tuple[Sent, int, int]]:
 def test_a_dry_run_of_64_ranks_sends_the_closed_forms_at_every_stage() -> None:
     axes = Axes(WORLD // DEGREE, DEGREE, 1, MICRO * SEQ, DRY_WIDTH, DRY_VOCABULARY)
     for stage, (sent, units, padded) in run_alone(dry_steps).items():
-        assert sent == tensor_messages(axes) | data_messages(stage, axes, units, padded), stage
+        assert sent == tensor_messages(axes) | data_messages(
+            stage, axes.data_world, axes.micro_batches, units, padded
+        ), stage
         plan = ZeroPlan.from_stage(stage)
         theory = collective_elements(
             CollectiveCounts.of(plan), padded, world=axes.data_world, shard_count=plan.shard_count(axes.data_world)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.divided import batch_of, loss_sum, model_of
-from harness.outcomes import rank_outcomes
+from harness.outcomes import assert_death_is_named, rank_outcomes
 
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
@@ -53,10 +53,4 @@ def train_until_killed(watch: RankWatch, stage: int) -> None:
 def test_a_rank_that_dies_in_a_group_is_named_by_all_others(stage: int) -> None:
     """Its group waits in an exchange of parts, the other group in a collective of all ranks."""
     outcomes = rank_outcomes(partial(train_until_killed, stage=stage), 4, limit_s=LIMIT_S)
-    assert outcomes[KILLED].how == "died"
-    for rank, outcome in enumerate(outcomes):
-        if rank != KILLED:
-            assert outcome.how in ("raised", "ended"), outcome
-            assert outcome.blamed == (KILLED,), outcome
-            assert f"rank {KILLED} is gone" in outcome.text
-            assert f"step {KILLED_AT}, forward" in outcome.text
+    assert_death_is_named(outcomes, KILLED, f"step {KILLED_AT}, forward")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness.divided import DividedRun, model_of
 from harness.exact import ExactModel, inputs, loss_of
 from harness.generation import answer, request_of, small_model
-from harness.outcomes import rank_outcomes
+from harness.outcomes import assert_death_is_named, rank_outcomes
 from harness.ranks import run_ranks
 from torch import nn
 
@@ -60,13 +60,7 @@ def train_until_killed(watch: RankWatch, stage: int) -> None:
 def test_a_rank_that_dies_in_a_group_is_named_by_all_others(stage: int) -> None:
     """Its group waits in a sum over the slices, the other group in a collective of the data axis."""
     outcomes = rank_outcomes(partial(train_until_killed, stage=stage), 4, limit_s=LIMIT_S)
-    assert outcomes[KILLED].how == "died"
-    for rank, outcome in enumerate(outcomes):
-        if rank != KILLED:
-            assert outcome.how in ("raised", "ended"), outcome
-            assert outcome.blamed == (KILLED,), outcome
-            assert f"rank {KILLED} is gone" in outcome.text
-            assert f"step {KILLED_AT}, forward" in outcome.text
+    assert_death_is_named(outcomes, KILLED, f"step {KILLED_AT}, forward")
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------
