@@ -14,7 +14,15 @@ from orchestrator.records.run_state import RunState
 from orchestrator.report.losses import loss_to_exact, perplexity_texts
 from orchestrator.report.summary import Table, run_command, without_key
 from orchestrator.rounds import recorded
-from orchestrator.rounds.intervals import EQUAL, LEAST, RoundsEstimate, of_rounds, ratio_of_separate, ratio_of_turns
+from orchestrator.rounds.intervals import (
+    EQUAL,
+    LEAST,
+    RoundsEstimate,
+    of_rounds,
+    ratio_of_separate,
+    ratio_of_turns,
+    shows_difference,
+)
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, digits, loss, size
 
@@ -139,6 +147,7 @@ def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]
     values = {id(entry): how.read(entry.result) if entry.result else None for entry in entries}
     measured = [entry for entry in entries if values[id(entry)] is not None]
     measured.sort(key=lambda entry: sign * (values[id(entry)] or 0.0))
+    rivals = sum(recorded.is_ranked(entry.result or {}) for entry in measured) - 1
     ranked: list[Ranked] = []
     leader: Ranked | None = None
     placed = 0
@@ -147,7 +156,7 @@ def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]
             ranked.append(Ranked(entry, metric=metric))
             continue
         placed += 1
-        if leader is not None and _is_tie(leader.entry, entry, how):
+        if leader is not None and _is_tie(leader.entry, entry, how, rivals):
             ranked.append(Ranked(entry, leader.place, tied=True, metric=metric))
         else:
             leader = Ranked(entry, placed, metric=metric)
@@ -155,13 +164,14 @@ def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]
     return ranked + [Ranked(entry, metric=metric) for entry in entries if values[id(entry)] is None]
 
 
-def _is_tie(leader: Entry, entry: Entry, how: Metric) -> bool:
+def _is_tie(leader: Entry, entry: Entry, how: Metric, rivals: int) -> bool:
     """Whether the entry may be as good as the leader. See [Note: equal] in rounds/intervals.py."""
     best, other = leader.result or {}, entry.result or {}
     if how.in_rounds is None:
         return how.read(best) == how.read(other)
     larger, smaller = (best, other) if how.higher_first else (other, best)
-    return ratio(larger, smaller, how.in_rounds).low <= 1 + EQUAL
+    turns = recorded.took_turns(best, other)
+    return not shows_difference(how.in_rounds(larger), how.in_rounds(smaller), turns=turns, rivals=rivals)
 
 
 def ratio(

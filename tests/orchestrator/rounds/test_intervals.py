@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 
 import pytest
 
 from orchestrator.rounds.intervals import (
+    MISTAKEN,
     RoundsEstimate,
     of_rounds,
     percentile,
     ratio_of_separate,
     ratio_of_turns,
+    shows_difference,
 )
 
 SIX = [101.0, 99.0, 100.0, 104.0, 98.0, 100.5]
@@ -52,3 +55,39 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert percentile(SIX, 0.5) in SIX
     assert (percentile(SIX, 0.0), percentile(SIX, 1.0)) == (min(SIX), max(SIX))
     assert statistics.median(SIX) == 100.25
+
+
+def leaves_one_behind(generator: random.Random, speeds: list[float], noise: float) -> bool:
+    """Whether a sweep of points with these speeds calls one of them slower than the best; each has six rounds."""
+    points = [[speed * math.exp(generator.gauss(0, noise)) for _ in range(6)] for speed in speeds]
+    best, *others = sorted(points, key=statistics.median, reverse=True)
+    return any(shows_difference(best, other, turns=True, rivals=len(others)) for other in others)
+
+
+def test_equal_points_stay_a_tie_however_much_their_rounds_differ() -> None:
+    generator = random.Random(2)
+    broken = sum(leaves_one_behind(generator, [1.0] * 4, 0.14) for _ in range(TRIES))
+    # Each rival of the best is called slower with a probability of MISTAKEN / 3, or of twice that because the best is
+    # chosen after the measurement. Four standard deviations more are not seen by chance.
+    expected = 2 * MISTAKEN * TRIES
+    assert broken <= expected + 4 * expected**0.5
+
+
+def test_a_point_that_is_slower_is_not_in_the_tie() -> None:
+    generator = random.Random(3)
+    assert all(leaves_one_behind(generator, [1.0, 0.95], 0.01) for _ in range(TRIES))
+
+
+def test_more_rivals_ask_for_more_evidence() -> None:
+    faster, slower = [1.030, 1.055, 1.025, 1.060, 1.040, 1.045], [1.0] * 6
+    assert shows_difference(faster, slower, turns=True, rivals=1)
+    assert not shows_difference(faster, slower, turns=True, rivals=50)
+
+
+def test_rounds_that_were_not_shared_need_a_larger_difference_than_shared_ones() -> None:
+    weather = [1.0, 1.4, 0.8, 2.0, 1.1, 1.3]
+    one, other = [103 * each for each in weather], [100 * each for each in weather]
+    assert shows_difference(one, other, turns=True, rivals=3)
+    assert not shows_difference(one, other, turns=False, rivals=3)
+    assert shows_difference([20 * each for each in one], other, turns=False, rivals=3)
+    assert shows_difference([2.0] * 3, [1.0] * 3, turns=False, rivals=1), "rounds without any spread"
