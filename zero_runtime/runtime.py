@@ -265,6 +265,10 @@ class ZeroRuntime:
         self._schedule.end_backward()
         self.collectives.journal.begin("forward")
 
+    def backward_reads(self, unit: Unit) -> bool:
+        """Whether the first backward read the unit's parameters. It reads frozen ones to pass gradients on."""
+        return self._schedule.reads_in_backward(unit)
+
     def expect_rate(self, lr: float | Rates) -> None:
         """Announce the rate that `step` will be called with. Call it before the step's last backward.
 

@@ -16,7 +16,7 @@ from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.offload.copy_streams import PlainCopies
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import OptimizerConfig, SgdConfig
-from zero_runtime.plan import ZeroPlan
+from zero_runtime.plan import OuterSharding, ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.sequence_parallel.axis import SequenceAxis
@@ -129,6 +129,7 @@ class DividedRun:
     optimizer: OptimizerConfig = SGD
     recompute: RecomputeRule = NO_RECOMPUTATION
     shard_ranks: int | None = None
+    outer_sharding: OuterSharding | None = None
 
     def runtime(self, model: nn.Module | None = None) -> ZeroRuntime:
         settings = RuntimeSettings(
@@ -139,7 +140,7 @@ class DividedRun:
             sequence_parallel=SequenceParallel(self.parts),
         )
         given = model or model_of(self.kind)
-        plan = ZeroPlan.from_stage(self.stage, shard_ranks=self.shard_ranks)
+        plan = ZeroPlan.from_stage(self.stage, shard_ranks=self.shard_ranks, outer_sharding=self.outer_sharding)
         Recomputation(given, self.recompute)
         return ZeroRuntime(given, plan, self.precision, self.optimizer, settings, CPU)
 
