@@ -70,7 +70,7 @@ def _checked_plan(
 ) -> ZeroPlan:
     """The plan to follow. ConfigError, before the model is changed, for settings that do not go together."""
     tensor = settings.tensor_parallel
-    check_divided(tensor.degree, optimizer, precision, settings.wire)
+    check_divided(tensor.degree, optimizer, precision)
     if settings.sequence_parallel.degree > 1:
         settings.sequence_parallel.check(model, ranks=tensor.data_world(world_size()), tensor_degree=tensor.degree)
     if optimizer is None:

@@ -24,6 +24,7 @@ from zero_runtime.sequence_parallel.division import SequenceParallel
 from zero_runtime.settings import NO_OFFLOAD
 from zero_runtime.tensor_parallel.cross_entropy import vocabulary_cross_entropy
 from zero_runtime.tensor_parallel.division import TensorParallel, head_of
+from zero_runtime.wire import EXACT, Wire
 
 CPU = torch.device("cpu")
 SGD = SgdConfig()
@@ -99,9 +100,18 @@ def labels_of(ids: torch.Tensor, *, prompt: int = 0) -> torch.Tensor:
 
 
 def loss_sum(
-    model: nn.Module, ids: torch.Tensor, labels: torch.Tensor | None = None, sequence: SequenceAxis | None = None
+    model: nn.Module,
+    ids: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    sequence: SequenceAxis | None = None,
+    tile: int | None = None,
 ) -> torch.Tensor:
-    """The sum of the token losses, by the loss that the head's logits need; of this rank's part of the sequences."""
+    """The sum of the token losses, by the loss that the head's logits need; of this rank's part of the sequences. tile:
+    the tokens whose logits exist at a time."""
+    if tile is not None:
+        from orchestrator.workloads.models import token_losses
+
+        return token_losses(model, ids, labels_of(ids) if labels is None else labels, tile, head_of(model), sequence)
     is_encoder_decoder = model.config.is_encoder_decoder
     given = {"input_ids": ids} | ({"decoder_input_ids": ids} if is_encoder_decoder else {})
     logits, labels = model(**given, use_cache=False).logits, labels_of(ids) if labels is None else labels
@@ -130,6 +140,8 @@ class DividedRun:
     recompute: RecomputeRule = NO_RECOMPUTATION
     shard_ranks: int | None = None
     outer_sharding: OuterSharding | None = None
+    wire: Wire = EXACT
+    tile: int | None = None
 
     def runtime(self, model: nn.Module | None = None) -> ZeroRuntime:
         settings = RuntimeSettings(
@@ -138,6 +150,7 @@ class DividedRun:
             offload=self.offload,
             tensor_parallel=TensorParallel(self.degree, gathers_logits=self.gathers_logits),
             sequence_parallel=SequenceParallel(self.parts),
+            wire=self.wire,
         )
         given = model or model_of(self.kind)
         plan = ZeroPlan.from_stage(self.stage, shard_ranks=self.shard_ranks, outer_sharding=self.outer_sharding)
@@ -148,14 +161,14 @@ class DividedRun:
 Result = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]  # (loss, norm) by step, and the weights by name
 
 
-def one_step(runtime: ZeroRuntime, step: int) -> tuple[float, float]:
+def one_step(runtime: ZeroRuntime, step: int, tile: int | None = None) -> tuple[float, float]:
     """Train one step on this rank's batches; returns loss and norm."""
     micros, sequence = runtime.settings.micro_batches, runtime.sequence
     batches = [batch_of(runtime.model, step, runtime.collectives.batch_rank, micro) for micro in range(micros)]
     labels = [labels_of(ids, prompt=PROMPT if sequence.degree > 1 else 0) for ids in batches]
     tokens = runtime.sum_over_ranks(sum(int((sequence.part(one) != IGNORED).sum()) for one in labels))
     for ids, own in zip(batches, labels, strict=True):
-        runtime.backward(loss_sum(runtime.model, ids, own, sequence) / tokens)
+        runtime.backward(loss_sum(runtime.model, ids, own, sequence, tile) / tokens)
     report = runtime.step(LR)
     return report.loss, report.grad_norm
 
@@ -171,7 +184,7 @@ def divided_results(runs: list[DividedRun]) -> list[Result]:
     found = []
     for run in runs:
         runtime = run.runtime()
-        steps = [one_step(runtime, step) for step in range(TRAINED_STEPS)]
+        steps = [one_step(runtime, step, run.tile) for step in range(TRAINED_STEPS)]
         found.append((steps, weights_of(runtime)))
         runtime.close()
     return found

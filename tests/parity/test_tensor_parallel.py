@@ -60,6 +60,7 @@ def test_two_slices_on_two_data_ranks_equal_plain_torch_with_other_settings() ->
         replace(accumulated, kind="qwen3", stage=3, offload=HOST_PARAMS),
         DividedRun("llama", 1, precision=BF16, offload=HOST, clip_norm=0.5, micro_batches=2, gathers_logits=False),
         DividedRun("gpt2", 3, precision=BF16),
+        DividedRun("neox_tied", 2, gathers_logits=False, tile=5),  # tiles of 5, 5, ... of the 24 tokens
         DividedRun("llama", 3, optimizer=LAMB),  # its ratios need the norms of full parameters
     ]
     check(4, every)
@@ -69,7 +70,9 @@ def test_two_slices_on_two_data_ranks_equal_plain_torch_with_other_settings() ->
 @pytest.mark.parametrize(("stage", "degree"), [(0, 2), (1, 2), (2, 2), (3, 2), (1, 4), (3, 4)])
 def test_other_stages_and_degrees_equal_plain_torch(stage: int, degree: int) -> None:
     kinds = (*KINDS, *ODD_KINDS) if degree == 2 else ("gpt2", "neox", "t5", "llama_wide_heads", "neox_tied")
-    check(4, [DividedRun(kind, stage, degree, gathers) for kind in kinds for gathers in (True, False)])
+    runs = [DividedRun(kind, stage, degree, gathers) for kind in kinds for gathers in (True, False)]
+    tiled = [kind for kind in kinds if not kind.startswith("t5")]  # whose model scales what the head returns
+    check(4, runs + [DividedRun(kind, stage, degree, gathers_logits=False, tile=7) for kind in tiled])
 
 
 @pytest.mark.full

@@ -17,7 +17,6 @@ from zero_runtime.precision import MixedPrecision
 from zero_runtime.tensor_parallel.division import TensorParallel
 from zero_runtime.tensor_parallel.plan import plan_split
 from zero_runtime.tensor_parallel.refusals import check_divided
-from zero_runtime.wire import EXACT, Wire
 
 THIRDS = {"num_attention_heads": 3, "intermediate_size": 42}
 SIXTHS = {"num_attention_heads": 6, "intermediate_size": 42}
@@ -117,33 +116,27 @@ def test_a_degree_that_does_not_divide_the_ranks_is_refused() -> None:
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 FP32 = MixedPrecision()
-REFUSED: list[tuple[OptimizerConfig | None, MixedPrecision, Wire, tuple[str, ...]]] = [
-    (MuonConfig(), FP32, EXACT, ("optimizer.kind=muon updates whole matrices", "found parallel.tp=2")),
-    (OneBitAdamConfig(), FP32, EXACT, ("optimizer.kind=onebitadam", "found parallel.tp=2")),
-    (
-        AdamWConfig(),
-        FP32,
-        Wire("int8", "int4"),
-        ("parallel.tp=2 sends exact", "int8 and int4", "zero.gather_dtype=null"),
-    ),
-    (None, MixedPrecision(weights="int8"), EXACT, ("precision.weights=int8", "precision.weights=null")),
+REFUSED: list[tuple[OptimizerConfig | None, MixedPrecision, tuple[str, ...]]] = [
+    (MuonConfig(), FP32, ("optimizer.kind=muon updates whole matrices", "found parallel.tp=2")),
+    (OneBitAdamConfig(), FP32, ("optimizer.kind=onebitadam", "found parallel.tp=2")),
+    (None, MixedPrecision(weights="int8"), ("precision.weights=int8", "precision.weights=null")),
 ]
 
 
-@pytest.mark.parametrize(("optimizer", "precision", "wire", "words"), REFUSED)
+@pytest.mark.parametrize(("optimizer", "precision", "words"), REFUSED)
 def test_settings_with_one_scale_for_slices_and_replicas_are_refused_by_name(
-    optimizer: OptimizerConfig | None, precision: MixedPrecision, wire: Wire, words: tuple[str, ...]
+    optimizer: OptimizerConfig | None, precision: MixedPrecision, words: tuple[str, ...]
 ) -> None:
-    check_divided(1, optimizer, precision, wire)
+    check_divided(1, optimizer, precision)
     with pytest.raises(ConfigError) as error:
-        check_divided(2, optimizer, precision, wire)
+        check_divided(2, optimizer, precision)
     for word in (*words, "parallel.tp=1"):
         assert word in str(error.value)
 
 
 @pytest.mark.parametrize("optimizer", [AdamWConfig(), AdamW8bitConfig(), LambConfig(), None])
 def test_other_settings_are_allowed(optimizer: OptimizerConfig | None) -> None:
-    check_divided(2, optimizer, MixedPrecision("bf16"), EXACT)
+    check_divided(2, optimizer, MixedPrecision("bf16"))
 
 
 def test_a_runtime_refuses_before_the_model_is_changed() -> None:
