@@ -88,6 +88,19 @@ def model_of(kind: str, **others: Any) -> nn.Module:
         return library.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
+def adapted(model: nn.Module, rank: int) -> nn.Module:
+    """The model with adapters by PEFT that have an effect from the beginning."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        wrapped = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))  # type: ignore[arg-type]
+        for name, param in wrapped.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(param, std=0.05)
+    return wrapped
+
+
 def batch_of(model: nn.Module, step: int, data_rank: int, micro: int = 0) -> torch.Tensor:
     """Token ids [MICRO, SEQ]."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * data_rank + micro)
@@ -142,6 +155,11 @@ class DividedRun:
     outer_sharding: OuterSharding | None = None
     wire: Wire = EXACT
     tile: int | None = None
+    adapter_rank: int = 0  # of LoRA on all linear layers but the head, which are frozen; 0: none
+
+    def model(self) -> nn.Module:
+        """The model with values, and its adapters; the same in each call."""
+        return adapted(model_of(self.kind), self.adapter_rank) if self.adapter_rank else model_of(self.kind)
 
     def runtime(self, model: nn.Module | None = None) -> ZeroRuntime:
         settings = RuntimeSettings(
@@ -152,7 +170,7 @@ class DividedRun:
             sequence_parallel=SequenceParallel(self.parts),
             wire=self.wire,
         )
-        given = model or model_of(self.kind)
+        given = model or self.model()
         plan = ZeroPlan.from_stage(self.stage, shard_ranks=self.shard_ranks, outer_sharding=self.outer_sharding)
         Recomputation(given, self.recompute)
         return ZeroRuntime(given, plan, self.precision, self.optimizer, settings, CPU)
@@ -192,9 +210,9 @@ def divided_results(runs: list[DividedRun]) -> list[Result]:
 
 def plain_result(run: DividedRun, data_world: int, dtype: torch.dtype) -> Result:
     """The same run in plain PyTorch: parameters of `dtype`, with masters and sums of gradients in fp32 or fp64."""
-    model, steps, prompt = model_of(run.kind).to(dtype), [], PROMPT if run.parts > 1 else 0
+    model, steps, prompt = run.model().to(dtype), [], PROMPT if run.parts > 1 else 0
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    masters = {name: param.detach().to(wide) for name, param in model_of(run.kind).named_parameters()}
+    masters = {name: param.detach().to(wide) for name, param in run.model().named_parameters()}
     optimizer = plain_optimizer(run.optimizer, masters, LR)
     for step in range(TRAINED_STEPS):
         total = 0.0

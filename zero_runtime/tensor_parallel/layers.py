@@ -90,7 +90,8 @@ def linear_of(module: nn.Module, values: torch.Tensor, bias: torch.Tensor | None
 
 
 class ColumnForward:
-    """The forward of a linear layer that holds some of the outputs: [..., in] to [..., own out]."""
+    """The forward of a linear layer that holds some of the outputs, or of one that such a layer follows: [..., in] to
+    [..., own out]."""
 
     def __init__(self, module: nn.Module, shared: ColumnInput) -> None:
         self._module, self._shared = module, shared

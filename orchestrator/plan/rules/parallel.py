@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.parallel import Parallel
-from orchestrator.config.schema import Adapter, AdapterKind, Batch, Measure, MeasureKind, Resources
+from orchestrator.config.schema import Batch, Measure, MeasureKind, Resources
 from orchestrator.config.strict import Broken
 from orchestrator.plan.rules.scene import Scene
 from zero_runtime.tensor_parallel.refusals import ALONE, refused_optimizer
@@ -29,13 +29,6 @@ def patterns_are_used(scene: Scene, parallel: Parallel) -> Broken | None:
     if parallel.tp > 1 or not parallel.patterns:
         return None
     return Broken("parallel.tp=1 uses no parallel.patterns", str(parallel.patterns), ("parallel.patterns=[]",))
-
-
-def divided_layers_have_no_adapters(scene: Scene, parallel: Parallel, adapter: Adapter) -> Broken | None:
-    if parallel.tp == 1 or adapter.kind is AdapterKind.none:
-        return None
-    rule = f"parallel.tp={parallel.tp} divides linear layers, and cannot divide those with adapters"
-    return Broken(rule, f"adapter={adapter.kind}", ("adapter=none", ALONE))
 
 
 def optimizer_updates_slices(scene: Scene, parallel: Parallel, optimizer: Optimizer) -> Broken | None:

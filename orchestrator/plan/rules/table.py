@@ -280,7 +280,6 @@ RULES = (
     Rule(_one_reduction_has_micro_batches, ("zero", "batch", "resources", "parallel")),
     Rule(parallel_rules.tp_divides_the_ranks, ("parallel", "resources")),
     Rule(parallel_rules.patterns_are_used, ("parallel",)),
-    Rule(parallel_rules.divided_layers_have_no_adapters, ("parallel", "adapter")),
     Rule(parallel_rules.optimizer_updates_slices, ("parallel", "optimizer")),
     Rule(parallel_rules.inference_has_full_layers, ("parallel", "measure")),
     Rule(parallel_rules.sp_divides_the_ranks, ("parallel", "resources")),

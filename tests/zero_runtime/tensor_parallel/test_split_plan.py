@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.divided import KINDS, ODD_KINDS, DividedRun, model_of
+from harness.divided import KINDS, ODD_KINDS, WIDTH, DividedRun, model_of
 from torch import nn
 
 from zero_runtime.errors import PlanError
@@ -85,13 +85,36 @@ def test_a_fused_layer_of_unknown_order_is_refused_unless_a_pattern_describes_it
     assert plan.splits["blocks.0.both.weight"].parts == (16, 16)
 
 
-def test_adapters_are_refused_by_name() -> None:
+def with_adapters(**settings: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    targets = ["q_proj", "v_proj"]
-    model = get_peft_model(model_of("llama"), LoraConfig(r=2, target_modules=targets))  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"without adapters, found Linear of peft at .*q_proj; use adapter=none"):
-        plan_split(model, 2)
+    return get_peft_model(model_of("llama"), LoraConfig(r=2, **settings))  # type: ignore[arg-type]
+
+
+def test_adapters_are_divided_as_their_layers() -> None:
+    model = with_adapters(target_modules="all-linear")
+    plan = plan_split(model, 2)
+    layer = "base_model.model.model.layers.0.self_attn"
+    a, b = (f"{layer}.{{}}.lora_{part}.default.weight".format for part in "AB")
+    assert plan.splits[f"{layer}.q_proj.base_layer.weight"].dim == 0
+    assert plan.splits[b("q_proj")].local_shape == (WIDTH // 2, 2)
+    assert plan.splits[a("o_proj")].local_shape == (2, WIDTH // 2)
+    assert {a("q_proj"), b("o_proj")}.isdisjoint(plan.splits)
+    assert plan.summed == {name for name, _ in model.named_parameters() if "lora_A" in name} - plan.splits.keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"target_modules": ["q_proj"], "use_dora": True}, "one LoRA adapter with A and B at .*q_proj, found Linear"),
+        ({"target_modules": ["embed_tokens"]}, "adapters at linear layers of the blocks, found one at .*embed_tokens"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "adapters at linear layers of the blocks, found one at .*lm_head"),
+    ],
+    ids=["dora", "embedding", "head"],
+)
+def test_other_adapters_are_refused_by_name(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlanError, match=f"{told}.*use adapter=none, or parallel.tp=1"):
+        plan_split(with_adapters(**settings), 2)
 
 
 @pytest.mark.parametrize(
