@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -61,11 +62,13 @@ def check_kernels(found: Sequence[Chosen | None]) -> None:
     )
 
 
-def _block_numel(spec: UnitSpec, config: OptimizerConfig) -> int:
-    """Elements of the blocks that must not be split between shards: of codes of the states or of the weights."""
+def _block_numel(spec: UnitSpec, config: OptimizerConfig, settings: RuntimeSettings) -> int:
+    """Elements of the blocks that must not be split between shards: of codes of the states, of the weights, or of
+    messages."""
     if spec.precision.weights is not None:
         return WEIGHT_BLOCK_NUMEL
-    return config.block_numel if spec.trainable else 1
+    aligned = settings.wire.aligned_numel(settings.tensor_parallel.degree)
+    return math.lcm(config.block_numel if spec.trainable else 1, aligned)
 
 
 class UnitBuilder:
@@ -118,7 +121,7 @@ class UnitBuilder:
                 self._device,
                 micro_batches=settings.micro_batches,
                 offloaded=shards,
-                block_numel=_block_numel(spec, config),
+                block_numel=_block_numel(spec, config, settings),
                 wire=settings.wire,
             )
             for spec, shards in zip(specs, offloaded, strict=True)
@@ -212,7 +215,7 @@ class UnitBuilder:
             spec.shapes,
             shard_count=self._collectives.shard_count,
             world=self._collectives.data_world,
-            block_numel=_block_numel(spec, config),
+            block_numel=_block_numel(spec, config, self._settings),
         )
         return UnitSize.of(
             layout,

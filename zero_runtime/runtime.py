@@ -70,7 +70,7 @@ def _checked_plan(
 ) -> ZeroPlan:
     """The plan to follow. ConfigError, before the model is changed, for settings that do not go together."""
     tensor = settings.tensor_parallel
-    check_divided(tensor.degree, optimizer, precision, settings.wire)
+    check_divided(tensor.degree, optimizer, precision)
     if settings.sequence_parallel.degree > 1:
         settings.sequence_parallel.check(model, ranks=tensor.data_world(world_size()), tensor_degree=tensor.degree)
     if optimizer is None:
@@ -264,6 +264,10 @@ class ZeroRuntime:
         self._hooks.end_graphs()
         self._schedule.end_backward()
         self.collectives.journal.begin("forward")
+
+    def backward_reads(self, unit: Unit) -> bool:
+        """Whether the first backward read the unit's parameters. It reads frozen ones to pass gradients on."""
+        return self._schedule.reads_in_backward(unit)
 
     def expect_rate(self, lr: float | Rates) -> None:
         """Announce the rate that `step` will be called with. Call it before the step's last backward.

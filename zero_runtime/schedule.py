@@ -165,6 +165,10 @@ class Schedule:
         for unit in self._units:
             unit.reshard(Phase.STEP)
 
+    def reads_in_backward(self, unit: ScheduledUnit) -> bool:
+        """Whether the first backward read the unit's parameters. It reads frozen ones to pass gradients on."""
+        return unit in self._order[Phase.BACKWARD]
+
     # ---- gathers and reductions --------------------------------------------------------------------------------
 
     def _gather(self, unit: ScheduledUnit) -> None:

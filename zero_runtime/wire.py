@@ -87,6 +87,14 @@ class Wire:
         overwrite their only copy."""
         return self.gather is not None and (trainable or not plan.keeps_full_params)
 
+    def aligned_numel(self, tensor_degree: int) -> int:
+        """Elements of the blocks at which parameters and shards must begin: with tensor parallelism those of a scale.
+
+        A replicated parameter then shares no scale with slices, which differ between the ranks of a group: its copies
+        are rounded alike. (For slices themselves it would not matter.)
+        """
+        return BLOCK_NUMEL if tensor_degree > 1 and self != EXACT else 1
+
     def error_bytes(self, plan: ZeroPlan) -> int:
         """Bytes of error feedback for each element of the model on every rank."""
         return ERROR_BYTES if self.error_feedback and plan.optimizer is Partition.SHARDED else 0

@@ -153,6 +153,7 @@ def _deepspeed(config: RunConfig, why: str) -> Exported:
 
 
 def _accelerate(config: RunConfig, why: str) -> Exported:
+    _refuse(launcher_export.launched_problems(config))
     made = _deepspeed(config, why)
     made.files[YAML_FILE] = launcher_export.accelerate_file(config)
     made.use = f"accelerate launch --config_file {YAML_FILE} train.py"
@@ -160,7 +161,8 @@ def _accelerate(config: RunConfig, why: str) -> Exported:
 
 
 def _trainer(config: RunConfig, _why: str) -> Exported:
-    _refuse([*deepspeed_export.problems_of(config), *launcher_export.trainer_problems(config)])
+    problems = [*launcher_export.launched_problems(config), *launcher_export.trainer_problems(config)]
+    _refuse([*deepspeed_export.problems_of(config), *problems])
     content = launcher_export.trainer_deepspeed(deepspeed_export.deepspeed_config(config))
     line = shlex.join(launcher_export.trainer_arguments(config))
     files = {JSON_FILE: _json(content), ARGUMENTS_FILE: f"{line}\n"}

@@ -44,7 +44,7 @@ _ACTING = ("distributed_type", "mixed_precision", "fp16", "num_processes", "deep
 _OTHERS = {
     "megatron_lm_config": "Megatron-LM's tensor and pipeline parallelism are not here",
     "fp8_config": "float8 is not here",
-    "parallelism_config": "tensor, context and sequence parallelism are not here",
+    "parallelism_config": "it is not read; give parallel.tp or parallel.sp after the file",
 }
 _PLAIN_DDP = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU")
 # Accelerate's names of the keys of a section that names no file, by the key of DeepSpeed.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.state_groups import StepTime
 from orchestrator.foreign import dropin_words
 from orchestrator.foreign.importing import OURS
 from orchestrator.foreign.point_words import values_of_point, words_of_point
-from zero_runtime.deepspeed.config import read_config
+from zero_runtime.deepspeed.config import examine
+from zero_runtime.deepspeed.keys import HOMES
+from zero_runtime.deepspeed.schema import Reader
 from zero_runtime.limits import values_of
 from zero_runtime.offload.plan import Tier
 from zero_runtime.optim.configs import (
@@ -43,12 +46,13 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     ranks, batch = config.resources.ranks or 1, config.batch
     accumulation = batch.accumulation or 1
     found: dict[str, Any] = {
-        "train_batch_size": batch.micro * accumulation * ranks,
+        "train_batch_size": batch.micro * accumulation * ranks // config.parallel.sp,
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.optimizer.clip_norm or 0.0,
         **_precision(config),
         "zero_optimization": _zero(config),
+        **_parallel(config.parallel),
         **_aio(config),
         "optimizer": _optimizer(config),
         **_scheduler(config),
@@ -65,10 +69,8 @@ def problems_of(config: RunConfig) -> list[str]:
     found = []
     if isinstance(config.optimizer.rule, AdamW8bitConfig):
         found.append("optimizer=adamw8bit: DeepSpeed has no AdamW with 8-bit states      fix: optimizer=adamw")
-    if config.parallel.sp > 1:
-        found.append("parallel.sp: the written configuration has no sequence parallelism      fix: parallel.sp=1")
-    if config.parallel.tp > 1:
-        found.append("parallel.tp: the written configuration has no tensor parallelism      fix: parallel.tp=1")
+    if config.parallel.tp > 1 and config.zero.stage == 3:
+        found.append("parallel.tp: DeepSpeed divides layers up to stage 2      fix: zero=stage2   or   parallel.tp=1")
     if isinstance(config.optimizer.rule, MuonConfig):
         found.append("optimizer=muon: DeepSpeed's has matrices and rates of other rules      fix: optimizer=adamw")
     if isinstance(config.optimizer.rule, OneBitAdamConfig) and config.zero.stage > 0:
@@ -133,6 +135,13 @@ def notes_of(config: RunConfig) -> list[str]:
         notes.append("zero_quantized_weights: DeepSpeed rounds to fp16 first, with a scale for up to 16,000 elements")
     if config.zero.wire.reduce:
         notes.append("zero_quantized_gradients: DeepSpeed sums exactly on one node, and rounds twice on several")
+    if config.parallel.tp > 1:
+        notes.append("parallel.tp: give the ranks of a group the same batch; train_batch_size counts each of them")
+    if config.parallel.sp > 1:
+        notes.append(
+            "parallel.sp: DeepSpeed divides no sequence by itself: register UlyssesSPAttentionHF with the model, take "
+            "batches from UlyssesSPDataLoaderAdapter, and sum the losses of the parts in your script"
+        )
     if config.recompute.kind != "none":
         notes.append(f"recompute={config.recompute.kind}: call model.gradient_checkpointing_enable() in your script")
     if config.adapter.kind.value != "none":
@@ -142,7 +151,7 @@ def notes_of(config: RunConfig) -> list[str]:
 
 def _left(config: RunConfig, found: dict[str, Any], ranks: int) -> list[str]:
     """The words that the configuration alone would not give again."""
-    given = dropin_words.words_of(read_config(found, ranks))
+    given = dropin_words.words_of(examine(found, ranks, "cpu", Reader(HOMES)))
     words, values = words_of_point(config), values_of_point(config)
     words.pop("resources.ranks", None)
     left = {key: value for key, value in words.items() if given.get(key) != value}
@@ -187,6 +196,11 @@ def _zero(config: RunConfig) -> dict[str, Any]:
     if config.zero.stage == 3:
         found["stage3_gather_16bit_weights_on_model_save"] = True
     return found
+
+
+def _parallel(parallel: Parallel) -> dict[str, Any]:
+    tensor = {"tensor_parallel": {"autotp_size": parallel.tp}} if parallel.tp > 1 else {}
+    return tensor | ({"sequence_parallel_size": parallel.sp} if parallel.sp > 1 else {})
 
 
 def _aio(config: RunConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from orchestrator.foreign.findings import as_word
 from zero_runtime.deepspeed.config import DropinConfig
 from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer
+from zero_runtime.deepspeed.parallel_section import Degrees
 from zero_runtime.limits import values_of
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_settings import ScratchSettings
@@ -35,6 +36,7 @@ def words_of(config: DropinConfig) -> dict[str, str]:
         **_zero(config.plan, config.wire),
         **_precision(config.precision, config.loss_scale),
         **_offload(config.offload),
+        **_parallel(config.degrees),
     }
     batch = {"batch.micro": config.batch.micro, "batch.accumulation": config.batch.accumulation}
     words |= {key: as_word(value) for key, value in batch.items()} | {"batch.global_size": "null"}
@@ -74,6 +76,11 @@ def _zero(plan: ZeroPlan, wire: Wire) -> dict[str, str]:
     shard = {} if plan.shard_ranks is None else {"zero.shard_ranks": as_word(plan.shard_ranks)}
     shard |= {} if plan.outer_sharding is None else {"zero.outer_sharding": plan.outer_sharding}
     return {"zero": f"stage{level}"} | shard | _differing("zero", values_of(wire), values_of(EXACT))
+
+
+def _parallel(degrees: Degrees) -> dict[str, str]:
+    words = {"parallel.tp": degrees.tensor, "parallel.sp": degrees.sequence}
+    return {key: as_word(degree) for key, degree in words.items() if degree > 1}
 
 
 def _precision(precision: MixedPrecision, scale: LossScaleRule) -> dict[str, str]:

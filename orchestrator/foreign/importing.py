@@ -17,6 +17,7 @@ from orchestrator.text.units import many
 from zero_runtime.deepspeed.auto import AutoValue, AutoValues, auto_values, mismatches, with_values
 from zero_runtime.deepspeed.config import DropinConfig, examine
 from zero_runtime.deepspeed.keys import HOMES
+from zero_runtime.deepspeed.parallel_section import batch_ranks
 from zero_runtime.deepspeed.schema import Reader
 
 OURS = "_zero_lab"  # the section of an exported file with the words that DeepSpeed has no keys for
@@ -53,11 +54,12 @@ def imported(found: Foreign, line: Line) -> Imported:
     ranks, from_where = _ranks(found, line)
     config, own = _without_ours(found.config, found.problems)
     values, args = _auto(found, line), line.args
-    filled = auto_values(config, values, ranks)
+    counted = batch_ranks(config, ranks)
+    filled = auto_values(config, values, counted)
     known = with_values(config, filled)
     if args is not None:
         found.problems += args.problems
-        differing = mismatches(config, values, ranks) if found.must_match else []
+        differing = mismatches(config, values, counted) if found.must_match else []
         found.problems += [f'{one}: the Trainer refuses this; write "auto"' for one in differing]
     if found.problems and not config:
         raise Refusal(found.problems)
@@ -183,7 +185,7 @@ def _findings(
         elif any(path == one.partition(":")[0] or path.startswith(f"{one}.") for one in reader.older):
             found.append(KeyFinding(path, text, Fate.older, here, _newer(path, reader)))
         else:
-            found.append(KeyFinding(path, text, Fate.mapped, here, UNSAID.get(path, "")))
+            found.append(KeyFinding(path, text, Fate.mapped, here, "" if here else UNSAID.get(path, "")))
     return found
 
 

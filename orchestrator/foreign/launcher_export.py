@@ -61,6 +61,13 @@ def accelerate_file(config: RunConfig) -> str:
     return yaml.safe_dump(content, sort_keys=False)
 
 
+def launched_problems(config: RunConfig) -> list[str]:
+    """Why Accelerate, and so the Trainer, cannot run this point from the written files, one line each."""
+    if config.parallel.sp == 1:
+        return []
+    return ["parallel.sp: Accelerate has a section of its own, which is not written      fix: --to deepspeed"]
+
+
 def trainer_problems(config: RunConfig) -> list[str]:
     """Why the Trainer cannot run this point by arguments alone, one line each."""
     rule, found = config.optimizer.rule, []

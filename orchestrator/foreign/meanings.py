@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 _SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 _NVME = ("offload.folder",)
+_TP_SIZES = ("tp_size", "autotp_size", "tp.tp_size")
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "train_batch_size": ("batch.micro", "batch.accumulation"),
     "train_micro_batch_size_per_gpu": ("batch.micro",),
@@ -32,6 +33,8 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "zero_optimization.offload_optimizer.nvme_path": _NVME,
     "zero_optimization.offload_optimizer.pipeline_read": ("offload.ahead",),
     "zero_optimization.offload_optimizer.pipeline_write": ("offload.ahead",),
+    **{f"tensor_parallel.{key}": ("parallel.tp",) for key in _TP_SIZES},
+    "sequence_parallel_size": ("parallel.sp",),
     "aio.block_size": ("offload.block_mib",),
     "aio.queue_depth": ("offload.requests",),
     "optimizer.type": ("optimizer",),
@@ -60,14 +63,14 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "scheduler.params.lr_range_test_step_rate": ("scheduler.interval_rate",),
     "scheduler.params.lr_range_test_staircase": ("scheduler.staircase",),
 }
-# Keys with an effect that no setting says: why.
+# Keys with an effect that no setting says, or whose setting is the default: why.
 UNSAID: Mapping[str, str] = {
     "fp16.auto_cast": "a model here gets tokens, whose embeddings are fp16 already",
     "dataloader_drop_last": "only full batches are made here",
-    "tensor_parallel.enabled": "one rank per shard of tensors",
-    "tensor_parallel.tp_size": "one rank per shard of tensors",
-    "tensor_parallel.autotp_size": "one rank per shard of tensors",
-    "tensor_parallel.tp.tp_size": "one rank per shard of tensors",
+    "tensor_parallel.enabled": "its size says it",
+    **dict.fromkeys((f"tensor_parallel.{key}" for key in _TP_SIZES), "layers are not divided"),
+    "sequence_parallel_size": "sequences are not divided",
+    "data_parallel_size": "the ranks that are left",
     "optimizer.params.torch_adam": "the updates are torch's here in any case",
     "scheduler.params.total_num_steps": "the length of the run here",
     "scheduler.params.cycle_first_stair_count": "no stairs",

@@ -63,10 +63,11 @@ def held_plan(config: RunConfig) -> ZeroPlan:
     return config.zero.plan if config.precision.dtypes.weights is None else config.zero.plan.freeing_params()
 
 
-def _block_numel(unit: Mapping[str, Any], shapes: Mapping[str, Any]) -> int:
+def _block_numel(config: RunConfig, unit: Mapping[str, Any], shapes: Mapping[str, Any]) -> int:
     if unit["precision"].get("weights") is not None:
         return WEIGHT_BLOCK_NUMEL
-    return int(shapes["block_numel"]) if unit["trainable"] else 1
+    aligned = config.zero.wire.aligned_numel(config.parallel.tp)
+    return math.lcm(int(shapes["block_numel"]) if unit["trainable"] else 1, aligned)
 
 
 def _layout(config: RunConfig, shapes: Mapping[str, Any], unit: Mapping[str, Any]) -> FlatLayout:
@@ -74,7 +75,7 @@ def _layout(config: RunConfig, shapes: Mapping[str, Any], unit: Mapping[str, Any
         [(name, tuple(shape)) for name, shape in unit["shapes"]],
         shard_count=held_plan(config).shard_count(config.data_ranks),
         world=config.data_ranks,
-        block_numel=_block_numel(unit, shapes),
+        block_numel=_block_numel(config, unit, shapes),
     )
 
 
@@ -285,7 +286,8 @@ class Memories:
     def _units_of(self, config: RunConfig, key: str, shapes: Mapping[str, Any]) -> Units:
         ranks, offload = config.data_ranks, config.offload
         shard_count, device = config.zero.plan.shard_count(ranks), config.resources.device
-        same = (key, ranks, shard_count, device, offload.params, offload.optimizer)
+        aligned = config.zero.wire.aligned_numel(config.parallel.tp)
+        same = (key, ranks, shard_count, device, offload.params, offload.optimizer, aligned)
         if same not in self._units:
             self._units[same] = units_of(config, shapes)
         return self._units[same]

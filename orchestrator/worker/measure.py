@@ -183,6 +183,9 @@ def communication(
     elif shard_count > 1 and runtime.settings.wire != EXACT:
         theory, padding = _quantised_elements(runtime, counts), 0
         text += ", a quantised element as its bytes"
+    if runtime.trains and not runtime.plan.keeps_full_params:
+        of_frozen, padding_of_frozen, frozen_text = _frozen_elements(runtime)
+        theory, padding, text = theory + of_frozen, padding + padding_of_frozen, text + frozen_text
     matrices = owned_matrices([unit.layout for unit in runtime.units if unit.matrices], shard_count)
     if shard_count > 1 and matrices:
         theory += sent_elements(matrices, runtime.collectives.shard_rank)
@@ -199,6 +202,31 @@ def communication(
         "padding_elements": padding,
         "control_bytes": ledger.control.bytes,
     }
+
+
+def _frozen_elements(runtime: ZeroRuntime) -> tuple[int, int, str]:
+    """The elements that a step gathers of frozen parameters, their padding, and the formula in words.
+
+    A micro-batch gathers each unit in its forward, and in its backward if a gradient passes through the unit: not those
+    before the first trained parameter, such as an embedding.
+    """
+    frozen = [unit for unit in runtime.units if not unit.trainable]
+    wire, collectives, micro_batches = runtime.settings.wire, runtime.collectives, runtime.settings.micro_batches
+    group_ranks, total, sent = collectives.group_ranks, 0, 0
+    for unit in frozen:
+        gathers = micro_batches * (1 + runtime.backward_reads(unit))
+        held = unit.layout.padded_numel // group_ranks
+        one = gathered(wire, runtime.plan, held, group_ranks, unit.param_dtype.itemsize, trainable=False)
+        sent += gathers * one.elements
+        total += gathers * unit.layout.numel * (group_ranks - 1)
+    if not sent:
+        return 0, 0, ""
+    ranks = "N" if group_ranks == collectives.data_world else "G"
+    text = f" + {2 * micro_batches}Φ·({ranks}-1)/{ranks} (Φ frozen"
+    if passed := sum(unit.layout.numel for unit in frozen if not runtime.backward_reads(unit)):
+        text += f"; of {passed:,} half, which backward does not read"
+    theory = sent if wire.gather else total // group_ranks
+    return theory, sent - theory, f"{text})"
 
 
 def _quantised_elements(runtime: ZeroRuntime, counts: memory_model.CollectiveCounts) -> int:

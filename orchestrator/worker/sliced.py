@@ -13,6 +13,7 @@ from orchestrator.plan.tensor_messages import TensorMessages
 from zero_runtime.sequence_parallel.attention import check_model, traded_widths
 from zero_runtime.sequence_parallel.axis import AloneInSequence, SequenceAxis
 from zero_runtime.sequence_parallel.division import DividedSequences
+from zero_runtime.tensor_parallel.adapters import layer_path
 from zero_runtime.tensor_parallel.axis import AloneOnAxis, TensorAxis
 from zero_runtime.tensor_parallel.cross_entropy import NUMBERS_PER_TOKEN
 from zero_runtime.tensor_parallel.division import DividedModel, TensorParallel, head_of
@@ -86,7 +87,7 @@ def messages_of(config: RunConfig, model: nn.Module) -> TensorMessages:
     params = dict(model.named_parameters())
     head = any(division.kind is Kind.HEAD for division in plan.divisions.values())
     return TensorMessages(
-        widths=(*_forward(plan, modules), *_backward(plan, modules)),
+        widths=(*_forward(plan, modules), *_backward(plan, model)),
         repeated=tuple(_repeated(plan, modules, block_modules(model))),
         parameters=tuple(params[name].numel() for name in sorted(plan.summed)),
         loss_numbers=NUMBERS_PER_TOKEN if head else 0,
@@ -103,22 +104,52 @@ def _forward(plan: SplitPlan, modules: dict[str, nn.Module]) -> Iterator[int]:
             yield module.embedding_dim
 
 
-def _backward(plan: SplitPlan, modules: dict[str, nn.Module]) -> Iterator[int]:
-    """A sum of the gradient of each input of column layers, which those of one module share, and of the head's."""
+def _backward(plan: SplitPlan, model: nn.Module) -> Iterator[int]:
+    """A sum of the gradient of each input of column layers, which those of one module share, and of the head's.
+
+    None for the first ones of a model whose parameters before them are frozen: their input has no gradient.
+    """
+    modules = dict(model.named_modules())
     owners: dict[str, int] = {}
     for path, division in plan.divisions.items():
         sizes = linear_sizes(modules[path])
         if sizes is not None and division.kind in (Kind.COLUMN, Kind.HEAD):
             owners[path if division.kind is Kind.HEAD else owner_of(path)] = sizes[0]
-    yield from owners.values()
+    without = _without_gradient(model, [path for path in modules if path in owners])
+    yield from (width for path, width in owners.items() if path not in without)
+
+
+def _without_gradient(model: nn.Module, owners: Sequence[str]) -> set[str]:
+    """The owners of column layers, of all in the order of registration, before which no parameter is trained.
+
+    Nothing inside of the first block is trained but its layers, which are called one after another, or with parallel
+    residuals (GPT-NeoX) with the same input.
+    """
+    blocks = block_modules(model)
+    paths = {id(module): path for path, module in model.named_modules()}
+    inside = tuple(f"{paths[id(block)]}." for block in blocks)
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    layers = tuple(f"{path}." for path in owners if path.startswith(inside))
+    if any(not name.startswith(layers) for name in trained):
+        return set()
+    first = [path for path in owners if path.startswith(inside[0])]
+    parallel = bool(getattr(getattr(model, "config", None), "use_parallel_residual", False))
+    found: set[str] = set()
+    for path in first:
+        found.add(path)
+        if any(name.startswith(f"{path}.") for name in trained) and not parallel:
+            break
+    return found
 
 
 def _repeated(plan: SplitPlan, modules: dict[str, nn.Module], blocks: Sequence[nn.Module]) -> Iterator[tuple[int, ...]]:
-    """Of each block, what a recomputation repeats: all sums of its forward but the last, before which it ends."""
+    """Of each block, what a recomputation repeats: all sums of its forward up to the last tensor that backward needs,
+    which the last sum is only if an adapter's B reads it."""
     paths = {id(module): path for path, module in modules.items()}
     for block in blocks:
         inside = f"{paths[id(block)]}."
         own = {path: division for path, division in plan.divisions.items() if path.startswith(inside)}
         rows = [path for path in modules if path in own and own[path].kind is Kind.ROW]
         widths = [sizes[1] for path in rows if (sizes := linear_sizes(modules[path])) is not None]
-        yield tuple(widths[:-1])
+        is_read = bool(rows) and layer_path(rows[-1]) != rows[-1]
+        yield tuple(widths if is_read else widths[:-1])

@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from orchestrator.config.strict import nearest
 from zero_runtime.activations.tiled_loss import tiled_cross_entropy
+from zero_runtime.activations.tiled_vocabulary_loss import tiled_vocabulary_cross_entropy
 from zero_runtime.initial_values import parameters_on_meta
 from zero_runtime.sequence_parallel.axis import SequenceAxis
 from zero_runtime.tensor_parallel.cross_entropy import vocabulary_cross_entropy
@@ -136,19 +137,27 @@ def _tiled_losses(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tenso
     head = cast(PreTrainedModel, model).get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ValueError(f"loss=tiled: expected an nn.Linear as the head, found {type(head).__name__}; use loss=full")
-    if isinstance(vars(head).get("forward"), HeadForward):
-        raise ValueError("loss=tiled: expected an undivided head, found one of parallel.tp; use loss=full")
+    divided = vars(head).get("forward")  # a HeadForward, with tensor parallelism
     losses: list[torch.Tensor] = []
 
     def loss_of(hidden: torch.Tensor) -> torch.Tensor:
-        losses.append(tiled_cross_entropy(hidden, head.weight, head.bias, labels, tile=tile, ignored=IGNORED_LABEL))
-        return losses[0]
+        if isinstance(divided, HeadForward):
+            hidden, axis, vocabulary = divided.summed_input(hidden), divided.axis, divided.vocabulary
+            loss = tiled_vocabulary_cross_entropy(
+                hidden, head.weight, head.bias, labels, axis, vocabulary=vocabulary, tile=tile, ignored=IGNORED_LABEL
+            )
+        else:
+            loss = tiled_cross_entropy(hidden, head.weight, head.bias, labels, tile=tile, ignored=IGNORED_LABEL)
+        losses.append(loss)
+        return loss
 
     head.forward = loss_of  # type: ignore[method-assign,assignment]
     try:
         loss = _logits(model, input_ids)
     finally:
         del head.forward  # restores the forward of the class
+        if divided is not None:
+            head.forward = divided
     if loss is not losses[0]:
         raise ValueError(
             f"loss=tiled: expected {type(model).__name__} to return the output of its head unchanged, "

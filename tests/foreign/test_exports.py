@@ -43,6 +43,8 @@ LINES = (
     "optimizer=torch optimizer.name=Adagrad scheduler=lr_range_test optimizer.no_decay=false zero.shard_ranks=null",
     "optimizer=lamb scheduler=warmup scheduler.start_lr_ratio=0.1 model.config.num_hidden_layers=2",
     "zero=stage3 zero.shard_ranks=2 zero.outer_sharding=hpz resources.ranks=4 resources.device=cpu",
+    "zero=stage2 parallel.tp=2 resources.ranks=4 resources.device=cpu precision=bf16",
+    "zero=stage3 parallel.sp=2 resources.ranks=4 resources.device=cpu batch.accumulation=2",
     "zero=stage3 zero.gather_dtype=int8 zero.reduce_dtype=int4 precision=bf16",
     "zero=stage0 optimizer=onebitadam optimizer.warmup_updates=7 optimizer.beta2=0.99 scheduler=warmup",
 )
@@ -105,6 +107,13 @@ def test_compressed_messages_are_written_as_deepspeeds_keys() -> None:
         ("zero=stage1 optimizer=onebitadam", "fsdp2", "optimizer=onebitadam: torch.optim has none"),
         ("zero=stage3 optimizer=muon", "deepspeed", "optimizer=muon: DeepSpeed's has matrices and rates of other"),
         ("zero=stage3 optimizer=muon", "fsdp2", "optimizer=muon: torch.optim has none"),
+        (
+            "zero=stage3 parallel.tp=2 resources.ranks=2",
+            "deepspeed",
+            "parallel.tp: DeepSpeed divides layers up to stage",
+        ),
+        ("zero=stage2 parallel.sp=2 resources.ranks=2", "trainer", "parallel.sp: Accelerate has a section of its own"),
+        ("zero=stage2 parallel.sp=2 resources.ranks=2", "fsdp2", "parallel.sp: the written script has no sequence"),
         ("zero=stage3 zero.gather_dtype=int8", "fsdp2", "quantised messages: FSDP2 sends exact ones"),
         ("zero=stage3 zero.shard_ranks=1 zero.outer_sharding=hpz", "deepspeed", "no second partition of one rank"),
         (f"{GROUPS} zero.outer_sharding=optim", "deepspeed", "DeepSpeed exchanges parameters in each forward"),

@@ -16,7 +16,7 @@ from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.offload.copy_streams import PlainCopies
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import OptimizerConfig, SgdConfig
-from zero_runtime.plan import ZeroPlan
+from zero_runtime.plan import OuterSharding, ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.sequence_parallel.axis import SequenceAxis
@@ -24,6 +24,7 @@ from zero_runtime.sequence_parallel.division import SequenceParallel
 from zero_runtime.settings import NO_OFFLOAD
 from zero_runtime.tensor_parallel.cross_entropy import vocabulary_cross_entropy
 from zero_runtime.tensor_parallel.division import TensorParallel, head_of
+from zero_runtime.wire import EXACT, Wire
 
 CPU = torch.device("cpu")
 SGD = SgdConfig()
@@ -87,6 +88,19 @@ def model_of(kind: str, **others: Any) -> nn.Module:
         return library.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
+def adapted(model: nn.Module, rank: int) -> nn.Module:
+    """The model with adapters by PEFT that have an effect from the beginning."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        wrapped = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))  # type: ignore[arg-type]
+        for name, param in wrapped.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(param, std=0.05)
+    return wrapped
+
+
 def batch_of(model: nn.Module, step: int, data_rank: int, micro: int = 0) -> torch.Tensor:
     """Token ids [MICRO, SEQ]."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * data_rank + micro)
@@ -99,9 +113,18 @@ def labels_of(ids: torch.Tensor, *, prompt: int = 0) -> torch.Tensor:
 
 
 def loss_sum(
-    model: nn.Module, ids: torch.Tensor, labels: torch.Tensor | None = None, sequence: SequenceAxis | None = None
+    model: nn.Module,
+    ids: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    sequence: SequenceAxis | None = None,
+    tile: int | None = None,
 ) -> torch.Tensor:
-    """The sum of the token losses, by the loss that the head's logits need; of this rank's part of the sequences."""
+    """The sum of the token losses, by the loss that the head's logits need; of this rank's part of the sequences. tile:
+    the tokens whose logits exist at a time."""
+    if tile is not None:
+        from orchestrator.workloads.models import token_losses
+
+        return token_losses(model, ids, labels_of(ids) if labels is None else labels, tile, head_of(model), sequence)
     is_encoder_decoder = model.config.is_encoder_decoder
     given = {"input_ids": ids} | ({"decoder_input_ids": ids} if is_encoder_decoder else {})
     logits, labels = model(**given, use_cache=False).logits, labels_of(ids) if labels is None else labels
@@ -129,6 +152,14 @@ class DividedRun:
     optimizer: OptimizerConfig = SGD
     recompute: RecomputeRule = NO_RECOMPUTATION
     shard_ranks: int | None = None
+    outer_sharding: OuterSharding | None = None
+    wire: Wire = EXACT
+    tile: int | None = None
+    adapter_rank: int = 0  # of LoRA on all linear layers but the head, which are frozen; 0: none
+
+    def model(self) -> nn.Module:
+        """The model with values, and its adapters; the same in each call."""
+        return adapted(model_of(self.kind), self.adapter_rank) if self.adapter_rank else model_of(self.kind)
 
     def runtime(self, model: nn.Module | None = None) -> ZeroRuntime:
         settings = RuntimeSettings(
@@ -137,9 +168,10 @@ class DividedRun:
             offload=self.offload,
             tensor_parallel=TensorParallel(self.degree, gathers_logits=self.gathers_logits),
             sequence_parallel=SequenceParallel(self.parts),
+            wire=self.wire,
         )
-        given = model or model_of(self.kind)
-        plan = ZeroPlan.from_stage(self.stage, shard_ranks=self.shard_ranks)
+        given = model or self.model()
+        plan = ZeroPlan.from_stage(self.stage, shard_ranks=self.shard_ranks, outer_sharding=self.outer_sharding)
         Recomputation(given, self.recompute)
         return ZeroRuntime(given, plan, self.precision, self.optimizer, settings, CPU)
 
@@ -147,14 +179,14 @@ class DividedRun:
 Result = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]  # (loss, norm) by step, and the weights by name
 
 
-def one_step(runtime: ZeroRuntime, step: int) -> tuple[float, float]:
+def one_step(runtime: ZeroRuntime, step: int, tile: int | None = None) -> tuple[float, float]:
     """Train one step on this rank's batches; returns loss and norm."""
     micros, sequence = runtime.settings.micro_batches, runtime.sequence
     batches = [batch_of(runtime.model, step, runtime.collectives.batch_rank, micro) for micro in range(micros)]
     labels = [labels_of(ids, prompt=PROMPT if sequence.degree > 1 else 0) for ids in batches]
     tokens = runtime.sum_over_ranks(sum(int((sequence.part(one) != IGNORED).sum()) for one in labels))
     for ids, own in zip(batches, labels, strict=True):
-        runtime.backward(loss_sum(runtime.model, ids, own, sequence) / tokens)
+        runtime.backward(loss_sum(runtime.model, ids, own, sequence, tile) / tokens)
     report = runtime.step(LR)
     return report.loss, report.grad_norm
 
@@ -170,7 +202,7 @@ def divided_results(runs: list[DividedRun]) -> list[Result]:
     found = []
     for run in runs:
         runtime = run.runtime()
-        steps = [one_step(runtime, step) for step in range(TRAINED_STEPS)]
+        steps = [one_step(runtime, step, run.tile) for step in range(TRAINED_STEPS)]
         found.append((steps, weights_of(runtime)))
         runtime.close()
     return found
@@ -178,9 +210,9 @@ def divided_results(runs: list[DividedRun]) -> list[Result]:
 
 def plain_result(run: DividedRun, data_world: int, dtype: torch.dtype) -> Result:
     """The same run in plain PyTorch: parameters of `dtype`, with masters and sums of gradients in fp32 or fp64."""
-    model, steps, prompt = model_of(run.kind).to(dtype), [], PROMPT if run.parts > 1 else 0
+    model, steps, prompt = run.model().to(dtype), [], PROMPT if run.parts > 1 else 0
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    masters = {name: param.detach().to(wide) for name, param in model_of(run.kind).named_parameters()}
+    masters = {name: param.detach().to(wide) for name, param in run.model().named_parameters()}
     optimizer = plain_optimizer(run.optimizer, masters, LR)
     for step in range(TRAINED_STEPS):
         total = 0.0

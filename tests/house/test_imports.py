@@ -158,7 +158,7 @@ ROOMS = {
         "module_hooks": "parameter_reads pure unit",
         "offload": "agreement collectives process_identity pure shard_location unit",
         "optim": "collectives dtypes offload pure unit",
-        "activations": "offload pure unit_planner",
+        "activations": "offload pure tensor_parallel unit_planner",
         "gather_turns": "collectives pure unit unit_parameters",
         "generation": "",
         "inference": "offload pure",

@@ -26,6 +26,7 @@ from orchestrator.worker.shapes import units_of
 from orchestrator.workloads.models import token_losses
 from zero_runtime.memory.census import take_census
 from zero_runtime.tensor_parallel.division import head_of
+from zero_runtime.wire import Wire
 
 RANKS = 4
 SLICES, PARTS, MANY_PARTS = Parallel(tp=2), Parallel(sp=2), Parallel(sp=4)
@@ -61,6 +62,8 @@ OTHERS = [
     divided(3, "llama", "bf16", 1, "every_nth"),
     divided(0, "gpt2", "fp32", 2, "full"),
     replace(divided(3), zero=Zero(stage=3, unit_numel=40_000)),  # several units in a block
+    divided(1, "llama", "fp32", 1, loss="tiled"),
+    replace(divided(3, "llama", "bf16", 2), zero=Zero(stage=3, wire=Wire("int8", "int8"))),
 ]
 PART_STAGES = [divided(stage, parallel=PARTS) for stage in range(4)]
 PART_OTHERS = [

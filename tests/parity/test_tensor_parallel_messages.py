@@ -53,23 +53,27 @@ def tensor_messages(axes: Axes) -> Sent:
 # ---- on ranks --------------------------------------------------------------------------------------------------------
 
 
-def sent_by_stage(micro_batches: int) -> dict[int, tuple[Sent, int, int]]:
+def sent_by_stage(micro_batches: int, tile: int | None) -> dict[int, tuple[Sent, int, int]]:
     """By stage: what this rank sends in the second step."""
     found = {}
     for stage in STAGES:
         runtime = DividedRun("llama", stage, micro_batches=micro_batches, gathers_logits=False).runtime()
         for step in range(2):
             runtime.reset_ledger()
-            one_step(runtime, step)
+            one_step(runtime, step, tile)
         found[stage] = counted(runtime)
         runtime.close()
     return found
 
 
-@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_four_ranks_send_the_closed_forms_at_every_stage(micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("micro_batches", "tile"),
+    [(2, None), pytest.param(1, None, marks=pytest.mark.full), pytest.param(2, 5, marks=pytest.mark.full)],
+)
+def test_four_ranks_send_the_closed_forms_at_every_stage(micro_batches: int, tile: int | None) -> None:
+    """The loss sends as much in tiles of 5 tokens."""
     axes = Axes(2, 2, micro_batches, MICRO * SEQ, WIDTH, VOCABULARY, gathers_logits=False)
-    for by_stage in run_ranks(sent_by_stage, 4, micro_batches):
+    for by_stage in run_ranks(sent_by_stage, 4, micro_batches, tile):
         for stage, (sent, units, padded) in by_stage.items():
             assert sent == tensor_messages(axes) | data_messages(
                 stage, axes.data_world, axes.micro_batches, units, padded

@@ -50,7 +50,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.tile, ctx.ignored = tile, ignored
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for part in _tiles(hidden, tile):
+        for part in tiles(hidden, tile):
             logits = F.linear(hidden[part], weight, bias).float()
             total += F.cross_entropy(logits, labels[part], ignore_index=ignored, reduction="sum")
         return total
@@ -62,7 +62,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for part in _tiles(hidden, ctx.tile):
+        for part in tiles(hidden, ctx.tile):
             logits = F.linear(hidden[part], weight, bias).float()
             grad_logits = _grad_of_logits(logits, labels[part], ctx.ignored).mul_(grad).to(hidden.dtype)
             if grad_hidden is not None:
@@ -89,7 +89,7 @@ def _grad_of_logits(logits: torch.Tensor, labels: torch.Tensor, ignored: int) ->
     return found.mul_(counts[:, None])
 
 
-def _tiles(hidden: torch.Tensor, tile: int) -> Iterator[slice]:
+def tiles(hidden: torch.Tensor, tile: int) -> Iterator[slice]:
     """The tiles of all tokens. On fake tensors, whose memory is traced, three of the full size stand for any number of
     them above one: each allocates and frees what the one before did."""
     count = hidden.shape[0]

@@ -14,6 +14,7 @@ from zero_runtime.deepspeed.json_text import load, shown
 from zero_runtime.deepspeed.keys import HOMES, TOP
 from zero_runtime.deepspeed.offload_section import read_offload
 from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer, choose_optimizer
+from zero_runtime.deepspeed.parallel_section import UNDIVIDED, Degrees, batch_ranks, notes_of, read_degrees
 from zero_runtime.deepspeed.schedule_section import ScheduleOf, choose_schedule
 from zero_runtime.deepspeed.schema import Reader
 from zero_runtime.deepspeed.zero_section import ZERO_LEVEL, read_plan, with_new_names
@@ -30,7 +31,8 @@ class DropinConfig:
     """The settings that a configuration describes.
 
     idle: keys without effect. notes: sentences for the user on how the engine differs from DeepSpeed. older: older
-    names of keys, with the newer ones. `optimizer` and `schedule` are None if the configuration has no such section.
+    names of keys, with the newer ones. degrees: of tensor and sequence parallelism. `optimizer` and `schedule` are None
+    if the configuration has no such section.
     """
 
     plan: ZeroPlan
@@ -47,12 +49,15 @@ class DropinConfig:
     idle: tuple[str, ...]
     notes: tuple[str, ...]
     older: Mapping[str, str]
+    degrees: Degrees = UNDIVIDED
 
 
 def read_config(
     source: Mapping[str, Any] | str | Path, world: int, device: str = "cpu", auto: AutoValues | None = None
 ) -> DropinConfig:
     """Read a dict or a file, for `world` ranks with a device of this type. One PlanError reports all problems.
+
+    Tensor and sequence parallelism are problems, because the engine has neither.
 
     auto: what keys that are "auto" are filled in from; each that was filled is a note.
     """
@@ -61,22 +66,26 @@ def read_config(
         found = auto_values(given, auto, world)
         given = with_values(given, found)
         reader.notes += [f"auto: {', '.join(f'{path}={one.value}' for path, one in found.items())}"] if found else []
-    config = examine(given, world, device, reader)
+    config = examine(given, world, device, reader, engine=True)
     reader.finish()
     return config
 
 
-def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader) -> DropinConfig:
-    """Read a configuration; all problems are added to the reader's, and the result is of use if there are none."""
+def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader, *, engine: bool = False) -> DropinConfig:
+    """Read a configuration; all problems are added to the reader's, and the result is of use if there are none.
+
+    engine: for the engine, which has neither tensor nor sequence parallelism.
+    """
     values = reader.read(TOP, _in_new_form(given, reader))
-    _check_tensor_parallel(values.get("tensor_parallel", {}), reader)
+    degrees = read_degrees(values, world, reader, engine=engine)
+    reader.notes += notes_of(degrees)
     precision = _precision(values, reader)
     zero = with_new_names(values.get("zero_optimization", {}), reader)
     plan = read_plan(zero, reader)
     wire = read_wire(zero, plan, reader)
     offload = read_offload(zero, values.get("aio", {}), plan, device, reader)
     loss_scale = _loss_scale(values.get("fp16", {}), reader)
-    batch = read_batch(values, world, reader)
+    batch = read_batch(values, batch_ranks(values, world), reader)
     clip_norm = _clip_norm(values, reader)
     optimizer = choose_optimizer(values.get("optimizer"), reader)
     check_one_bit(optimizer, plan, clip_norm, reader)
@@ -95,6 +104,7 @@ def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader) -
         idle=tuple(reader.idle),
         notes=tuple(reader.notes),
         older=dict(reader.older),
+        degrees=degrees,
     )
 
 
@@ -159,19 +169,3 @@ def _clip_norm(values: Mapping[str, Any], reader: Reader) -> float | None:
     if clip < 0:
         reader.problems.append(f"gradient_clipping: expected at least 0 (0 is none), found {clip}")
     return float(clip) or None
-
-
-def _check_tensor_parallel(values: Mapping[str, Any], reader: Reader) -> None:
-    values = {**values, **{f"tp.{name}": value for name, value in values.get("tp", {}).items()}}
-    names = [name for name in ("tp_size", "autotp_size", "tp.tp_size") if name in values]
-    if {"tp_size", "autotp_size"} <= {*names}:
-        reader.problems.append(
-            "tensor_parallel: tp_size and autotp_size are two names of one number, found both; keep one"
-        )
-    size = max((values[name] for name in names), default=1)
-    if values.get("enabled", True) and size > 1:
-        reader.refuse(
-            f"tensor_parallel.{max(names, key=values.__getitem__)}",
-            f"found {size}: tensor parallelism is on the command line alone (parallel.tp={size}); set it to 1, and "
-            "shard the model by zero_optimization instead (3 shards the parameters too)",
-        )

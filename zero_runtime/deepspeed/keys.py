@@ -51,6 +51,8 @@ _TENSOR_PARALLEL = {
     "tp_group_size": idle(WHOLE),
     "tp_overlap_comm": idle(BOOL),
     "verbose": idle(BOOL),
+    "preset_model": idle(TEXT),
+    "partition_config": feature("layers are divided by parallel.patterns; leave it out, and give those"),
     "tp": section({"tp_size": mapped(WHOLE), "tp_grain_size": idle(WHOLE)}),
 }
 _NO_COMPILATION = "compilation by the engine is not here; call torch.compile on your model, or set it to false"
@@ -141,6 +143,8 @@ _ACTING: dict[str, Key] = {
     "fp16": section(_FP16),
     "bf16": section(_BF16),
     "tensor_parallel": section(_TENSOR_PARALLEL),
+    "sequence_parallel_size": mapped(WHOLE),
+    "data_parallel_size": mapped(WHOLE),
     "zero_optimization": zero_section.SECTION,
 }
 _IDLE: dict[str, Key] = {
@@ -178,7 +182,6 @@ _REFUSED: dict[str, Key] = {
     "gradient_allreduce_op": only("mean", kind=TEXT, reason="the engine averages over the ranks; sum in your loss"),
     "managed_gradient_accumulation": only(True, kind=BOOL, reason="the engine counts the micro-batches itself"),
     "sparse_gradients": only(False, kind=BOOL, reason="the runtime's gradients are dense"),
-    "sequence_parallel_size": only(1, kind=WHOLE, reason="it is on the command line alone (parallel.sp)"),
     "pipeline": Key(ANY, only=(), reason="pipeline parallelism is not here; leave it out"),
     "amp": _absent("Apex' mixed precision (use fp16 or bf16)"),
     "torch_autocast": _absent("autocast by the engine (wrap your forward, or use fp16 or bf16)"),

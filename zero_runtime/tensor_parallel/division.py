@@ -75,7 +75,7 @@ class DividedModel:
         for path, division in plan.divisions.items():
             module = self._modules[path]
             own = shared.setdefault(owner_of(path), ColumnInput(axis))
-            if division.kind is Kind.COLUMN:
+            if division.kind in (Kind.COLUMN, Kind.SHARED_INPUT):
                 self._install(module, ColumnForward(module, own))
             elif division.kind is Kind.ROW:
                 self._install(module, RowForward(module, own, axis))

@@ -90,7 +90,8 @@ def linear_of(module: nn.Module, values: torch.Tensor, bias: torch.Tensor | None
 
 
 class ColumnForward:
-    """The forward of a linear layer that holds some of the outputs: [..., in] to [..., own out]."""
+    """The forward of a linear layer that holds some of the outputs, or of one that such a layer follows: [..., in] to
+    [..., own out]."""
 
     def __init__(self, module: nn.Module, shared: ColumnInput) -> None:
         self._module, self._shared = module, shared
@@ -157,7 +158,12 @@ class HeadForward:
         self._module = module
         self._input = ColumnInput(axis)
 
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(self._input(values), self._module.weight, self._module.bias)
+    def summed_input(self, values: torch.Tensor) -> torch.Tensor:
+        """The input to compute this rank's logits with: its gradient is summed over the group."""
+        found = self._input(values)
         self._input.end()
+        return found
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(self.summed_input(values), self._module.weight, self._module.bias)
         return _Gather.apply(logits, self.axis, self.vocabulary) if self.gathers else logits

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from zero_runtime.errors import PlanError
+from zero_runtime.tensor_parallel.adapters import layer_path
 from zero_runtime.tensor_parallel.slices import Split, TensorSlices
 from zero_runtime.tensor_parallel.structure import Division, Kind, divisions_of, head_size, linear_sizes
 
@@ -59,7 +60,6 @@ def plan_split(model: nn.Module, degree: int, patterns: tuple[str, ...] = ()) ->
     PlanError if a number of heads or a width does not divide; it names the nearest degrees that divide all of them.
     """
     modules = dict(model.named_modules())
-    _refuse_adapters(modules)
     divisions = divisions_of(model, patterns)
     _check_degree(list(_counts(modules, divisions)), degree)
     names: dict[int, str] = {id(param): name for name, param in model.named_parameters()}
@@ -69,7 +69,7 @@ def plan_split(model: nn.Module, degree: int, patterns: tuple[str, ...] = ()) ->
         for param, split in _splits_of(modules[path], division, degree):
             name = names[id(param)]
             if split is None:
-                summed |= {name} if division.kind is Kind.SUMMED else set()
+                summed |= {name} if division.kind in (Kind.SUMMED, Kind.SHARED_INPUT) else set()
             elif splits.setdefault(name, split) != split:
                 raise PlanError(
                     f"parallel.tp: {name} is used by two layers that divide it differently, one of them {path}; make "
@@ -82,19 +82,9 @@ def plan_split(model: nn.Module, degree: int, patterns: tuple[str, ...] = ()) ->
     )
 
 
-def _refuse_adapters(modules: Mapping[str, nn.Module]) -> None:
-    """Raise PlanError for layers of PEFT: the matrices of an adapter would have to be divided like its layer."""
-    for path, module in modules.items():
-        if isinstance(getattr(module, "base_layer", None), nn.Module):
-            raise PlanError(
-                f"parallel.tp: expected a model without adapters, found {type(module).__name__} of "
-                f"{type(module).__module__.partition('.')[0]} at {path}; use adapter=none, or parallel.tp=1"
-            )
-
-
 def owner_of(path: str) -> str:
-    """Path of the module that owns a layer."""
-    return path.rpartition(".")[0]
+    """Path of the module that owns a layer, or the layer of an adapter."""
+    return layer_path(path).rpartition(".")[0]
 
 
 def _splits_of(module: nn.Module, division: Division, degree: int) -> Iterator[tuple[nn.Parameter, Split | None]]:
@@ -106,6 +96,7 @@ def _splits_of(module: nn.Module, division: Division, degree: int) -> Iterator[t
         Kind.HEAD: 0,
         Kind.VOCABULARY: 0,
         Kind.HEADS: 1,
+        Kind.SLICED: outputs,
     }.get(division.kind)
     for name, param in module.named_parameters(recurse=division.kind is Kind.SUMMED):
         shape = tuple(param.shape)

@@ -1,10 +1,10 @@
 """Settings that cannot be combined with tensor parallelism. Standard library only.
 
 [Note: blocks and slices]
-Quantised messages, codes of weights and signs have one scale for many elements, among them those of slices, which
-differ between the ranks of a tensor-parallel group. A replicated parameter would be rounded by another scale on each of
-them, and its copies would drift apart. (The blocks of 8-bit states begin with a parameter, so its replicas keep equal
-bits.)
+Signs have one scale for all elements of a unit, among them those of slices, which differ between the ranks of a
+tensor-parallel group. A replicated parameter would be rounded by another scale on each of them, and its copies would
+drift apart. The blocks of 8-bit states begin with a parameter, and so do those of quantised messages if layers are
+divided (`Wire.aligned_numel`): a block then has elements of one parameter, and replicas keep equal bits.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from zero_runtime.limits import Broken, ConfigError
 from zero_runtime.optim.config_base import OptimizerConfig
 from zero_runtime.optim.configs import OneBitAdamConfig
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.wire import EXACT, Wire
 
 ALONE = "parallel.tp=1"
 
 
-def check_divided(degree: int, optimizer: OptimizerConfig | None, precision: MixedPrecision, wire: Wire) -> None:
+def check_divided(degree: int, optimizer: OptimizerConfig | None, precision: MixedPrecision) -> None:
     """Raise ConfigError, with every broken rule, if a setting does not know divided parameters; a no-op for degree 1.
 
     optimizer: None for inference. See [Note: blocks and slices].
     """
     if degree == 1:
         return
-    broken = [*refused_wire(degree, wire), *refused_weights(degree, precision)]
+    broken = [*refused_weights(degree, precision)]
     if optimizer is not None:
         broken += refused_optimizer(degree, optimizer)
     if broken:
@@ -43,14 +42,6 @@ def refused_optimizer(degree: int, optimizer: OptimizerConfig) -> Iterator[Broke
         why = "gives replicated and divided parameters one scale"
     if degree > 1 and why:
         yield Broken(f"optimizer.kind={optimizer.kind} {why}", f"parallel.tp={degree}", (ALONE,))
-
-
-def refused_wire(degree: int, wire: Wire) -> Iterator[Broken]:
-    """The rule that quantised messages break."""
-    if degree > 1 and wire != EXACT:
-        rule = f"parallel.tp={degree} sends exact messages: zero.gather_dtype and zero.reduce_dtype must be null"
-        exact = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
-        yield Broken(rule, f"{wire.gather or 'null'} and {wire.reduce or 'null'}", (exact, ALONE))
 
 
 def refused_weights(degree: int, precision: MixedPrecision) -> Iterator[Broken]:

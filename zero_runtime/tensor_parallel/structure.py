@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from zero_runtime.errors import PlanError
+from zero_runtime.tensor_parallel.adapters import BASE, base_of, parts_of, refuse_undivided, unwrapped
 from zero_runtime.unit_planner import block_modules
 
 
@@ -20,7 +21,8 @@ class Kind(Enum):
     COLUMN: a linear layer by its outputs. ROW: a linear layer by its inputs, which sums over the ranks. VOCABULARY: an
     embedding by its rows. HEAD: a linear layer that returns logits, by its outputs. HEADS: an embedding with one column
     for each attention head, by its columns. SUMMED: replicated, but used by divided computations. REPLICATED: not
-    divided.
+    divided. SHARED_INPUT, SLICED: A and B of an adapter of a column layer; the first is summed and reads the input of
+    the column layers, the second is divided by its outputs and reads what the first computes.
     """
 
     COLUMN = "column"
@@ -30,6 +32,8 @@ class Kind(Enum):
     HEADS = "heads"
     SUMMED = "summed"
     REPLICATED = "replicated"
+    SHARED_INPUT = "shared input"
+    SLICED = "sliced"
 
 
 # Styles of transformers' tensor-parallel plans.
@@ -73,6 +77,7 @@ def divisions_of(model: nn.Module, patterns: tuple[str, ...] = ()) -> dict[str, 
             raise PlanError(f"parallel.patterns: expected {pattern!r} to match a linear layer, found none; correct it")
         found |= dict.fromkeys(matched, division)
     found = {path: division for path, division in found.items() if division.kind is not Kind.REPLICATED}
+    found = dict(_with_adapters(found, modules))
     if not any(division.kind in (Kind.COLUMN, Kind.ROW) for division in found.values()):
         raise PlanError(
             f"parallel.tp: expected a model with pairs of linear layers in repeated blocks, found none in "
@@ -92,13 +97,32 @@ def _parsed(pattern: str) -> tuple[str, Division]:
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """(inputs, outputs) of an nn.Linear or of a Conv1D of transformers; None for any other module."""
+    """(inputs, outputs) of an nn.Linear or of a Conv1D of transformers, also below adapters; None for others."""
+    module = base_of(module)
     if type(module) is nn.Linear:
         return module.in_features, module.out_features
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
         inputs, outputs = module.weight.shape  # type: ignore[misc]  # a Conv1D has a matrix
         return int(inputs), int(outputs)
     return None
+
+
+def _with_adapters(found: Mapping[str, Division], modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Division]]:
+    """The divisions with those of adapters: see [Note: divided adapters] in adapters.py."""
+    linear = (Kind.COLUMN, Kind.ROW)
+    refuse_undivided(modules, {path for path, division in found.items() if division.kind not in linear})
+    for path, division in found.items():
+        parts = parts_of(modules[path], path)
+        if parts is None:
+            yield path, division
+            continue
+        yield f"{path}.{BASE}", division
+        first, second = (next(one for one, module in modules.items() if module is part) for part in parts)
+        if division.kind is Kind.COLUMN:
+            yield first, Division(Kind.SHARED_INPUT)
+            yield second, Division(Kind.SLICED, division.parts)
+        else:
+            yield first, Division(Kind.ROW)
 
 
 # ---- plans of transformers -------------------------------------------------------------------------------------------
@@ -110,8 +134,11 @@ def _of_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Di
     Its names begin at the base model, which may be the model itself.
     """
     plan: Mapping[str, str] = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
-    prefix = getattr(model, "base_model_prefix", "")
-    base = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    inner = unwrapped(model)
+    path_of_inner = next(path for path, module in modules.items() if module is inner)
+    prefix = getattr(inner, "base_model_prefix", "")
+    base = f"{prefix}." if prefix and hasattr(inner, prefix) else ""
+    base = f"{path_of_inner}.{base}" if path_of_inner else base
     found: dict[str, Division] = {}
     for pattern, style in plan.items():
         for path in modules:
@@ -179,7 +206,8 @@ def _heads_of(owner: nn.Module, path: str, query: nn.Module) -> Iterator[tuple[s
     """Embeddings with one column for each head, such as T5's bias of relative positions."""
     size, outputs = head_size(owner), (linear_sizes(query) or (0, 0))[1]
     for name, child in owner.named_children():
-        if type(child) is nn.Embedding and size and child.embedding_dim * size == outputs:
+        layer = base_of(child)
+        if type(layer) is nn.Embedding and size and layer.embedding_dim * size == outputs:
             yield f"{path}.{name}", Division(Kind.HEADS)
 
 
@@ -195,7 +223,7 @@ def _of_vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterat
     for path, module in modules.items():
         if module is head:
             yield path, Division(Kind.HEAD)
-        elif type(module) is nn.Embedding and (module is embedding or module.weight is embedding.weight):
+        elif type(base_of(module)) is nn.Embedding and (module is embedding or module.weight is embedding.weight):
             yield path, Division(Kind.VOCABULARY)
 
 
@@ -203,7 +231,7 @@ def _vocabulary_pair(model: nn.Module, modules: Mapping[str, nn.Module]) -> tupl
     getters: list[Any] = [getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output")]
     if all(map(callable, getters)):
         embedding, head = (getter() for getter in getters)
-        if type(embedding) is nn.Embedding and type(head) is nn.Linear:
+        if type(base_of(embedding)) is nn.Embedding and type(base_of(head)) is nn.Linear:
             return embedding, head
         return None
     inside = {id(module) for block in block_modules(model) for module in block.modules()}

@@ -28,8 +28,9 @@ def problems(source: Any, world: int = 2) -> list[str]:
 
 AUTO = "is filled in from TrainingArguments, and none that say it were given as args; "
 TENSOR_PARALLEL = (
-    "tensor_parallel.tp_size: found 4: tensor parallelism is on the command line alone (parallel.tp=4); set it to 1, "
-    "and shard the model by zero_optimization instead (3 shards the parameters too)"
+    "tensor_parallel.tp_size: found 4: tensor parallelism is on the command line alone (parallel.tp=4), where `zlab "
+    "import` puts it: a script gives each rank a batch of its own, and the ranks of a group need the same one; set it "
+    "to 1, and shard the model by zero_optimization instead (3 shards the parameters too)"
 )
 
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -44,6 +45,15 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         ["tensor_parallel: tp_size and autotp_size are two names of one number, found both; keep one"],
     ),
     ("tensor parallelism", config(tensor_parallel={"enabled": True, "tp_size": 4}), [TENSOR_PARALLEL]),
+    (
+        "sequence parallelism",
+        config(sequence_parallel_size=2),
+        [
+            "sequence_parallel_size: found 2: sequence parallelism is on the command line alone (parallel.sp=2), where "
+            "`zlab import` puts it: a script gives the model its part of a sequence, and here the model takes its part "
+            "of whole ones; set it to 1, and use smaller micro-batches or recomputation"
+        ],
+    ),
     ("tensor parallelism by default on", config(tensor_parallel={"tp_size": 4}), [TENSOR_PARALLEL]),
     (
         "fractional prefetch size",

@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from harness.divided import DividedRun, model_of
 from harness.exact import ExactModel, inputs, loss_of
 from harness.generation import answer, request_of, small_model
 from harness.outcomes import assert_death_is_named, rank_outcomes
@@ -100,18 +99,3 @@ def test_the_loss_of_divided_logits_refuses_others() -> None:
     axis, labels = TensorAxis(AloneOnAxis(2)), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(PlanError, match="expected the 4 rows of 7 logits that this rank holds, found 7"):
         vocabulary_cross_entropy(torch.zeros(3, 7), labels, axis, vocabulary=7)
-
-
-def tiled_loss() -> str:
-    from orchestrator.workloads.models import token_losses
-
-    runtime = DividedRun("llama").runtime(model_of("llama"))
-    ids = torch.zeros((1, 4), dtype=torch.int64)
-    with pytest.raises(ValueError, match="loss=tiled") as error:
-        token_losses(runtime.model, ids, ids, 2)
-    return str(error.value)
-
-
-def test_a_tiled_loss_refuses_a_divided_head() -> None:
-    message = "loss=tiled: expected an undivided head, found one of parallel.tp; use loss=full"
-    assert run_ranks(tiled_loss, 2) == [message] * 2

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.divided import KINDS, ODD_KINDS, DividedRun, model_of
+from harness.divided import KINDS, ODD_KINDS, WIDTH, DividedRun, model_of
 from torch import nn
 
 from zero_runtime.errors import PlanError
@@ -17,7 +17,6 @@ from zero_runtime.precision import MixedPrecision
 from zero_runtime.tensor_parallel.division import TensorParallel
 from zero_runtime.tensor_parallel.plan import plan_split
 from zero_runtime.tensor_parallel.refusals import check_divided
-from zero_runtime.wire import EXACT, Wire
 
 THIRDS = {"num_attention_heads": 3, "intermediate_size": 42}
 SIXTHS = {"num_attention_heads": 6, "intermediate_size": 42}
@@ -86,13 +85,36 @@ def test_a_fused_layer_of_unknown_order_is_refused_unless_a_pattern_describes_it
     assert plan.splits["blocks.0.both.weight"].parts == (16, 16)
 
 
-def test_adapters_are_refused_by_name() -> None:
+def with_adapters(**settings: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    targets = ["q_proj", "v_proj"]
-    model = get_peft_model(model_of("llama"), LoraConfig(r=2, target_modules=targets))  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"without adapters, found Linear of peft at .*q_proj; use adapter=none"):
-        plan_split(model, 2)
+    return get_peft_model(model_of("llama"), LoraConfig(r=2, **settings))  # type: ignore[arg-type]
+
+
+def test_adapters_are_divided_as_their_layers() -> None:
+    model = with_adapters(target_modules="all-linear")
+    plan = plan_split(model, 2)
+    layer = "base_model.model.model.layers.0.self_attn"
+    a, b = (f"{layer}.{{}}.lora_{part}.default.weight".format for part in "AB")
+    assert plan.splits[f"{layer}.q_proj.base_layer.weight"].dim == 0
+    assert plan.splits[b("q_proj")].local_shape == (WIDTH // 2, 2)
+    assert plan.splits[a("o_proj")].local_shape == (2, WIDTH // 2)
+    assert {a("q_proj"), b("o_proj")}.isdisjoint(plan.splits)
+    assert plan.summed == {name for name, _ in model.named_parameters() if "lora_A" in name} - plan.splits.keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"target_modules": ["q_proj"], "use_dora": True}, "one LoRA adapter with A and B at .*q_proj, found Linear"),
+        ({"target_modules": ["embed_tokens"]}, "adapters at linear layers of the blocks, found one at .*embed_tokens"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "adapters at linear layers of the blocks, found one at .*lm_head"),
+    ],
+    ids=["dora", "embedding", "head"],
+)
+def test_other_adapters_are_refused_by_name(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlanError, match=f"{told}.*use adapter=none, or parallel.tp=1"):
+        plan_split(with_adapters(**settings), 2)
 
 
 @pytest.mark.parametrize(
@@ -117,33 +139,27 @@ def test_a_degree_that_does_not_divide_the_ranks_is_refused() -> None:
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 FP32 = MixedPrecision()
-REFUSED: list[tuple[OptimizerConfig | None, MixedPrecision, Wire, tuple[str, ...]]] = [
-    (MuonConfig(), FP32, EXACT, ("optimizer.kind=muon updates whole matrices", "found parallel.tp=2")),
-    (OneBitAdamConfig(), FP32, EXACT, ("optimizer.kind=onebitadam", "found parallel.tp=2")),
-    (
-        AdamWConfig(),
-        FP32,
-        Wire("int8", "int4"),
-        ("parallel.tp=2 sends exact", "int8 and int4", "zero.gather_dtype=null"),
-    ),
-    (None, MixedPrecision(weights="int8"), EXACT, ("precision.weights=int8", "precision.weights=null")),
+REFUSED: list[tuple[OptimizerConfig | None, MixedPrecision, tuple[str, ...]]] = [
+    (MuonConfig(), FP32, ("optimizer.kind=muon updates whole matrices", "found parallel.tp=2")),
+    (OneBitAdamConfig(), FP32, ("optimizer.kind=onebitadam", "found parallel.tp=2")),
+    (None, MixedPrecision(weights="int8"), ("precision.weights=int8", "precision.weights=null")),
 ]
 
 
-@pytest.mark.parametrize(("optimizer", "precision", "wire", "words"), REFUSED)
+@pytest.mark.parametrize(("optimizer", "precision", "words"), REFUSED)
 def test_settings_with_one_scale_for_slices_and_replicas_are_refused_by_name(
-    optimizer: OptimizerConfig | None, precision: MixedPrecision, wire: Wire, words: tuple[str, ...]
+    optimizer: OptimizerConfig | None, precision: MixedPrecision, words: tuple[str, ...]
 ) -> None:
-    check_divided(1, optimizer, precision, wire)
+    check_divided(1, optimizer, precision)
     with pytest.raises(ConfigError) as error:
-        check_divided(2, optimizer, precision, wire)
+        check_divided(2, optimizer, precision)
     for word in (*words, "parallel.tp=1"):
         assert word in str(error.value)
 
 
 @pytest.mark.parametrize("optimizer", [AdamWConfig(), AdamW8bitConfig(), LambConfig(), None])
 def test_other_settings_are_allowed(optimizer: OptimizerConfig | None) -> None:
-    check_divided(2, optimizer, MixedPrecision("bf16"), EXACT)
+    check_divided(2, optimizer, MixedPrecision("bf16"))
 
 
 def test_a_runtime_refuses_before_the_model_is_changed() -> None:
