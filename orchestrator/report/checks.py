@@ -4,7 +4,8 @@
 Points with the same model, data, seed, optimizer, tokens per step and steps compute the same updates, apart from
 rounding and the order of sums, and their curves stay close for the few steps of a measurement. A loss that is farther
 than LOSS_SHARE from the median of such points is named: a fast row that learns something else is worth nothing. What
-rounds on purpose (bf16 against fp32) stays within it in the shipped models; what is lossy has a column of its own.
+rounds on purpose (bf16 against fp32) stays within it in the shipped models. A lossy row belongs to the points of its
+exact form, and if there are exact ones, only they have a say in the median: many lossy rows do not outvote them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator.config.lossy import exact_form, lossy_words
 from orchestrator.report.report_points import ReportPoint, is_finite
 
 LOSS_SHARE = 0.02
@@ -70,6 +72,7 @@ def drift(point: ReportPoint) -> float | None:
 def _losses(points: Sequence[ReportPoint]) -> list[str]:
     """See [Note: a different loss]."""
     groups: dict[str, dict[str, float]] = {}
+    exact: set[str] = set()
     lines = []
     for point in points:
         assert point.result is not None
@@ -78,12 +81,17 @@ def _losses(points: Sequence[ReportPoint]) -> list[str]:
             lines.append(f"{point.label} ended without a finite loss")
         else:
             groups.setdefault(_work(point.entry.config, point.result), {})[point.label] = last
+        if not lossy_words(point.entry.config):
+            exact.add(point.label)
     for losses in groups.values():
-        middle = statistics.median(losses.values())
+        right = [value for label, value in losses.items() if label in exact]
+        is_mixed = 0 < len(right) < len(losses)
+        middle = statistics.median(right or losses.values())
         far = {label: value for label, value in losses.items() if abs(value - middle) > LOSS_SHARE * abs(middle)}
-        if far and len(losses) > 2:
+        if far and (is_mixed or len(losses) > 2):
             named = _listed({label: f"{value:.4f}" for label, value in far.items()})
-            lines.append(f"the same work ended at another loss: {named}; the median of such rows is {middle:.4f}")
+            rows = "the exact rows" if is_mixed else "such rows"
+            lines.append(f"the same work ended at another loss: {named}; the median of {rows} is {middle:.4f}")
         elif far:
             named = _listed({label: f"{value:.4f}" for label, value in losses.items()})
             lines.append(f"the same work ended at different losses: {named}")
@@ -91,8 +99,9 @@ def _losses(points: Sequence[ReportPoint]) -> list[str]:
 
 
 def _work(config: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    """Equal for rows that should learn the same."""
-    learned = {group: config.get(group) for group in LEARNING}
+    """Equal for rows that should learn the same, lossy or not."""
+    exact = exact_form(config)
+    learned = {group: exact.get(group) for group in LEARNING}
     return repr((learned, result["data"]["hash"], result["batch"]["tokens_per_step"], result["steps"]))
 
 

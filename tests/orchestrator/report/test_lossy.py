@@ -16,14 +16,18 @@ from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned
 from orchestrator.report import ranking, sweep_files, sweep_table
+from orchestrator.report.checks import warnings
 from orchestrator.report.ranking import Entry
+from orchestrator.report.report_points import ReportPoint
 from orchestrator.text.units import ABSENT
-from zero_runtime.optim.configs import AdamW8bitConfig, AdamWConfig
+from zero_runtime.optim.configs import AdamW8bitConfig, AdamWConfig, OneBitAdamConfig
+from zero_runtime.precision import MixedPrecision
 from zero_runtime.wire import Wire
 
 EXACT = make_config(Path("outputs"))
 STATES = replace(EXACT, optimizer=replace(EXACT.optimizer, rule=replace(EXACT.optimizer.rule, state_dtype="bf16")))
 CODES = replace(EXACT, optimizer=replace(EXACT.optimizer, rule=AdamW8bitConfig(beta2=0.95, weight_decay=0.1)))
+MASTERS = replace(EXACT, precision=replace(EXACT.precision, dtypes=MixedPrecision("bf16", master="bf16")))
 MESSAGES = replace(EXACT, zero=replace(EXACT.zero, wire=Wire("int8", "int4", error_feedback=True)))
 
 
@@ -61,6 +65,38 @@ def test_the_comparison_has_the_loss_difference_where_the_exact_row_is_there() -
     assert ranking.table(alone).rows[0][-1] == ABSENT
     (row,) = csv.DictReader(io.StringIO(sweep_files.results_csv(alone)))
     assert (row["lossy"], row["loss_to_exact"]) == ("int8 gathers, int4 reductions with error feedback", "")
+
+
+def warned(*entries: Entry) -> list[str]:
+    """What the report says of rows with these losses, beyond noise."""
+    return warnings([ReportPoint(number, row) for number, row in enumerate(ranking.rank(entries))])
+
+
+def test_a_lossy_row_that_learns_something_else_is_named_whatever_makes_it_lossy() -> None:
+    exact = entry("exact", EXACT, 4.0)
+    for config in (STATES, CODES, MESSAGES, MASTERS):
+        assert warned(exact, entry("near", config, 4.07)) == []
+        assert warned(exact, entry("far", config, 4.09)) == [
+            "the same work ended at another loss: far (4.0900); the median of the exact rows is 4.0000"
+        ]
+
+
+def test_many_lossy_rows_do_not_outvote_the_exact_one() -> None:
+    lossy = [entry(name, config, 4.2) for name, config in (("a", STATES), ("b", CODES), ("c", MESSAGES))]
+    (line,) = warned(entry("exact", EXACT, 4.0), *lossy)
+    assert line.endswith("the median of the exact rows is 4.0000")
+    assert "exact (" not in line
+    assert warned(*lossy) == []  # nothing exact to compare them with
+
+
+def test_one_bit_adam_is_compared_with_the_adamw_that_it_compresses() -> None:
+    plain = AdamWConfig(beta2=0.999, weight_decay=0.1)
+    signs = OneBitAdamConfig(beta2=0.999, weight_decay=0.1, warmup_updates=2)
+    exact, onebit = (
+        replace(EXACT, optimizer=replace(EXACT.optimizer, rule=rule, clip_norm=None)) for rule in (plain, signs)
+    )
+    (line,) = warned(entry("exact", exact, 4.0), entry("signs", onebit, 4.5), entry("other", EXACT, 4.5))
+    assert line == "the same work ended at another loss: signs (4.5000); the median of the exact rows is 4.0000"
 
 
 def test_without_a_lossy_row_the_tables_have_no_such_column() -> None:
