@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from orchestrator.commands import admission
+from orchestrator.commands import admission, training_next
 from orchestrator.commands.admission import Admission
 from orchestrator.commands.next_run import next_after_run
 from orchestrator.config.schema import TrackingKind, to_dict
@@ -173,6 +173,8 @@ def _close(point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> 
 def next_rows(point: Point, attempt: Attempt) -> list[Row]:
     """The next command to type. A cancelled run gets one only if the command would resume from its checkpoint."""
     if attempt.state.measured:
+        if point.config.trains_to_the_end:
+            return training_next.rows(point, result_of(attempt.paths))
         return [Row("next", next_after_run(point))]
     if attempt.state is RunState.pruned:
         return admission.next_rows(point, attempt)

@@ -140,6 +140,8 @@ def progress(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> 
     steps = [event for event in events if event["event"] == "step"]
     if not steps:
         return "building" if not events else "ready"
+    if of := steps[-1].get("of"):
+        return f"training {steps[-1]['step']}/{of}" if steps[-1]["step"] < of else "ending"
     warmup, counted = config["measure"]["warmup_steps"], config["measure"]["steps"]
     if events[-1]["event"] == "waiting":
         turn, rounds = events[-1]["turn"], config["measure"].get("rounds", 1)
