@@ -169,7 +169,7 @@ class _Bar:
         elif kind == "repeating":
             rounds = ", ".join(map(str, event["rounds"]))
             self._say(f"measuring again, because other processes took a notable share of the cores: round {rounds}")
-        elif kind == "validation":
+        elif kind == "validation" and not event.get("earlier"):
             best = ", the lowest so far" if event.get("best") else ""
             self._say(f"validation loss {loss(event['loss'])} at step {event['step']}{best}")
 

@@ -175,7 +175,7 @@ def next_row(sweep: SweepPaths, standings: Sequence[Standing], *, runs: bool) ->
     ranked = comparison.ranked(sweep)
     command = (read_or_warn(sweep.sweep, SWEEP) or {}).get("command")
     are_unranked = sum(row.is_measured for row in ranked) > 1 and all(row.place is None for row in ranked)
-    if command and are_unranked and not ranking.evaluates(ranked):
+    if command and are_unranked and not (ranking.evaluates(ranked) or ranking.trains(ranked)):
         return Row("next", f"{program()} {shlex.join(ranking.standard(command))}")
     return Row("next", ranking.next_after_sweep(ranked))
 

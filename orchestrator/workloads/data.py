@@ -113,7 +113,7 @@ class TokenData:
 
     def _batch(self, indices: IntArray) -> TokenBatch:
         tokens = self.windows.read(indices)
-        labels = np.ascontiguousarray(tokens[:, 1:])
+        labels = tokens[:, 1:].copy()  # of one row, ascontiguousarray would share the memory of the inputs
         counts = self.windows.counts(indices)
         if counts is not None:
             labels[~counts] = IGNORED_LABEL

@@ -27,7 +27,8 @@ def training_keys_are_used(scene: Scene, measure: Measure, train: Train) -> Brok
         if (value := getattr(train, key.name)) != key.default:
             rule = f"train.{key.name} is for measure=train, which trains to an end"
             unset = "null" if key.default is None else str(key.default).lower()
-            return Broken(rule, str(value), ("measure=train", f"train.{key.name}={unset}"))
+            end = "" if train.max_steps or train.epochs else " train.max_steps=1000"
+            return Broken(rule, str(value), (f"measure=train{end}", f"train.{key.name}={unset}"))
     return None
 
 
