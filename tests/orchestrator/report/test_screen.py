@@ -141,7 +141,8 @@ def test_a_training_shows_its_steps_its_validations_and_what_was_lowest_so_far()
     text = out.getvalue()
     assert "training for 1.5 epochs, validated every 50 steps and at the end; nothing is saved" in text
     assert "training step 51/300" in text
-    assert "step 50\n" not in text and "step 50," not in text
+    assert "step 50\n" not in text
+    assert "step 50," not in text
     assert "validation loss 3.2500 at step 100, the lowest so far\n" in text
     assert "validation loss 3.5000 at step 150\n" in text
 
@@ -165,7 +166,9 @@ def test_the_summary_of_a_training_has_its_length_its_best_validation_and_its_ex
     text = summary_of(trained_result())
     assert "300 steps, 1.5 epochs, 30,720 tokens, of which 9,000 count in the loss" in text
     assert "validation 3.0000 after step 200: /c/step-00000200" in text
-    assert "'prompt\\n'" in text and "'answer\\n'" in text and "'reference\\n'" in text
+    assert "'prompt\\n'" in text
+    assert "'answer\\n'" in text
+    assert "'reference\\n'" in text
     ids = {"ids": [1, 2], "text": None}
     result = trained_result()
     result["training"]["examples"] = [dict.fromkeys(("prompt", "answer", "reference"), ids)]

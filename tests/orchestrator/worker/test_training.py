@@ -99,7 +99,7 @@ def test_validation_and_examples_change_no_bit_of_training(tmp_path: Path) -> No
 def line_of(folder: Path, more: str = "") -> RunConfig:
     return config_of_line(
         f"experiment=sft_qwen model.path={folder}/model data.path={folder}/train.json precision=fp32 "
-        "resources.device=cpu resources.ranks=2 resources.threads=1 batch.seq=32 batch.accumulation=2 "
+        "resources.device=cpu resources.ranks=2 resources.threads=1 batch.seq=48 batch.accumulation=2 "
         f"data.validation_fraction=0.1 optimizer.lr=3e-3 tracking=none {more}"
     )
 
@@ -138,7 +138,7 @@ def test_fine_tuning_counts_the_responses_of_all_ranks_and_nothing_else(tmp_path
     assert (samples, result["steps"]) == (64 - len(held), steps)
     training = result["training"]
     assert training["epochs"] == pytest.approx(4 * steps / samples)
-    assert training["tokens"] == 4 * steps * 32
+    assert training["tokens"] == 4 * steps * 48
     assert 0 < training["learned_tokens"] < training["tokens"] / 2
     assert len(training["examples"]) == 2
     assert all("assistant" in one["prompt"]["text"] and one["answer"]["ids"] for one in training["examples"])
