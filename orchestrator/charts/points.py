@@ -40,6 +40,7 @@ class LineSeries:
     key: int | None = None
     spreads: tuple[tuple[float, float], ...] = ()
     end: tuple[float, float] | None = None  # a further value, drawn as a larger mark
+    beside: tuple[tuple[float, float], ...] = ()  # a second curve of the same series, dashed
     width: float = 1.8
 
 
@@ -98,7 +99,7 @@ def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, 
 
 def curves(plane: Plane, lines: Sequence[LineSeries]) -> Picture:
     """The curves on the plane."""
-    points = [point for line in lines for point in (*line.points, *([line.end] if line.end else []))]
+    points = [point for line in lines for point in (*line.points, *line.beside, *([line.end] if line.end else []))]
     spread = [end for line in lines for pair in line.spreads for end in pair]
     levels = [plane.level] if plane.level is not None else []
     shapes, xs, ys, bottom = _plane(plane, [x for x, _ in points], [y for _, y in points] + spread + levels)
@@ -107,6 +108,9 @@ def curves(plane: Plane, lines: Sequence[LineSeries]) -> Picture:
         style = line.style
         if len(drawn) > 1:
             shapes.append(Stroke(drawn, style.colour, line.width, style.dash, line.key, line.name))
+        if len(line.beside) > 1:
+            dashed = tuple((xs.at(x), ys.at(y)) for x, y in line.beside)
+            shapes.append(Stroke(dashed, style.colour, line.width, (4, 3), line.key, line.name))
         for (x, _), (low, high) in zip(line.points, line.spreads, strict=False):
             shapes += whisker((xs.at(x), ys.at(low)), (xs.at(x), ys.at(high)), style.colour, line.key)
         if len(drawn) <= MOST_MARKS and len(lines) <= MOST_MARKS:

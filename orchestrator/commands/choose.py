@@ -117,6 +117,8 @@ def _rows(words: Sequence[str]) -> tuple[list[Fit], int | None]:
     fits = fit.fits_of(fit.valid_points([*left, *axes]), quiet=True)
     if any(one.config.cluster.kind is ClusterKind.slurm for one in fits):
         raise Refusal(["choose measures on this machine      fix: cluster=local, inside a job of the cluster"])
+    if any(one.config.trains_to_the_end for one in fits):
+        raise Refusal(["choose confirms by short runs, and measure=train trains to its end      fix: measure=standard"])
     return fits, None if micro is None else int(micro)
 
 

@@ -47,6 +47,9 @@ def main(argv: Sequence[str]) -> int:
     name, config = _point([*([] if asked.run is None else [asked.run]), *more], asked.output, asked.sweep)
     if config.measure.kind is MeasureKind.eval:
         raise Refusal([f"{name}: measure=eval trains nothing that another stack could run      fix: measure=quick"])
+    if config.steps() is None:
+        problem = f"{name}: the number of steps of train.epochs depends on the data, which are not exported"
+        raise Refusal([f"{problem}      fix: train.max_steps=1000 train.epochs=null"])
     made = WRITERS[asked.to](config, f"{name}, exported by zero-lab")
     folder = Path(asked.out) if asked.out else Path(asked.output) / EXPORTED / f"{name}-{asked.to}"
     _write(folder, made.files)

@@ -71,12 +71,13 @@ def parser() -> VerbParser:
         "quantised (precision.weights=int8 or int4) or offloaded; prompts are given to the ranks in turn.",
     )
     parser.usage = (
-        f"{program()} generate [-h] model.path=FOLDER (prompt=TEXT | prompts=FILE | tokens=5,6,7) ... "
+        f"{program()} generate [-h] model.path=FOLDER (prompt=TEXT | ask=TEXT | prompts=FILE | tokens=5,6,7) ... "
         f"[new_tokens={NEW_TOKENS}] [group=option | key=value ...] [--json]"
     )
     parser.epilog = (
-        "prompts=FILE has a prompt in each line. Without a tokenizer in the folder each byte is a token, and tokens= "
-        "takes token ids."
+        "prompts=FILE has a prompt in each line. ask=TEXT is written as data=pairs writes a prompt: by the tokenizer's "
+        "chat template, if it has one. Without a tokenizer in the folder each byte is a token, and tokens= takes token "
+        "ids."
     )
     add_json(parser)
     return parser
@@ -88,10 +89,12 @@ def read(words: Sequence[str]) -> GenerationLine:
     new_tokens, rest = NEW_TOKENS, []
     for word in words:
         key, equals, value = word.partition("=")
-        if not equals or key not in ("prompt", "prompts", "tokens", "new_tokens"):
+        if not equals or key not in ("prompt", "prompts", "ask", "tokens", "new_tokens"):
             rest.append(word)
         elif key == "prompt":
             prompts.append({"text": value})
+        elif key == "ask":
+            prompts.append({"ask": value})
         elif key == "prompts":
             prompts += [{"text": line} for line in _lines(value)]
         elif key == "tokens":
@@ -100,7 +103,7 @@ def read(words: Sequence[str]) -> GenerationLine:
             )
         else:
             new_tokens = _whole(value, "new_tokens", 1, f"a number of at least 1: new_tokens={NEW_TOKENS}")
-    if any(one.get("text") == "" for one in prompts):
+    if any("" in (one.get("text"), one.get("ask")) for one in prompts):
         raise Refusal(["prompt: expected a text, found an empty one      fix: prompt='Once upon a time'"])
     if not prompts:
         raise Refusal([f"generate: expected a prompt, found none      fix: {program()} generate ... prompt='Once'"])
@@ -160,7 +163,7 @@ def _check_length(config: RunConfig, asked: GenerationLine) -> None:
 
 
 def _text(one: dict[str, Any]) -> str:
-    prompt = one.get("text", one.get("tokens"))
+    prompt = one.get("text", one.get("ask", one.get("tokens")))
     answer = one["new"] if one["answer"] is None else one["answer"]
     return f"rank {one['rank']}  {prompt!r}\n     ->  {answer!r}"
 

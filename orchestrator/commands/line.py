@@ -144,8 +144,9 @@ def _check_fault(points: Sequence[Point]) -> None:
         fault = Faults.from_env()
     except ValueError as error:
         raise Refusal([str(error)]) from None
-    measured = [(point.config.resources.ranks or 1, point.config.measure) for point in points]
-    problems = [fault.problem(ranks, measure.warmup_steps + measure.steps) for ranks, measure in measured]
+    # How many steps some epochs have is not known here.
+    measured = [(point.config.resources.ranks or 1, point.config.steps() or fault.step) for point in points]
+    problems = [fault.problem(ranks, steps) for ranks, steps in measured]
     if all(problems):
         raise Refusal(problems[:1])
 

@@ -24,7 +24,7 @@ from orchestrator.records.record_file import read_or_warn
 from orchestrator.records.record_shapes import RESULT
 from orchestrator.records.run_record import Attempt, new_attempt, result_of
 from orchestrator.records.run_state import RunState
-from orchestrator.report import comparison, summary
+from orchestrator.report import comparison, summary, trained
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row
 from orchestrator.text.paths import dashboard, shown
@@ -173,6 +173,8 @@ def _close(point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> 
 def next_rows(point: Point, attempt: Attempt) -> list[Row]:
     """The next command to type. A cancelled run gets one only if the command would resume from its checkpoint."""
     if attempt.state.measured:
+        if point.config.trains_to_the_end:
+            return trained.closing_rows(point.overrides, to_dict(point.config), result_of(attempt.paths))
         return [Row("next", next_after_run(point))]
     if attempt.state is RunState.pruned:
         return admission.next_rows(point, attempt)

@@ -16,10 +16,10 @@ from orchestrator.text.paths import expanded, program
 
 # Other programs' names for our keys and values, for which the most similar spelling would mislead.
 KEYS = {
-    "epochs": "measure.steps",
-    "num_epochs": "measure.steps",
-    "max_steps": "measure.steps",
-    "train_steps": "measure.steps",
+    "epochs": "train.epochs",
+    "num_epochs": "train.epochs",
+    "max_steps": "train.max_steps",
+    "train_steps": "train.max_steps",
     "batch_size": "batch.micro",
     "micro_batch_size": "batch.micro",
     "gradient_accumulation_steps": "batch.accumulation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from zero_runtime.activations.rule import RecomputeRule
 class DataKind(Word):
     stdlib = "stdlib"
     text = "text"
+    pairs = "pairs"
     synthetic = "synthetic"
 
 
@@ -114,10 +116,11 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Data:
-    """The text or tokens that the model is trained on.
+    """The text, pairs or tokens that the model is trained on.
 
-    `path`: a file or folder, for kind text only. `tokenizer`: bytes makes one token of each byte, model uses the
-    tokenizer in `model.path`, and auto is model if there is one, else bytes.
+    `path`: a file or folder, for kind text; a JSON file of prompts and responses, for kind pairs. `tokenizer`: bytes
+    makes one token of each byte, model uses the tokenizer in `model.path`, and auto is model if there is one, else
+    bytes.
     """
 
     kind: DataKind = DataKind.stdlib
@@ -205,26 +208,58 @@ class Resources:
 @dataclass(frozen=True)
 class Measure:
     """`kind`: train, or eval, which holds weights alone and reports loss and perplexity over held-out data.
-    `warmup_steps`: steps left out of the measurements. `steps`: the measured steps after them. `validation_batches`:
-    batches of the validation that follows. With kind eval a step is the forward of one batch of each rank, `steps` is
+    `warmup_steps`: steps left out of the measurements. `steps`: the measured steps after them; null trains to the end
+    that the group train gives. `validation_batches`: batches of the validation that follows, for each rank; null is all
+    held-out data. With kind eval a step is the forward of one batch of each rank, `steps` is
     their largest number, and the warm-up repeats the first of them. `rounds`: the measured steps are divided into this
     many rounds, or one for each if they are fewer, and the points of a sweep take turns; fewer than 3 rounds do not
     rank speeds."""
 
     kind: MeasureKind = MeasureKind.train
     warmup_steps: int = 5
-    steps: int = 25
-    validation_batches: int = 2
+    steps: int | None = 25
+    validation_batches: int | None = 2
     rounds: int = 1
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "measure")
         limits.at_least(0, warmup_steps=0, validation_batches=0)
         limits.at_least(1, steps=25, rounds=1)
+        if self.steps is None:
+            limits.must("rounds", lambda value: value <= 1, "1 without measure.steps: training takes no turns", 1)
         if self.kind is MeasureKind.eval:
             limits.must(
                 "rounds", lambda value: value <= 1, "1 with measure.kind=eval, which measures no speed to rank", 1
             )
+            if self.steps is None:
+                limits.refuse(
+                    "measure.kind=eval needs measure.steps, its largest number of batches", "null", "measure.steps=16"
+                )
+        limits.conclude()
+
+
+@dataclass(frozen=True)
+class Train:
+    """How long measure=train trains, and what it does besides.
+
+    `max_steps`, or `epochs`: passes over the training part of the data; the last step is filled up from the next pass.
+    `eval_every`: validate after every this many steps (null: only at the end). `keep_best`: with checkpoint=sharded,
+    save after a validation with the lowest loss so far, and keep that checkpoint beside the last ones. `examples`:
+    held-out samples that the trained model continues at the end, greedily, by up to `new_tokens` tokens.
+    """
+
+    max_steps: int | None = None
+    epochs: float | None = None
+    eval_every: int | None = None
+    keep_best: bool = True
+    examples: int = 2
+    new_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "train")
+        limits.at_least(1, max_steps=None, eval_every=None, new_tokens=32)
+        limits.at_least(0, examples=2)
+        limits.must("epochs", lambda value: 0 < value <= 1e6, "above 0 and at most a million", 1)
         limits.conclude()
 
 
@@ -261,10 +296,28 @@ class RunConfig:
     hardware: GpuNode = field(default_factory=GpuNode)
     cluster: Cluster = field(default_factory=Cluster)
     measure: Measure = field(default_factory=Measure)
+    train: Train = field(default_factory=Train)
     tracking: Tracking = field(default_factory=Tracking)
 
     def __post_init__(self) -> None:
         root_limits(vars(self)).conclude()
+
+    @property
+    def trains_to_the_end(self) -> bool:
+        """Whether the run trains until `train.max_steps` or `train.epochs`, not for a number of measured steps."""
+        return self.measure.steps is None
+
+    def steps(self, train_samples: int | None = None) -> int | None:
+        """All steps of a resolved configuration's run, with those of the warm-up. Epochs are counted in steps of the
+        data, which has `train_samples` training samples: None where it was not read."""
+        if self.measure.steps is not None:
+            return self.measure.warmup_steps + self.measure.steps
+        if self.train.epochs is None or self.train.max_steps is not None:
+            return self.train.max_steps
+        if train_samples is None:
+            return None
+        samples = round(self.train.epochs * train_samples, 6)  # without the rounding, 0.1 x 30 samples are more than 3
+        return max(1, math.ceil(samples / (self.batch.global_size or 1)))
 
     @property
     def ranks(self) -> int:
@@ -298,10 +351,13 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
     """The inverse of to_dict. Raises one ConfigError with every unknown key, wrong type and bad value.
 
-    A record without `hardware` or `parallel` is of an earlier version, which knew this machine and full models only.
+    A record without `hardware`, `parallel` or `train` is of an earlier version, which knew this machine, full models
+    and measured steps only.
     """
     config: RunConfig
-    config, broken = build(RunConfig, {"hardware": plain(GpuNode()), "parallel": plain(Parallel()), **data})
+    config, broken = build(
+        RunConfig, {"hardware": plain(GpuNode()), "parallel": plain(Parallel()), "train": plain(Train()), **data}
+    )
     if broken:
         raise ConfigError(broken)
     return config

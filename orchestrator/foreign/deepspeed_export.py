@@ -229,7 +229,7 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
 def _scheduler(config: RunConfig) -> dict[str, Any]:
     """DeepSpeed's own schedules; another one is a torch schedule in the script, and none is a constant rate."""
     curve, lr = config.scheduler.curve, config.optimizer.lr
-    total = config.measure.warmup_steps + config.measure.steps
+    total = config.steps() or 1
     kind = ""
     params: dict[str, Any] = {}
     if isinstance(curve, WarmupCosineSettings):

@@ -102,7 +102,7 @@ def trainer_arguments(config: RunConfig) -> list[str]:
         "adam_beta2": rule.beta2,
         "adam_epsilon": rule.eps,
         "max_grad_norm": config.optimizer.clip_norm or 0.0,
-        "max_steps": config.measure.warmup_steps + config.measure.steps,
+        "max_steps": config.steps(),
         "seed": config.seed,
         **_schedule(config),
     }

@@ -40,7 +40,7 @@ def parameter_groups(config: RunConfig) -> str:
 
 def rates(config: RunConfig) -> str:
     """The function schedule(optimizer), with the rates of every update of the point."""
-    total = config.measure.warmup_steps + config.measure.steps
+    total = config.steps() or 1
     lr = config.optimizer.lr
     schedule = config.scheduler.curve.build(lr, total)
     shares = [_rate(schedule.rates(update).lr) / lr if lr else 0.0 for update in range(total)]

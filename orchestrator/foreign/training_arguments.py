@@ -238,6 +238,6 @@ def other_words(args: TypedArguments) -> dict[str, str]:
         length = f"{given['max_steps']} steps" if given.get("max_steps", -1) > 0 else "epochs"
         args.notes.append(
             f"{length} of training: a point here runs measure.warmup_steps + measure.steps steps, which is also the "
-            "length of its schedule; set measure.steps=N for a longer run"
+            "length of its schedule; measure=train train.max_steps=N or train.epochs=N trains to an end"
         )
     return words

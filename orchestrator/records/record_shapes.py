@@ -48,6 +48,13 @@ ROUND = {
     "stalled": Maybe(Each(NUMBER)),
     "used": Maybe(bool),
 }
+TEXT_OR_IDS = {"ids": [int], "text": Maybe(str)}
+EXAMPLE = {"prompt": TEXT_OR_IDS, "answer": TEXT_OR_IDS, "reference": TEXT_OR_IDS}
+BEST = {"step": int, "loss": NUMBER, "checkpoint": Maybe(str)}
+TRAINING = {
+    **{"epochs": NUMBER, "tokens": NUMBER, "learned_tokens": NUMBER, "validations": int},
+    **{"best": Maybe(BEST), "examples": [EXAMPLE], "last_checkpoint": Maybe(str)},
+}
 RESULT = {
     "world": int,
     "device": str,
@@ -87,6 +94,7 @@ RESULT = {
     "load": Maybe({"others_share": Maybe(NUMBER)}),
     "rounds": Maybe([ROUND]),  # results of earlier versions and of evaluations have none
     "session": Maybe(str),  # equal for points that took turns
+    "training": Maybe(TRAINING),  # of a run that trains to an end
     "checkpoints": Maybe(dict),
     "environment": Maybe(dict),
     "measured_at": Maybe(NUMBER),
@@ -158,6 +166,7 @@ METRICS = Events(
         "step": {
             "step": int,
             "warmup": bool,
+            "of": Maybe(int),  # all steps of a training to an end
             "loss": NUMBER,
             "lr": NUMBER_OR_NULL,
             "grad_norm": NUMBER_OR_NULL,
@@ -166,7 +175,8 @@ METRICS = Events(
             "memory_mib": NUMBER_OR_NULL,
             "memory_kind": str,
         },
-        "validation": {"step": int, "loss": NUMBER},
+        "validation": {"step": int, "loss": NUMBER, "best": Maybe(bool)},
+        "example": EXAMPLE,
         "waiting": {"turn": int},
         "repeating": {"rounds": [int]},
     },

@@ -65,6 +65,12 @@ LATER_KEYS: Mapping[str, Any] = {
     "parallel.patterns": [],
     "parallel.sp": 1,
     "zero.outer_sharding": None,
+    "train.max_steps": None,
+    "train.epochs": None,
+    "train.eval_every": None,
+    "train.keep_best": True,
+    "train.examples": 2,
+    "train.new_tokens": 32,
 }
 
 

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from orchestrator.report.report_points import ReportPoint, group_of
-from orchestrator.report.summary import run_command
+from orchestrator.report.summary import run_command, training_rows
 from orchestrator.text.streams import one_line
 from orchestrator.text.units import ABSENT
 
@@ -97,8 +97,15 @@ def _point(point: ReportPoint, config: Mapping[str, str], common: Mapping[str, s
         f'<details id="point-{point.number}"><summary>{escape(f"{point.place} {point.label}".strip())} '
         f'<span class="muted">{escape(point.entry.state)}</span></summary>{reason}'
         f"<pre>{escape(run_command(point.entry.overrides))}</pre>"
-        f"<p>records: <code>{folder}</code></p>{listed(own)}</details>"
+        f"<p>records: <code>{folder}</code></p>{_trained(point.result or {})}{listed(own)}</details>"
     )
+
+
+def _trained(result: Mapping[str, Any]) -> str:
+    """How far a training to an end came, and its examples; empty for another run."""
+    rows = training_rows(result)
+    told = "".join(f"<dt>{escape(row.name)}</dt><dd>{escape(one_line(row.text))}</dd>" for row in rows)
+    return f'<dl class="trained">{told}</dl>' if rows else ""
 
 
 def listed(texts: Mapping[str, str]) -> str:

@@ -22,6 +22,7 @@ from orchestrator.text.units import digits, many, size
 PERCENT = AxisUnit("%", 0.01)
 MOST_LEVELS = 12  # of a setting that are drawn
 MOST_CURVES = len(SERIES)  # with a style and a name of their own
+MOST_STEPS = 2000  # of a curve: more than a picture has columns
 PALE = SeriesStyle("grey", "circle")
 LEAST_SHARE = 0.001
 NOISE = PAINTS[-1]
@@ -123,6 +124,10 @@ def learning(points: Sequence[ReportPoint]) -> Figure | None:
         "The loss of each step, warm-up included, of the first rows of the table; a larger mark at the end is the loss "
         "on held-out data. Curves of the same work lie on each other."
     )
+    if any(len(point.steps) > MOST_STEPS for point in curved):
+        caption += f" Of a long training, at most {MOST_STEPS:,} steps, evenly spread."
+    if any(len(point.validations) > 1 for point in named):
+        caption += " Dashed: that loss during training."
     if by_tokens:
         caption += " The points differ in tokens per step, so the axis counts tokens."
     return Figure("learning", drawn.curves(plane, lines), caption)
@@ -134,9 +139,14 @@ def _tokens(point: ReportPoint) -> float:
 
 def _curve(point: ReportPoint, style: SeriesStyle, *, by_tokens: bool) -> LineSeries:
     factor = _tokens(point) if by_tokens else 1
-    points = tuple((reading.step * factor, reading.loss) for reading in point.steps)
+    every = -(-len(point.steps) // MOST_STEPS)
+    readings = [*point.steps[:-1:every], *point.steps[-1:]]
+    points = tuple((reading.step * factor, reading.loss) for reading in readings)
     end = None if point.validation is None else (point.validation[0] * factor, point.validation[1])
-    return LineSeries(point.label, points, style, point.number, end=end, width=1.0 if style is PALE else 1.8)
+    held = tuple((step * factor, value) for step, value in point.validations)
+    return LineSeries(
+        point.label, points, style, point.number, end=end, beside=held, width=1.0 if style is PALE else 1.8
+    )
 
 
 # ---- scaling --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from orchestrator.config.lossy import lossy_words
 from orchestrator.config.strict import nearest
 from orchestrator.records.run_state import RunState
+from orchestrator.report import trained
 from orchestrator.report.losses import loss_to_exact, perplexity_texts
 from orchestrator.report.summary import Table, run_command, without_key
 from orchestrator.rounds import recorded
@@ -295,7 +296,10 @@ def conclusion(ranked: Sequence[Ranked]) -> str:
         rounds = {len(recorded.used_rounds(row.entry.result or {})) or 1 for row in ranked if row.is_measured}
         found = " or ".join(map(str, sorted(rounds)))
         text = f"not ranked: each point was measured in {found} round{'' if rounds == {1} else 's'}, and differences "
-        more = "an evaluation has one: rank_by perplexity" if evaluates(ranked) else f"{STANDARD} has more"
+        more = f"{STANDARD} has more"
+        if evaluates(ranked) or trains(ranked):
+            metric = "perplexity" if evaluates(ranked) else "loss_validation"
+            more = f"{'an evaluation' if evaluates(ranked) else 'a training'} has one: rank_by {metric}"
         return f"{text}between speeds show from {LEAST}; {more}"
     best = placed[0].entry
     ties = [row.entry for row in placed[1:] if row.tied and row.place == 1]
@@ -316,6 +320,11 @@ def evaluates(ranked: Sequence[Ranked]) -> bool:
     return any("perplexity" in row.entry.result["loss"] for row in ranked if row.entry.result)
 
 
+def trains(ranked: Sequence[Ranked]) -> bool:
+    """Whether the points were trained to an end."""
+    return any(row.entry.result.get("training") for row in ranked if row.entry.result)
+
+
 def _of_how_many(ranked: Sequence[Ranked]) -> str:
     """How many points have an answer, if some do not: the first of these need not be the best of all."""
     left = sum(not RunState(row.entry.state).answered for row in ranked)
@@ -329,6 +338,8 @@ def next_after_sweep(ranked: Sequence[Ranked]) -> str:
     entry = ranked[0].entry
     if entry.result is None:
         return run_command(entry.overrides)
+    if entry.result.get("training") and entry.config:
+        return trained.next_commands(entry.overrides, entry.config, entry.result)[0]
     return longer(entry.overrides, evaluates="perplexity" in entry.result["loss"])
 
 

@@ -16,6 +16,7 @@ from orchestrator.report import answer
 from orchestrator.report.ranking import Entry, Ranked
 
 CURVE_BYTES = 4 << 20  # of the events of a point; of a longer run, the end is drawn
+TRAINING_BYTES = 64 << 20  # the same of a training to an end, of which the whole curve is wanted: 200,000 steps
 
 
 class StepReading(NamedTuple):
@@ -32,7 +33,7 @@ class ReportPoint:
     """A row of the report. number: its row in the table, from 0. planned_at: its place in the sweep. predicted: of the
     plan, before it ran.
 
-    validation: (step, loss), if it was measured. provenance: the code, packages and machine of its attempt.
+    validations: (step, loss) of each, in order. provenance: the code, packages and machine of its attempt.
     """
 
     number: int
@@ -40,12 +41,17 @@ class ReportPoint:
     planned_at: int = 0
     predicted: Mapping[str, Any] = field(default_factory=dict)
     steps: tuple[StepReading, ...] = ()
-    validation: tuple[int, float] | None = None
+    validations: tuple[tuple[int, float], ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def entry(self) -> Entry:
         return self.ranked.entry
+
+    @property
+    def validation(self) -> tuple[int, float] | None:
+        """The last one, if there was one."""
+        return self.validations[-1] if self.validations else None
 
     @property
     def label(self) -> str:
@@ -130,24 +136,24 @@ def _point(number: int, row: Ranked, planned_at: int, standing: Standing) -> Rep
     point = ReportPoint(number, row, planned_at, standing.planned.predicted or {})
     if standing.attempt is None or row.entry.result is None:
         return point
-    steps, validation = _learned(standing.attempt)
+    steps, validations = _learned(standing.attempt, trains=row.entry.result.get("training") is not None)
     made = read_or_warn(standing.attempt.provenance) or {}
-    return replace(point, steps=steps, validation=validation, provenance=made)
+    return replace(point, steps=steps, validations=validations, provenance=made)
 
 
-def _learned(attempt: AttemptPaths) -> tuple[tuple[StepReading, ...], tuple[int, float] | None]:
-    """The losses of the steps, of each step the last one that was recorded, and the last validation."""
-    is_long = _size(attempt.metrics) > CURVE_BYTES
+def _learned(attempt: AttemptPaths, *, trains: bool) -> tuple[tuple[StepReading, ...], tuple[tuple[int, float], ...]]:
+    """The losses of the steps and of the validations, of each step the last one that was recorded."""
+    is_long = _size(attempt.metrics) > (TRAINING_BYTES if trains else CURVE_BYTES)
     events = (EventTail.of_the_end(attempt.metrics) if is_long else EventTail(attempt.metrics)).read_new()
     steps: dict[int, StepReading] = {}
-    validation = None
+    validations: dict[int, float] = {}
     for event in events:
         if event["event"] == "step" and all(is_finite(event[key]) for key in ("step", "loss", "step_ms")):
             counted = not event["warmup"] and not event.get("earlier")
             steps[event["step"]] = StepReading(event["step"], event["loss"], event["step_ms"], counted)
         elif event["event"] == "validation" and is_finite(event["step"]) and is_finite(event["loss"]):
-            validation = (event["step"], event["loss"])
-    return tuple(steps[step] for step in sorted(steps)), validation
+            validations[event["step"]] = event["loss"]
+    return tuple(steps[step] for step in sorted(steps)), tuple(sorted(validations.items()))
 
 
 def group_of(data: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:

@@ -65,8 +65,7 @@ class Screen:
 
     def begin(self, config: RunConfig) -> None:
         """Starts the progress display, which `end` stops."""
-        measure = config.measure
-        self._bar = _Bar(self.console, measure.warmup_steps + measure.steps, live=self.live)
+        self._bar = _Bar(self.console, config.steps(), live=self.live)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Shows one event of metrics.jsonl."""
@@ -87,7 +86,7 @@ class Screen:
             self.console.print(_table(table))
         self.console.print()
         talk = [*summary.communication_rows(result), *summary.dtype_rows(result)]
-        learned = summary.learning_rows(result)
+        learned = [*summary.learning_rows(result), *summary.training_rows(result)]
         self.rows([*talk, *learned, *summary.checkpoint_rows(result), summary.machine_row(result)])
         for warning in filter(None, (note, cautions.load_text(result))):
             self.warn(warning)
@@ -136,7 +135,7 @@ class Screen:
 class _Bar:
     """The progress of one run: a bar on a terminal, else a line every few seconds."""
 
-    def __init__(self, console: Console, steps: int, *, live: bool) -> None:
+    def __init__(self, console: Console, steps: int | None, *, live: bool) -> None:
         self._console, self._steps = console, steps
         self._progress: Progress | None = None
         self._task = TaskID(0)
@@ -170,8 +169,9 @@ class _Bar:
         elif kind == "repeating":
             rounds = ", ".join(map(str, event["rounds"]))
             self._say(f"measuring again, because other processes took a notable share of the cores: round {rounds}")
-        elif kind == "validation":
-            self._say(f"validation loss {loss(event['loss'])} at step {event['step']}")
+        elif kind == "validation" and not event.get("earlier"):
+            best = ", the lowest so far" if event.get("best") else ""
+            self._say(f"validation loss {loss(event['loss'])} at step {event['step']}{best}")
 
     def stop(self) -> None:
         if self._progress is not None:
@@ -181,18 +181,22 @@ class _Bar:
         self._console.print(Text(text))
 
     def _step(self, event: Mapping[str, Any]) -> None:
-        phase = "warm-up" if event["warmup"] else "measuring"
+        phase, self._steps = "warm-up" if event["warmup"] else "measuring", event.get("of") or self._steps
+        if event.get("of"):  # training to an end: its steps are not there to be measured
+            phase = "training"
         numbers = (
             f"loss {loss(event['loss'])}  {digits(event['tokens_per_second'])} tokens/s  "
             f"{event['memory_kind']} {digits(event['memory_mib'])} MiB"
         )
         if self._progress is not None:
-            self._progress.update(self._task, description=phase, completed=event["step"], numbers=numbers)
+            self._progress.update(
+                self._task, description=phase, completed=event["step"], total=self._steps, numbers=numbers
+            )
             return
         now = time.monotonic()
         if event["step"] in (1, self._steps) or now - self._last_line >= PLAIN_EVERY_S:
             self._last_line = now
-            self._say(f"{phase} step {event['step']}/{self._steps}  {numbers}")
+            self._say(f"{phase} step {event['step']}/{self._steps or '?'}  {numbers}")
 
 
 def _grid(rows: Sequence[Row]) -> RichTable:

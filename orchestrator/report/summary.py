@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orchestrator.config.lossy import lossy_words
-from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokenizer, to_dict
+from orchestrator.config.schema import AdapterKind, CheckpointKind, DataKind, RunConfig, Tokenizer, to_dict
 from orchestrator.config.state_groups import Offload, StepTime
 from orchestrator.rounds import recorded
 from orchestrator.rounds.intervals import of_rounds
@@ -49,7 +49,6 @@ def plan_rows(config: RunConfig, folder: str) -> list[Row]:
     per_group = config.parallel.same_batch()
     tokens = (batch.global_size or 0) * batch.seq
     threads = f", {many(resources.threads or 1, 'thread')} each" if resources.device.value == "cpu" else ""
-    steps = config.measure.steps + config.measure.warmup_steps
     lossy = ", ".join(lossy_words(to_dict(config)))
     return [
         Row("model", _model_text(config)),
@@ -68,9 +67,26 @@ def plan_rows(config: RunConfig, folder: str) -> list[Row]:
             f"sequences x {batch.seq} tokens = {tokens:,} tokens/step",
         ),
         Row("data", _data_text(config)),
-        Row("steps", f"{steps} = {config.measure.warmup_steps} of warm-up + {config.measure.steps} measured"),
+        Row("steps", _steps_text(config)),
         Row("outputs", folder),
     ]
+
+
+def _steps_text(config: RunConfig) -> str:
+    measure, train = config.measure, config.train
+    if measure.steps is not None:
+        return f"{config.steps()} = {measure.warmup_steps} of warm-up + {measure.steps} measured"
+    end = f"to step {train.max_steps}" if train.max_steps is not None else f"for {many_epochs(train.epochs or 0)}"
+    when = f"every {train.eval_every} steps and at the end" if train.eval_every else "at the end"
+    validated = "" if measure.validation_batches == 0 else f", validated {when}"
+    saves = config.checkpoint.kind is not CheckpointKind.none
+    kept = "" if saves else "; nothing is saved (checkpoint=sharded saves)"
+    return f"training {end}{validated}{kept}"
+
+
+def many_epochs(number: float) -> str:
+    """A number of epochs, such as "1 epoch" or "2.5 epochs"."""
+    return f"{number:.3g} epoch{'' if number == 1 else 's'}"
 
 
 def _groups_text(config: RunConfig) -> str:
@@ -108,6 +124,7 @@ def _data_text(config: RunConfig) -> str:
         DataKind.stdlib: "stdlib: this Python's own standard-library sources",
         DataKind.synthetic: "synthetic: random tokens",
         DataKind.text: f"text: {config.data.path}",
+        DataKind.pairs: f"pairs: prompts and responses of {config.data.path}, of which responses count in the loss",
     }
     bytewise = ", as bytes" if config.data.kind is not DataKind.synthetic else ""
     tokens = ", in tokens of the model's own tokenizer" if config.data.tokenizer is Tokenizer.model else bytewise
@@ -272,6 +289,32 @@ def learning_rows(result: Mapping[str, Any]) -> list[Row]:
         ),
         _data_row(data),
     ]
+
+
+def training_rows(result: Mapping[str, Any]) -> list[Row]:
+    """How far a training to an end came, its best validation, and the examples; empty for another run."""
+    training = result.get("training")
+    if training is None:
+        return []
+    rows = [
+        Row(
+            "trained",
+            f"{result['steps']:,} steps, {many_epochs(training['epochs'])}, {training['tokens']:,} tokens, of which "
+            f"{training['learned_tokens']:,} count in the loss",
+        )
+    ]
+    if best := training.get("best"):
+        kept = f": {best['checkpoint']}" if best.get("checkpoint") else ""
+        rows.append(Row("best", f"validation {loss(best['loss'])} after step {best['step']:,}{kept}"))
+    for one in training["examples"]:
+        prompt, answer, reference = (shown_tokens(one[part]) for part in ("prompt", "answer", "reference"))
+        rows += [Row("example", prompt), Row("  continued", answer), Row("  in the data", reference)]
+    return rows
+
+
+def shown_tokens(part: Mapping[str, Any]) -> str:
+    """The text of an example as a Python literal, so that it is one line; its token ids if it is no text."""
+    return str(part["ids"]) if part.get("text") is None else repr(part["text"])
 
 
 def _evaluated(losses: Mapping[str, Any]) -> Row:

@@ -140,6 +140,8 @@ def progress(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> 
     steps = [event for event in events if event["event"] == "step"]
     if not steps:
         return "building" if not events else "ready"
+    if of := steps[-1].get("of"):
+        return f"training {steps[-1]['step']}/{of}" if steps[-1]["step"] < of else "ending"
     warmup, counted = config["measure"]["warmup_steps"], config["measure"]["steps"]
     if events[-1]["event"] == "waiting":
         turn, rounds = events[-1]["turn"], config["measure"].get("rounds", 1)
@@ -173,7 +175,7 @@ def next_row(sweep: SweepPaths, standings: Sequence[Standing], *, runs: bool) ->
     ranked = comparison.ranked(sweep)
     command = (read_or_warn(sweep.sweep, SWEEP) or {}).get("command")
     are_unranked = sum(row.is_measured for row in ranked) > 1 and all(row.place is None for row in ranked)
-    if command and are_unranked and not ranking.evaluates(ranked):
+    if command and are_unranked and not (ranking.evaluates(ranked) or ranking.trains(ranked)):
         return Row("next", f"{program()} {shlex.join(ranking.standard(command))}")
     return Row("next", ranking.next_after_sweep(ranked))
 

@@ -135,13 +135,18 @@ class FollowedRun:
         self._store, self.run, self._paths = store, run, paths
         self._tail = EventTail(paths.metrics)
         self._waiting: list[tuple[str, float, int, int]] = []
+        self._last_steps: dict[str, int] = {}  # of each history
 
     def catch_up(self) -> None:
         """Writes what the ranks recorded since the last call. A write that fails is repeated in the next call."""
         for event in self._tail.read_new():
             when = int(1000 * event.get("time", time.time()))
             metrics = names.step_metrics(event)
-            self._waiting += [(name, value, event["step"], when) for name, value in metrics.items()]
+            for name, value in metrics.items():
+                # A job that was requeued makes some steps twice, with equal losses; histories have each step once.
+                if event["step"] > self._last_steps.get(name, -1):
+                    self._last_steps[name] = event["step"]
+                    self._waiting.append((name, value, event["step"], when))
         if self._waiting:
             self._store.log_metrics(self.run, self._waiting)
             self._waiting = []

@@ -101,6 +101,7 @@ class Evaluation:
                 f"one batch for each rank, found {self._data.validation_samples}; use a larger "
                 "data.validation_fraction, more data, or a smaller batch.micro"
             )
+        assert self._config.measure.steps is not None  # the schema's rule
         return min(self._config.measure.steps, own)
 
     def _forward(self, batch: int, *, counted: bool, step: int) -> None:

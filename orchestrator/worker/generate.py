@@ -7,12 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
+from orchestrator.worker.held_out import generated
 from orchestrator.worker.setup import build_runtime, prepare_process
 from orchestrator.workloads.models import prepare_to_generate
 from orchestrator.workloads.tokenizer import texts_of
@@ -51,20 +50,14 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
 def _answer(
     runtime: ZeroRuntime, config: RunConfig, prompt: dict[str, Any], asked: dict[str, Any], rank: RankInfo
 ) -> dict[str, Any]:
-    """Greedy tokens for a prompt, given as text or as token ids."""
-    texts = None
+    """Greedy tokens for a prompt, given as text, as text that is written as data=pairs writes it (`ask`), or as ids."""
+    texts = end = None
     ids = prompt.get("tokens")
     if ids is None:
         folder = None if config.model.path is None else Path(config.model.path)
         texts = texts_of(folder, int(config.model.config["vocab_size"]))
-        ids = texts.encode(prompt["text"])
-    tokens = torch.tensor([ids], dtype=torch.int64, device=runtime.device)
-    out = runtime.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=asked["new_tokens"],
-        do_sample=False,
-        num_beams=1,
-    )
-    new = [int(one) for one in out[0, len(ids) :]]
+        asks = "ask" in prompt
+        ids = texts.ask(prompt["ask"]) if asks else texts.encode(prompt["text"])
+        end = texts.end if asks else None
+    new = generated(runtime, ids, asked["new_tokens"], end)
     return {**prompt, "rank": rank.rank, "new": new, "answer": None if texts is None else texts.decode(new)}

@@ -46,6 +46,7 @@ class Readings:
     dtypes: dict[str, dict[str, int]] = field(default_factory=dict)  # bytes by component and dtype, audited
     activations_bytes: int = 0
     validation_loss: float | None = None
+    peaks: dict[str, int | None] | None = None  # of training, read before anything else was done
 
 
 def memory_now(device: torch.device) -> tuple[str, float]:

@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.foreign.formats import foreign_reader
 from zero_runtime.checkpoint.foreign.source import ForeignCheckpoint, load_foreign
 from zero_runtime.checkpoint.hugging_face.gathered import save_gathered_weights
+from zero_runtime.checkpoint.layout import step_name
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.retention import Retention, Skipped, clear_leftovers, newest_good_together, open_together
 from zero_runtime.checkpoint.save import SaveSettings
@@ -37,15 +38,32 @@ class Progress:
     samples: int = 0
 
 
+@dataclass(frozen=True)
+class Best:
+    """The step after which the validation loss was the lowest, and that loss."""
+
+    step: int
+    loss: float
+
+
 class Saving:
     """Saves checkpoints when due and once at the end. All ranks must make the same calls."""
 
     def __init__(
-        self, attempt: AttemptPaths, config: RunConfig, runtime: ZeroRuntime, data_hash: str, *, restarted: bool = False
+        self,
+        attempt: AttemptPaths,
+        config: RunConfig,
+        runtime: ZeroRuntime,
+        data_hash: str,
+        *,
+        steps: int,
+        restarted: bool = False,
     ) -> None:
         self._attempt = attempt
         self._config = config.checkpoint
-        self._steps = config.measure.warmup_steps + config.measure.steps
+        self._steps = steps
+        self._keeps_best = config.trains_to_the_end and config.train.keep_best
+        self._longer = "train.max_steps or train.epochs" if config.trains_to_the_end else "measure.steps"
         self._run = to_dict(config)
         self._runtime = runtime
         self._data_hash = data_hash
@@ -60,7 +78,9 @@ class Saving:
         self._last = 0  # step of the last save
         self._stalls_s: list[float] = []
         self.first_update = 0  # updates that another library made before this run began
+        self.best: Best | None = None  # the lowest validation loss so far
         self.curve: list[float] = []  # losses of the steps before the resumed one, on rank 0
+        self.validations: dict[int, float] = {}  # losses of the validations up to the resumed step, on rank 0
         self.missing_steps: list[list[int]] = []  # first and last step of each range that the curve lacks
         self.earlier_result: dict[str, Any] | None = None  # result of a run that made and saved every step of this one
 
@@ -86,6 +106,8 @@ class Saving:
         load_checkpoint(self._runtime, checkpoint)
         self.first_update = trainer.get("first_update", 0)
         self._last = progress.step
+        if checkpoint.path.parent == self._attempt.checkpoints and trainer.get("best"):
+            self.best = Best(**trainer["best"])
         if self._rank == 0:
             metrics = Path(trainer["metrics"])
             self._continue_curve(metrics, progress.step)
@@ -124,7 +146,7 @@ class Saving:
         if trainer["step"] > self._steps or not is_own or "result" not in trainer:
             raise CheckpointError(
                 f"{path}: expected a checkpoint from before the last step, {self._steps}, found step "
-                f"{trainer['step']}: nothing is left to train; give more measure.steps, or checkpoint.resume=none to "
+                f"{trainer['step']}: nothing is left to train; give more {self._longer}, or checkpoint.resume=none to "
                 "start again"
             )
         result: dict[str, Any] = trainer["result"]
@@ -156,21 +178,26 @@ class Saving:
         self._tell("passed_over", path=str(skipped.path), why=skipped.why)
 
     def _continue_curve(self, metrics: Path, step: int) -> None:
-        """Copies the learning curve up to the checkpoint to this attempt's record, marked as an earlier attempt's.
+        """Copies the learning curve up to the checkpoint to this attempt's record, marked as an earlier attempt's: the
+        events of its steps and validations.
 
         A job that was killed and requeued has recorded some steps twice: the last record counts. Steps whose lines are
         missing or invalid are in `missing_steps`.
         """
-        steps = {
-            event["step"]: event
+        found = {
+            (event["step"], event["event"]): event  # of a step, "step" comes before "validation"
             for event in EventTail(metrics).read_new()
-            if event["event"] == "step" and 1 <= event["step"] <= step
+            if event["event"] in ("step", "validation") and 1 <= event["step"] <= step
         }
-        self.missing_steps = spans(number for number in range(1, step + 1) if number not in steps)
-        for event in (steps[number] for number in sorted(steps)):
+        self.missing_steps = spans(number for number in range(1, step + 1) if (number, "step") not in found)
+        for number, kind in sorted(found):
+            event = found[number, kind]
             if metrics != self._attempt.metrics:
                 append_event(self._attempt.metrics, {**event, "earlier": True})
-            self.curve.append(event["loss"])
+            if kind == "step":
+                self.curve.append(event["loss"])
+            else:
+                self.validations[number] = event["loss"]
 
     # ---- saving ------------------------------------------------------------------------------------------------
 
@@ -179,9 +206,17 @@ class Saving:
         every = self._config.every
         return every is not None and progress.step % every == 0 and progress.step < self._steps
 
+    def validated(self, step: int, loss: float) -> bool:
+        """Takes a validation's loss. Returns whether it is the lowest so far; the next save is then kept."""
+        if self.best is not None and not loss < self.best.loss:
+            return False
+        self.best = Best(step, loss)
+        return True
+
     def after_step(self, progress: Progress) -> None:
-        """Saves if `every` is due."""
-        if self.is_due(progress):
+        """Saves if `every` is due, or if the step has the lowest validation loss and such checkpoints are kept."""
+        is_best = self._keeps_best and self.best is not None and self.best.step == progress.step
+        if self.is_due(progress) or (is_best and progress.step < self._steps):
             self._save(progress)
 
     def stop(self, progress: Progress) -> bool:
@@ -221,9 +256,13 @@ class Saving:
             "contents": self._contents,
             "first_update": self.first_update,
             "metrics": str(self._attempt.metrics),
+            "best": None if self.best is None else asdict(self.best),
             "config": self._run,
             **(more or {}),
         }
+        if self._keeps_best and self.best is not None:
+            retention = replace(self._saver.settings.retention, also=(self.best.step,))
+            self._saver.settings = replace(self._saver.settings, retention=retention)
         start = time.perf_counter()
         self._saver.save(self._runtime, step=progress.step, trainer=trainer)
         if not self._config.background:
@@ -235,6 +274,17 @@ class Saving:
 
     def _tell(self, event: str, **values: Any) -> None:
         append_event(self._attempt.metrics, {"event": event, "time": time.time(), **values})
+
+    def best_facts(self) -> dict[str, Any] | None:
+        """The lowest validation loss, its step, and the folder of its checkpoint, if it is kept; None without one."""
+        if self.best is None:
+            return None
+        return {**asdict(self.best), "checkpoint": self.folder_of(self.best.step) if self._keeps_best else None}
+
+    def folder_of(self, step: int) -> str | None:
+        """The folder of the checkpoint that is saved after a step; None if the run saves none."""
+        saves = self._config.kind is not CheckpointKind.none
+        return str(self._attempt.checkpoints / step_name(step)) if saves else None
 
     def facts(self, resumed_from: int) -> dict[str, Any]:
         """Facts for the result: the number of saves, the median time that one blocks training, and the resumed step."""

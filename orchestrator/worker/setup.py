@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from orchestrator.config.schema import AdapterKind, RunConfig, Tokenizer
+from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokenizer
 from orchestrator.config.state_groups import Offload
 from orchestrator.launch.environment import set_kernel_cache
 from orchestrator.plan.tensor_messages import TensorMessages
@@ -56,12 +56,15 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
 
 
 def build_data(config: RunConfig) -> TokenData:
-    encode = None
+    encode = encode_pairs = None
     if config.data.tokenizer is Tokenizer.model:
         assert config.model.path is not None
-        from orchestrator.workloads.tokenizer import load_tokenizer  # here: predictions do not wait for its libraries
+        from orchestrator.workloads import tokenizer  # here: predictions do not wait for its libraries
 
-        encode = load_tokenizer(config.model.path)
+        if config.data.kind is DataKind.pairs:
+            encode_pairs = tokenizer.pair_encoder(config.model.path)
+        else:
+            encode = tokenizer.load_tokenizer(config.model.path)
     return load_data(
         str(config.data.kind),
         config.data.path,
@@ -70,6 +73,7 @@ def build_data(config: RunConfig) -> TokenData:
         vocab_size=int(config.model.config["vocab_size"]),
         validation_fraction=config.data.validation_fraction,
         encode=encode,
+        encode_pairs=encode_pairs,
     )
 
 

@@ -19,12 +19,13 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker import evaluate, measure, predicted
 from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.faults import Faults
+from orchestrator.worker.held_out import HeldOut, examples_of
 from orchestrator.worker.result import RunFacts, combined, full_numel
 from orchestrator.worker.rounds import MeasuredRounds
 from orchestrator.worker.saving import Progress, Saving
 from orchestrator.worker.setup import asked_dtypes, build_data, build_runtime, prepare_process, refuse_different_data
 from orchestrator.worker.stopping import StopSignals
-from orchestrator.workloads.data import TokenData, slice_for_rank
+from orchestrator.workloads.data import IGNORED_LABEL, TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
 from orchestrator.workloads.sources import IntArray
 from zero_runtime.accounting import saving_trouble
@@ -38,8 +39,6 @@ from zero_runtime.step_report import StepReport
 from zero_runtime.tensor_parallel.division import head_of
 from zero_runtime.watch.watch import WatchSettings
 from zero_runtime.world import WorldSettings, join_world, leave_world
-
-IGNORED = -100
 
 
 def run_rank(attempt: AttemptPaths, rank: RankInfo) -> Stopped | None:
@@ -86,7 +85,9 @@ class RankRun:
         self._head, self._tensor = head_of(runtime.model), tensor
         self._batch_rank, self._batch_world = runtime.collectives.batch_rank, runtime.collectives.batch_world
         self._kept = recomputation.memory
-        self._steps = config.measure.warmup_steps + config.measure.steps
+        steps = config.steps(self._data.train_samples)
+        assert steps is not None  # the rules' end of training
+        self._steps = steps
         self._schedule = config.scheduler.curve.build(config.optimizer.lr, self._steps)
         self._readings = measure.Readings()
         self._audit = DTypeAudit(runtime, asked_dtypes(config, runtime))
@@ -98,7 +99,9 @@ class RankRun:
             self._tell,
             self._show_waiting,
         )
-        self._saving = Saving(attempt, config, runtime, self._data.hash, restarted=rank.restarts > 0)
+        self._saving = Saving(attempt, config, runtime, self._data.hash, steps=steps, restarted=rank.restarts > 0)
+        self._held_out = HeldOut(config, runtime, self._data, self._losses, self._count, self._on_device)
+        self._training: dict[str, Any] | None = None
         self._unread: Callable[[], None] | None = None
         self._first = self._census_step = 0
         self._progress = Progress()
@@ -140,17 +143,41 @@ class RankRun:
                 self._end_round(number)
             if step == self._census_step:  # before anything is saved that a later run could go on from
                 self._readings.dtypes = self._audit.conclude(self._readings.ledger)
+            if self._held_out.is_due(step + 1, self._steps):
+                self._validate(step + 1)
             self._saving.after_step(self._progress)
             if report.stop and step + 1 < self._steps:
                 self._tell_all()
                 return Stopped(self._progress.step, self._saving.stop(self._progress))
             self._runtime.clock.start()  # keeps the time of saving out of the next step's
         self._runtime.clock.stop()
-        self._readings.validation_loss = self._validate() if end == self._steps else None
+        if end == self._steps:
+            self._validate(end)
+        if self._config.trains_to_the_end:
+            self._conclude_training()
         self._saving.finish(self._progress, self._result)
         self._repeat_rounds()
         self._write(self._result())
         return None
+
+    def _conclude_training(self) -> None:
+        """Generates the examples, and says how far training came. Peaks are read before: they are those of training."""
+        self._readings.peaks = measure.peaks(self._device)
+        examples = examples_of(self._runtime, self._config, self._data) if self._config.train.examples else []
+        self._runtime.reset_ledger()
+        for one in examples if self._rank.rank == 0 else ():
+            self._tell("example", **one)
+            print(f"example: {one['prompt']['text']!r} -> {one['answer']['text']!r}", flush=True)
+        samples = self._progress.samples
+        self._training = {
+            "epochs": samples / self._data.train_samples,
+            "tokens": samples * self._config.batch.seq,
+            "learned_tokens": self._data.learned_tokens(samples),
+            "validations": len(self._saving.validations),
+            "best": self._saving.best_facts(),
+            "last_checkpoint": self._saving.folder_of(self._progress.step),
+            "examples": examples,
+        }
 
     def _begin_round(self) -> None:
         self._read_last_step()  # also waits for a GPU to reach the end of the step
@@ -254,7 +281,7 @@ class RankRun:
         """The labels of this rank's part of the sequences."""
         degree, rank = self._runtime.sequence.degree, self._runtime.sequence.rank
         length = labels.shape[1] // degree
-        return int((labels[:, rank * length : (rank + 1) * length] != IGNORED).sum())
+        return int((labels[:, rank * length : (rank + 1) * length] != IGNORED_LABEL).sum())
 
     def _on_device(self, array: Any) -> torch.Tensor:
         """The array on the device. On a GPU the host does not wait for the copy: it is from pinned memory, which
@@ -301,6 +328,7 @@ class RankRun:
             "step",
             step=step + 1,
             warmup=step < self._first + self._config.measure.warmup_steps,
+            **({"of": self._steps} if self._config.trains_to_the_end else {}),
             loss=report.loss,
             grad_norm=report.grad_norm if math.isfinite(report.grad_norm) else None,
             skipped=report.skipped,
@@ -318,26 +346,22 @@ class RankRun:
 
     # ---- before and after --------------------------------------------------------------------------------------
 
-    def _validate(self) -> float | None:
-        """Mean loss over the unmasked tokens of the first validation samples, the same for every world size."""
-        per_rank = self._config.batch.micro
-        batches = min(
-            self._config.measure.validation_batches,
-            self._data.validation_samples // (per_rank * self._batch_world),
-        )
-        if batches == 0:
-            return None
-        loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        tokens = 0
-        with torch.no_grad():
-            for index in range(batches):
-                position = (index * self._batch_world + self._batch_rank) * per_rank
-                batch = self._data.validation_batch(position, per_rank)
-                ids, labels = map(self._on_device, batch)
-                loss += self._losses(ids, labels)
-                tokens += self._count(batch.labels)
-        total = self._runtime.sum_over_ranks(tokens)
-        return float(self._runtime.collectives.sum_over_data_(loss) / total)
+    def _validate(self, step: int) -> None:
+        """Validates after a step, and records the loss."""
+        self._tell_all()  # the events of all steps come before; also waits for a GPU to reach the end of the step
+        loss = self._held_out.loss()
+        self._runtime.reset_ledger()  # the communication of a step is that of training
+        if loss is None:
+            return
+        self._readings.validation_loss = loss
+        is_best = self._saving.validated(step, loss)
+        self._tell_validation(step, loss, **({"best": is_best} if self._config.trains_to_the_end else {}))
+
+    def _tell_validation(self, step: int, loss: float, **more: bool) -> None:
+        if step not in self._saving.validations:  # else the record has it from an earlier attempt
+            self._saving.validations[step] = loss
+            self._tell("validation", step=step, loss=loss, **more)
+            self._events.flush()
 
     def _tell_ready(self) -> None:
         refuse_different_data(self._runtime.collectives, self._data.hash)
@@ -346,8 +370,11 @@ class RankRun:
             parameters=full_numel(self._runtime),
             data_hash=self._data.hash,
             predicted=measure.model_states(self._runtime, {}) | self._planned(),
-            warning=saving_trouble(self._runtime),
+            warning=self._warning(),
         )
+
+    def _warning(self) -> str | None:
+        return "; ".join(filter(None, (saving_trouble(self._runtime), *self._data.notes))) or None
 
     def _planned(self) -> dict[str, Any]:
         return predicted.planned(self._config) if self._rank.rank == 0 else {}
@@ -365,8 +392,8 @@ class RankRun:
     def _write(self, result: dict[str, Any]) -> None:
         if self._rank.rank != 0:
             return
-        if self._readings.validation_loss is not None:
-            self._tell("validation", step=self._steps, loss=self._readings.validation_loss)
+        if self._readings.validation_loss is not None:  # of an earlier attempt that ended before it recorded it
+            self._tell_validation(self._steps, self._readings.validation_loss)
         write_json_atomic(self._attempt.result, result)
         # Only after the peaks are measured: they would include the memory that counting takes.
         result["memory"] |= predicted.known(self._config)
@@ -382,7 +409,7 @@ class RankRun:
             **asdict(readings.census),
             "activations_bytes": readings.activations_bytes,
             "activations_host_bytes": 0 if self._kept is None else self._kept.nbytes,
-            **measure.peaks(self._device),
+            **(readings.peaks or measure.peaks(self._device)),
         }
         memory = measure.worst_of(self._runtime.collectives.gather_objects(local))
         readings.rounds = self._rounds.found
@@ -413,4 +440,5 @@ class RankRun:
                 },
                 "checkpoints": self._saving.facts(self._first),
             }
+            | ({} if self._training is None else {"training": self._training})
         )

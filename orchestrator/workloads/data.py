@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from orchestrator.workloads.pairs import EncodePairs, PairWindows, bytes_of_pairs, read_pairs
 from orchestrator.workloads.sources import (
     BYTE_VOCABULARY,
     ORDER,
     STDLIB_BYTES,
     SYNTHETIC_WINDOWS,
     Encode,
+    Example,
     IntArray,
     SyntheticWindows,
     TextWindows,
@@ -37,11 +39,13 @@ from orchestrator.workloads.sources import (
     read_text,
 )
 
+IGNORED_LABEL = -100  # the label that no loss counts
 LAYOUT_VERSION = 1  # part of the hash: increment it if windows, split or the synthetic rule change
 
 
 class TokenBatch(NamedTuple):
-    """`labels[b, i]` is the token after `input_ids[b, i]`; both are [count, seq] int64 and owned by the caller."""
+    """`labels[b, i]` is the token after `input_ids[b, i]`, or IGNORED_LABEL if it does not count in the loss; both are
+    [count, seq] int64 and owned by the caller."""
 
     input_ids: IntArray
     labels: IntArray
@@ -53,7 +57,8 @@ class TokenData:
 
     `hash` (12 hex digits of a sha256) covers kind, seq, validation_fraction and every token in a window (for synthetic
     data, the seed and the vocabulary instead of the tokens). The same text with another seq is different data. The hash
-    does not cover the location of a text, nor the seed of a text, which only determines the order.
+    does not cover the location of a text, nor the seed of a text, which only determines the order. `notes`: what a user
+    should know about the data.
     """
 
     name: str
@@ -62,6 +67,7 @@ class TokenData:
     windows: Windows
     train_windows: IntArray
     validation_windows: IntArray
+    notes: tuple[str, ...] = ()
 
     @property
     def train_samples(self) -> int:
@@ -92,9 +98,26 @@ class TokenData:
         order = np.arange(position, position + count, dtype=np.int64) % self.validation_samples
         return self._batch(self.validation_windows[order])
 
+    def learned_tokens(self, samples: int) -> int:
+        """How many labels count in the first `samples` samples of the endless sequence of epochs."""
+        epochs, rest = divmod(samples, self.train_samples)
+        last = self.train_windows[epoch_order(self.train_samples, self.seed, epochs)[:rest]]
+        return epochs * self.windows.counted(self.train_windows) + self.windows.counted(last)
+
+    def examples(self, count: int) -> list[Example]:
+        """Up to `count` held-out samples, evenly spread, as texts to continue; of the training part if none is held
+        out."""
+        part = self.validation_windows if self.validation_samples else self.train_windows
+        count = min(count, len(part))
+        return [self.windows.example(int(part[number * len(part) // count])) for number in range(count)]
+
     def _batch(self, indices: IntArray) -> TokenBatch:
         tokens = self.windows.read(indices)
-        return TokenBatch(np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:]))
+        labels = tokens[:, 1:].copy()  # of one row, ascontiguousarray would share the memory of the inputs
+        counts = self.windows.counts(indices)
+        if counts is not None:
+            labels[~counts] = IGNORED_LABEL
+        return TokenBatch(np.ascontiguousarray(tokens[:, :-1]), labels)
 
 
 def load_data(
@@ -106,19 +129,36 @@ def load_data(
     vocab_size: int,
     validation_fraction: float,
     encode: Encode | None = None,
+    encode_pairs: EncodePairs | None = None,
 ) -> TokenData:
-    """The data of `kind` (stdlib, text or synthetic) for a model of `vocab_size`.
+    """The data of `kind` (stdlib, text, pairs or synthetic) for a model of `vocab_size`.
 
-    `path` (a file or a folder) is for kind text only. `encode` tokenizes the text; None uses its bytes as tokens.
+    `path` (a file or a folder) is for the kinds text and pairs. `encode` tokenizes a text, `encode_pairs` prompts and
+    responses; None uses their bytes as tokens.
     ValueError if the source has too few tokens for one training and, with a fraction above 0, one validation window.
     """
-    _check(kind, path, seq, seed, vocab_size, validation_fraction, reads_bytes=encode is None)
+    _check(
+        kind,
+        path,
+        seq,
+        seed,
+        vocab_size,
+        validation_fraction,
+        reads_bytes=(encode_pairs if kind == "pairs" else encode) is None,
+    )
     about: dict[str, Any] = {"layout": LAYOUT_VERSION, "seq": seq, "validation_fraction": float(validation_fraction)}
+    notes: tuple[str, ...] = ()
     if kind == "synthetic":
         windows: Windows = SyntheticWindows(seed, vocab_size, seq)
         name = "synthetic"
         about |= {"kind": "synthetic", "seed": seed, "vocab_size": vocab_size, "windows": SYNTHETIC_WINDOWS}
         digest = _hash(about, b"")
+    elif kind == "pairs" and path is not None:
+        name = f"pairs:{Path(path).resolve().name}"
+        windows = _paired(Path(path), seq, validation_fraction, encode_pairs or bytes_of_pairs)
+        _check_tokens(windows.tokens, vocab_size)
+        about |= {"kind": "pairs"}
+        digest, notes = _hash(about, windows.stored), _pair_notes(windows)
     else:
         name, text = _read(kind, path)
         tokens = as_bytes(text) if encode is None else as_tokens(text, encode)
@@ -129,7 +169,7 @@ def load_data(
             about |= {"tokens": "int32"}
         digest = _hash(about, tokens[: windows.count * (seq + 1)].data.cast("B"))
     train, held_out = split(windows.count, validation_fraction)
-    return TokenData(name, digest, seed, windows, train, held_out)
+    return TokenData(name, digest, seed, windows, train, held_out, notes)
 
 
 def slice_for_rank(global_size: int, rank: int, world: int) -> tuple[int, int]:
@@ -179,11 +219,12 @@ def _check(
     kind: str, path: str | None, seq: int, seed: int, vocab_size: int, fraction: float, *, reads_bytes: bool
 ) -> None:
     wrong = []
-    if kind not in ("stdlib", "text", "synthetic"):
-        wrong.append(f"data.kind: expected stdlib, text or synthetic, found '{kind}'")
-    if kind == "text" and not path:
-        wrong.append("data.path: expected a file or a folder for data=text, found none; add data.path=...")
-    if kind != "text" and path:
+    if kind not in ("stdlib", "text", "pairs", "synthetic"):
+        wrong.append(f"data.kind: expected stdlib, text, pairs or synthetic, found '{kind}'")
+    if kind in ("text", "pairs") and not path:
+        what = "a file or a folder" if kind == "text" else "a JSON file"
+        wrong.append(f"data.path: expected {what} for data={kind}, found none; add data.path=...")
+    if kind not in ("text", "pairs") and path:
         wrong.append(f"data.path: expected none for data={kind}, found {path}; use data=text or remove it")
     if kind != "synthetic" and reads_bytes and vocab_size < BYTE_VOCABULARY:
         wrong.append(
@@ -207,6 +248,25 @@ def _read(kind: str, path: str | None) -> tuple[str, bytearray]:
         return f"text:{Path(path).resolve().name}", read_text(Path(path))
     # The sources differ between Python versions: the name separates reports that must not be compared.
     return f"stdlib-{platform.python_version()}", read_stdlib(STDLIB_BYTES)
+
+
+def _paired(path: Path, seq: int, fraction: float, encode: EncodePairs) -> PairWindows:
+    windows = PairWindows(encode(read_pairs(path)), seq)
+    if windows.count < (2 if fraction else 1):
+        raise ValueError(
+            f"data: expected at least 2 pairs that batch.seq={seq} holds, for training and validation, found "
+            f"{windows.count} in {path}; give more pairs, or data.validation_fraction=0"
+        )
+    return windows
+
+
+def _pair_notes(windows: PairWindows) -> tuple[str, ...]:
+    found = []
+    if windows.cut:
+        found.append(f"{windows.cut} of {windows.count} pairs are longer than batch.seq and lose their end")
+    if windows.left_out:
+        found.append(f"{windows.left_out} pairs are left out: batch.seq holds nothing of their responses")
+    return tuple(found)
 
 
 def _cut(tokens: NDArray[np.generic], seq: int, fraction: float, name: str) -> TextWindows:

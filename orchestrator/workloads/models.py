@@ -30,14 +30,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from orchestrator.config.strict import nearest
+from orchestrator.workloads.data import IGNORED_LABEL as IGNORED_LABEL
 from zero_runtime.activations.tiled_loss import tiled_cross_entropy
 from zero_runtime.activations.tiled_vocabulary_loss import tiled_vocabulary_cross_entropy
 from zero_runtime.initial_values import parameters_on_meta
 from zero_runtime.sequence_parallel.axis import SequenceAxis
 from zero_runtime.tensor_parallel.cross_entropy import vocabulary_cross_entropy
 from zero_runtime.tensor_parallel.layers import HeadForward
-
-IGNORED_LABEL = -100
 
 
 def build_model(model_type: str, config: Mapping[str, Any], *, seed: int) -> nn.Module:

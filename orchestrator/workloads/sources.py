@@ -6,7 +6,7 @@ import os
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,13 @@ IntArray = NDArray[np.int64]
 Encode = Callable[[list[str]], list[list[int]]]  # maps texts to token ids
 
 
+class Example(NamedTuple):
+    """The token ids of a text to continue, and of what follows it in the data."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
 class Windows(Protocol):
     """A source cut into `count` windows of seq + 1 tokens."""
 
@@ -34,16 +41,51 @@ class Windows(Protocol):
         """A copy of these windows, [len(indices), seq + 1] int64."""
         ...
 
+    def counts(self, indices: IntArray) -> NDArray[np.bool_] | None:
+        """Which labels of these windows count in the loss, [len(indices), seq]; None for all."""
+        ...
+
+    def counted(self, indices: IntArray) -> int:
+        """How many labels of these windows count."""
+        ...
+
+    def example(self, index: int) -> Example:
+        """The window as a text to continue."""
+        ...
+
+
+class _AllCount:
+    """Windows of which every token but the first is a target."""
+
+    def __init__(self, seq: int) -> None:
+        self._seq = seq
+
+    def read(self, indices: IntArray) -> IntArray:
+        raise NotImplementedError
+
+    def counts(self, indices: IntArray) -> None:
+        return None
+
+    def counted(self, indices: IntArray) -> int:
+        return len(indices) * self._seq
+
+    def example(self, index: int) -> Example:
+        """The first half of the window, and the second."""
+        row = [int(token) for token in self.read(np.asarray([index], dtype=np.int64))[0]]
+        half = len(row) // 2
+        return Example(row[:half], row[half:])
+
 
 def random_bits(count: int, seed: int, stream: int, index: int) -> NDArray[np.uint64]:
     """Random bits of (seed, stream, index); streams and indices are independent of each other."""
     return np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, index))).random_raw(count)
 
 
-class TextWindows:
+class TextWindows(_AllCount):
     """Windows over the tokens of a text, [n]: uint8 for its bytes, else int32."""
 
     def __init__(self, tokens: NDArray[np.generic], seq: int) -> None:
+        super().__init__(seq)
         self.count = len(tokens) // (seq + 1)
         used = tokens[: self.count * (seq + 1)]
         self._windows = used.reshape(self.count, seq + 1)  # a view, so that the text is in memory only once
@@ -52,7 +94,7 @@ class TextWindows:
         return self._windows[indices].astype(np.int64)
 
 
-class SyntheticWindows:
+class SyntheticWindows(_AllCount):
     """Noisy arithmetic progressions, generated when they are read; nothing is stored.
 
     Each window counts up by 1 to 4 within the first eighth of the vocabulary, and one token in twenty is
@@ -60,10 +102,10 @@ class SyntheticWindows:
     """
 
     def __init__(self, seed: int, vocab_size: int, seq: int) -> None:
+        super().__init__(seq)
         self.count = SYNTHETIC_WINDOWS
         self._seed = seed
         self._vocab_size = vocab_size
-        self._seq = seq
 
     def read(self, indices: IntArray) -> IntArray:
         made = np.empty((len(indices), self._seq + 1), dtype=np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,9 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from orchestrator.workloads.pairs import BYTE_END, EncodePairs, Pair
+from orchestrator.workloads.sources import Example
 
 Encode = Callable[[list[str]], list[list[int]]]
 BYTES = 256
@@ -48,10 +51,80 @@ def _loaded(folder: str | Path) -> Any:
 
 
 class Texts(NamedTuple):
-    """Texts to token ids and back, for prompts: with the begin tokens that the model was trained with."""
+    """Texts to token ids and back, for prompts: with the begin tokens that the model was trained with.
+
+    `ask`: a text as the prompt of data=pairs. `end`: the token that ends a response to it; None if there is none.
+    """
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
+    ask: Callable[[str], list[int]]
+    end: int | None
+
+
+def pair_encoder(folder: str | Path) -> EncodePairs:
+    """The tokens of pairs by the tokenizer of a local folder: as its chat template writes them, or without one the
+    prompt, the response and the tokenizer's end token. ValueError for a template that cannot be divided."""
+    return _PairEncoder(_loaded(folder)).encode
+
+
+class _PairEncoder:
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+
+    def encode(self, pairs: Sequence[Pair]) -> list[Example]:
+        if not pairs:
+            return []
+        if self._has_template:
+            texts = [self._templated(pair.turns, pair.response) for pair in pairs]
+            prompts, responses = ([text[part] for text in texts] for part in (0, 1))
+            return list(map(Example, self._ids(prompts), self._ids(responses)))
+        end = [] if self.end is None else [self.end]
+        answers = self._ids([pair.response for pair in pairs])
+        return [Example(self.prompt(pair.turns), [*ids, *end]) for pair, ids in zip(pairs, answers, strict=True)]
+
+    def prompt(self, turns: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a prompt alone."""
+        if self._has_template:
+            return self._ids([self._rendered(turns, opens_answer=True)])[0]
+        ids: list[int] = self._tokenizer(Pair(tuple(turns), "").prompt, verbose=False)["input_ids"]
+        return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids
+
+    @property
+    def end(self) -> int | None:
+        """The token that ends a response: the first special one that the template writes after it, or else the
+        tokenizer's end token."""
+        if self._has_template:
+            _, response = self._templated(({"role": "user", "content": "a"},), "b")
+            special = set(self._tokenizer.all_special_ids)
+            found = next((token for token in self._ids([response])[0] if token in special), None)
+            if found is not None:
+                return found
+        end: int | None = self._tokenizer.eos_token_id
+        return end
+
+    def _templated(self, turns: Sequence[Mapping[str, str]], response: str) -> tuple[str, str]:
+        """The texts of the prompt and of the response. They are tokenized apart, so that the prompt's tokens are those
+        that generation begins with."""
+        prompt = self._rendered(turns, opens_answer=True)
+        whole = self._rendered([*turns, {"role": "assistant", "content": response}], opens_answer=False)
+        if not whole.startswith(prompt):
+            raise ValueError(
+                "data: expected a chat template whose text of a prompt begins that of the whole conversation, found "
+                "another; change chat_template.jinja in the model's folder, or remove it to train on plain text"
+            )
+        return prompt, whole[len(prompt) :]
+
+    def _rendered(self, turns: Sequence[Mapping[str, str]], *, opens_answer: bool) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=opens_answer
+        )
+        return text
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
 
 
 def texts_of(folder: str | Path | None, vocab_size: int) -> Texts:
@@ -61,15 +134,27 @@ def texts_of(folder: str | Path | None, vocab_size: int) -> Texts:
     """
     if folder is not None and (Path(folder) / "tokenizer_config.json").exists():
         tokenizer = _loaded(folder)
-        return Texts(lambda text: list(tokenizer(text)["input_ids"]), tokenizer.decode)
+        pairs = _PairEncoder(tokenizer)
+        return Texts(
+            lambda text: list(tokenizer(text)["input_ids"]),
+            tokenizer.decode,
+            lambda text: pairs.prompt(({"role": "user", "content": text},)),
+            pairs.end,
+        )
     if vocab_size < BYTES:
         raise ValueError(
             f"prompt: expected a model with a tokenizer in its folder, or with a vocabulary of {BYTES} bytes, found no "
             f"tokenizer and {vocab_size} tokens; give token ids: tokens=5,6,7"
         )
-    return Texts(
-        lambda text: list(text.encode()), lambda ids: bytes(one for one in ids if one < BYTES).decode(errors="replace")
-    )
+    return Texts(_as_bytes, _from_bytes, _as_bytes, BYTE_END)
+
+
+def _as_bytes(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def _from_bytes(ids: list[int]) -> str:
+    return bytes(one for one in ids if one < BYTES).decode(errors="replace")
 
 
 def save_byte_tokenizer(folder: str | Path) -> None:

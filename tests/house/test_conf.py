@@ -66,6 +66,9 @@ NEEDS = {
     "measure/eval.yaml": ["zero=stage3"],
     "data/text.yaml": [f"data.path={ROOT / 'run.py'}"],
     "model/pretrained.yaml": ["model.path={weights}"],
+    "data/pairs.yaml": [f"data.path={ROOT / 'run.py'}"],
+    "measure/train.yaml": ["train.max_steps=10"],
+    "experiment/sft_qwen.yaml": ["model.path={weights}", f"data.path={ROOT / 'run.py'}"],
 }
 NEEDS |= {"optimizer/onebitadam.yaml": ["zero=stage1"]}
 NEEDS |= {"cluster/slurm.yaml": ["resources.device=cpu", "resources.ranks=2"]}
@@ -108,8 +111,9 @@ def test_every_option_can_be_chosen_without_breaking_a_rule(file: Path, weights:
 
 
 @pytest.mark.parametrize("name", [file.stem for file in (CONF / "experiment").glob("*.yaml")])
-def test_every_experiment_composes_and_breaks_no_rule(name: str) -> None:
-    points, problems = checked_points(compose.compose(arguments.split([f"experiment={name}"])), SCENE)
+def test_every_experiment_composes_and_breaks_no_rule(name: str, weights: Path) -> None:
+    needs = [word.format(weights=weights) for word in NEEDS.get(f"experiment/{name}.yaml", [])]
+    points, problems = checked_points(compose.compose(arguments.split([f"experiment={name}", *needs])), SCENE)
     assert problems == []
     assert points
 

@@ -22,13 +22,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept: the last `keep_last` (None: all), and all steps divisible by `keep_every`."""
+    """Which checkpoints are kept: the last `keep_last` (None: all), all steps divisible by `keep_every`, and `also`."""
 
     keep_last: int | None = None
     keep_every: int | None = None
+    also: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
             if value is not None and value < 1:
                 raise CheckpointError(f"checkpoint.{name}: expected at least 1 or null, found {value}")
 
@@ -37,7 +38,7 @@ class Retention:
         if self.keep_last is None:
             return []
         old = sorted(steps)[: -self.keep_last]
-        return [step for step in old if not self.keep_every or step % self.keep_every]
+        return [step for step in old if step not in self.also and (not self.keep_every or step % self.keep_every)]
 
 
 KEEP_ALL = Retention()

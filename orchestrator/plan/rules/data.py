@@ -11,6 +11,8 @@ from orchestrator.plan.rules.scene import Scene
 from orchestrator.text.paths import expanded
 
 BYTE_TOKENS = 256
+# The kinds of data that are read from data.path, and what it is.
+FROM_FILES = {DataKind.text: "FILE_OR_FOLDER", DataKind.pairs: "FILE.json"}
 LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 
 
@@ -23,7 +25,7 @@ def tokenizer_of(model: Model, data: Data) -> Tokenizer:
 
 
 def path_belongs_to_text(scene: Scene, data: Data) -> Broken | None:
-    if data.kind is DataKind.text or data.path is None:
+    if data.kind in FROM_FILES or data.path is None:
         return None
     return Broken(
         f"data={data.kind} reads no data.path", data.path, (f"data=text data.path={data.path}", "data.path=null")
@@ -31,23 +33,22 @@ def path_belongs_to_text(scene: Scene, data: Data) -> Broken | None:
 
 
 def text_has_a_path(scene: Scene, data: Data) -> Broken | None:
-    if data.kind is not DataKind.text or data.path is not None:
+    if data.kind not in FROM_FILES or data.path is not None:
         return None
-    return Broken("data=text needs data.path=FILE_OR_FOLDER", "none", ("data=stdlib",))
+    return Broken(f"data={data.kind} needs data.path={FROM_FILES[data.kind]}", "none", ("data=stdlib",))
 
 
 def text_is_there(scene: Scene, data: Data) -> Broken | None:
-    if data.kind is not DataKind.text or data.path is None:
+    if data.kind not in FROM_FILES or data.path is None:
         return None
-    path = expanded(data.path)
-    if path.is_file() or path.is_dir():  # a device or a pipe may never end, and cannot be read twice
+    path, pairs = expanded(data.path), data.kind is DataKind.pairs
+    if path.is_file() or (path.is_dir() and not pairs):  # a device or a pipe may never end, and cannot be read twice
         return None
     beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
     near = nearest(path.name, [] if path.exists() else beside)
     fixes = (f"data.path={path.parent / near}",) if near else ()
-    return Broken(
-        "data.path must be a regular file or a folder that is there", data.path, (*fixes, "data=stdlib data.path=null")
-    )
+    rule = f"data.path must be a regular file{'' if pairs else ' or a folder'} that is there"
+    return Broken(rule, data.path, (*fixes, "data=stdlib data.path=null"))
 
 
 def vocabulary_holds_bytes(scene: Scene, model: Model, data: Data) -> Broken | None:

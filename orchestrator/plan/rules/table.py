@@ -36,6 +36,7 @@ from orchestrator.plan.rules import optimizer as optimizer_rules
 from orchestrator.plan.rules import output as output_rules
 from orchestrator.plan.rules import parallel as parallel_rules
 from orchestrator.plan.rules import precision as precision_rules
+from orchestrator.plan.rules import training as training_rules
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.records.run_record import scratch_path
 from orchestrator.text.paths import expanded
@@ -263,6 +264,10 @@ RULES = (
     Rule(data_rules.vocabulary_holds_bytes, ("model", "data")),
     Rule(data_rules.model_holds_the_sequence, ("model", "batch")),
     Rule(data_rules.validation_has_data, ("data", "measure")),
+    Rule(training_rules.training_has_one_end, ("measure", "train")),
+    Rule(training_rules.training_keys_are_used, ("measure", "train")),
+    Rule(training_rules.training_on_the_way_is_validated, ("measure", "train")),
+    Rule(training_rules.examples_have_full_layers, ("measure", "train", "parallel")),
     Rule(inference_rules.inference_shards_weights, ("zero", "measure")),
     Rule(inference_rules.inference_sends_weights_as_stored, ("zero", "measure")),
     Rule(inference_rules.inference_offloads_weights, ("offload", "measure")),

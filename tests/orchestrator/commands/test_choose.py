@@ -182,6 +182,7 @@ def test_choose_fails_if_no_run_ends_with_a_result(
         (("choose", "--detach"), "choose has no --detach"),
         (("choose", "batch.micro=1,2"), "expected one number"),
         (("choose", "batch.micro=0"), "expected one number"),
+        (("choose", "measure=train", "train.max_steps=9"), "measure=train trains to its end"),
     ],
 )
 def test_lines_that_cannot_be_measured_here_are_refused(

@@ -120,3 +120,5 @@ def test_a_runs_folder_and_settings_name_the_same_point(output: Path, capsys: py
 def test_an_evaluation_is_not_exported(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", "zero=stage3", "measure=eval", "--to", "deepspeed"]) == 2
     assert "measure=eval trains nothing that another stack could run" in capsys.readouterr().err
+    assert cli.main(["export", "measure=train", "train.epochs=2", "--to", "deepspeed"]) == 2
+    assert "the number of steps of train.epochs depends on the data" in capsys.readouterr().err

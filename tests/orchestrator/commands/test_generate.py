@@ -9,6 +9,8 @@ import pytest
 
 from orchestrator.cli import main
 from orchestrator.commands.generate import read
+from orchestrator.config.parts import plain
+from orchestrator.config.schema import Train
 from orchestrator.config.strict import Refusal
 from orchestrator.records.run_record import identity
 
@@ -16,8 +18,8 @@ from orchestrator.records.run_record import identity
 def test_prompts_are_separated_from_settings(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("one\n\ntwo\n")
-    asked = read(["prompt=a=b", f"prompts={file}", "tokens=5,6", "new_tokens=3", "zero=stage0"])
-    assert asked.prompts == [{"text": "a=b"}, {"text": "one"}, {"text": "two"}, {"tokens": [5, 6]}]
+    asked = read(["prompt=a=b", f"prompts={file}", "ask=who?", "tokens=5,6", "new_tokens=3", "zero=stage0"])
+    assert asked.prompts == [{"text": "a=b"}, {"text": "one"}, {"text": "two"}, {"ask": "who?"}, {"tokens": [5, 6]}]
     assert (asked.new_tokens, asked.words) == (3, ["zero=stage0"])
 
 
@@ -26,6 +28,7 @@ def test_prompts_are_separated_from_settings(tmp_path: Path) -> None:
     [
         (["zero=stage3"], "expected a prompt"),
         (["prompt="], "found an empty one"),
+        (["ask="], "found an empty one"),
         (["tokens=5,x"], "token ids"),
         (["prompt=a", "new_tokens=0"], "at least 1"),
         (["prompts=/no/such/file"], "found none: No such file"),
@@ -57,6 +60,7 @@ def test_what_inference_does_not_have_is_refused(
 def test_ids_of_earlier_points_do_not_change() -> None:
     earlier = {"measure": {"steps": 5}, "precision": {"param": "bf16"}}
     now = {"measure": {"steps": 5, "kind": "train"}, "precision": {"param": "bf16", "weights": None}}
+    now["train"] = plain(Train())
     assert identity(now, 2, "cpu") == identity(earlier, 2, "cpu")
     now["measure"]["kind"] = "eval"
     assert identity(now, 2, "cpu") != identity(earlier, 2, "cpu")

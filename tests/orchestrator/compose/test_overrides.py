@@ -56,7 +56,7 @@ def tree() -> Tree:
         ("resources.device=gpu", "Did you mean 'cuda'?"),
         ("precision=BF16", "Did you mean 'bf16'?"),
         ("steps=100", "Did you mean 'measure.steps' (a whole number)?"),
-        ("epochs=1", "Did you mean 'measure.steps'"),
+        ("epochs=1", "Did you mean 'train.epochs'"),
         ("resources.gpus=8", "Did you mean 'resources.ranks'"),
         ("dtype=bf16", "Did you mean 'precision=bf16'?"),
         ("batch=8", "Did you mean 'batch.micro=8'?"),

@@ -19,9 +19,9 @@ from orchestrator.charts.bar_data import MOST_STRETCH, Bar, BarChart, BarPart, a
 from orchestrator.charts.bars import MOST_ROWS, picture_of
 from orchestrator.charts.palette import DARK, LIGHT, PAINTS, SERIES, lightness
 from orchestrator.charts.scale import AxisUnit, Scale, padded_range, tick_text, ticks
-from orchestrator.charts.shapes import Label, Picture, shortened, text_width
+from orchestrator.charts.shapes import Label, Picture, Stroke, shortened, text_width
 from orchestrator.config.schema import to_dict
-from orchestrator.report import answer, comparison, figures, ranking
+from orchestrator.report import answer, comparison, figures, page_details, plane_figures, ranking
 from orchestrator.report.checks import drift, warnings
 from orchestrator.report.figures import figures_of, overview, settings_of
 from orchestrator.report.ranking import Entry
@@ -239,6 +239,21 @@ def test_the_settings_of_points_follow_the_order_of_the_table(tmp_path: Path) ->
     assert zero.levels == ("stage0", "stage1", "stage2", "stage3")
 
 
+def test_the_curves_of_a_training_have_its_validations_and_a_bounded_number_of_steps() -> None:
+    (point,) = made_points(100.0)
+    steps = tuple(StepReading(step, 5.0 - step / 4999, 1.0, counted=True) for step in range(1, 5000))
+    held = ((1000, 4.9), (3000, 4.5), (4999, 4.1))
+    figure = plane_figures.learning([replace(point, steps=steps, validations=held)])
+    assert figure is not None
+    assert "Dashed: that loss during training" in figure.caption
+    curve, dashed = (
+        shape for shape in figure.picture.shapes if isinstance(shape, Stroke) and shape.key == point.number
+    )
+    assert plane_figures.MOST_STEPS / 2 < len(curve.points) <= plane_figures.MOST_STEPS + 1
+    assert len(dashed.points) == len(held)
+    assert curve.points[-1][0] == dashed.points[-1][0]  # both end at the last step
+
+
 def test_numbers_that_no_bar_can_show_are_drawn_as_nothing() -> None:
     points = made_points(100, 90)
     assert points[0].result is not None
@@ -251,6 +266,17 @@ def test_numbers_that_no_bar_can_show_are_drawn_as_nothing() -> None:
     for figure in drawn:
         ElementTree.fromstring(svg.document(figure.picture))
     assert raster.png(overview("odd", drawn))
+
+
+def test_the_page_has_the_examples_of_a_training_as_text_alone() -> None:
+    (point,) = made_points(100.0)
+    part = {"ids": [1], "text": "<b>2 plus 2\n"}
+    told = {"epochs": 1.0, "tokens": 9, "learned_tokens": 4, "validations": 1, "best": None, "last_checkpoint": None}
+    assert point.result is not None
+    point.result["training"] = {**told, "examples": [dict.fromkeys(("prompt", "answer", "reference"), part)]}
+    html = page_details.details([point])
+    assert "<dt>  continued</dt><dd>&#x27;&lt;b&gt;2 plus 2\\n&#x27;</dd>" in html
+    assert "1 epoch, 9 tokens, of which 4 count in the loss" in html
 
 
 def test_a_sweep_without_any_result_has_a_picture_of_its_states(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from points import make_config
 from rich.console import Console
 from stub_worker import make_result, step_event
 
-from orchestrator.report import ranking
+from orchestrator.config.schema import Measure, Train, to_dict
+from orchestrator.records.record_shapes import RESULT, misfit
+from orchestrator.report import ranking, trained
 from orchestrator.report.ranking import Entry
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
@@ -123,6 +126,72 @@ def test_steps_before_a_resume_are_not_shown_as_steps_of_the_resumed_run() -> No
     screen.end()
     assert "step 1/6" not in out.getvalue()
     assert out.getvalue().index("resumed after step 1") < out.getvalue().index("warm-up step 2/6")
+
+
+def test_a_training_shows_its_steps_its_validations_and_what_was_lowest_so_far() -> None:
+    screen, out = show()
+    config = replace(CONFIG, measure=Measure(2, None), train=Train(epochs=1.5, eval_every=50))
+    screen.plan("a", config, "here")
+    screen.begin(config)
+    screen.event({"event": "validation", "step": 50, "loss": 4.5, "best": True, "earlier": True})
+    screen.event({**step_event(51, 2), "of": 300})
+    screen.event({"event": "validation", "step": 100, "loss": 3.25, "best": True})
+    screen.event({"event": "validation", "step": 150, "loss": 3.5, "best": False})
+    screen.end()
+    text = out.getvalue()
+    assert "training for 1.5 epochs, validated every 50 steps and at the end; nothing is saved" in text
+    assert "training step 51/300" in text
+    assert "step 50\n" not in text
+    assert "step 50," not in text
+    assert "validation loss 3.2500 at step 100, the lowest so far\n" in text
+    assert "validation loss 3.5000 at step 150\n" in text
+
+
+def trained_result() -> dict[str, Any]:
+    result = make_result(CONFIG)
+    example = {name: {"ids": [1, 2], "text": f"{name}\n"} for name in ("prompt", "answer", "reference")}
+    best = {"step": 200, "loss": 3.0, "checkpoint": "/c/step-00000200"}
+    told = {
+        "epochs": 1.5,
+        "tokens": 30720,
+        "learned_tokens": 9000,
+        "validations": 3,
+        "last_checkpoint": "/c/step-00000300",
+    }
+    return {**result, "steps": 300, "training": {**told, "best": best, "examples": [example]}}
+
+
+def test_the_summary_of_a_training_has_its_length_its_best_validation_and_its_examples() -> None:
+    assert misfit(trained_result(), RESULT) is None
+    text = summary_of(trained_result())
+    assert "300 steps, 1.5 epochs, 30,720 tokens, of which 9,000 count in the loss" in text
+    assert "validation 3.0000 after step 200: /c/step-00000200" in text
+    assert "'prompt\\n'" in text
+    assert "'answer\\n'" in text
+    assert "'reference\\n'" in text
+    ids = {"ids": [1, 2], "text": None}
+    result = trained_result()
+    result["training"]["examples"] = [dict.fromkeys(("prompt", "answer", "reference"), ids)]
+    assert "[1, 2]" in summary_of(result)
+
+
+def test_a_training_ends_with_one_line_and_the_commands_that_use_the_best_checkpoint() -> None:
+    config = to_dict(replace(CONFIG, measure=Measure(2, None), train=Train(max_steps=300)))
+    typed = ["measure=train", "train.max_steps=300", "checkpoint=sharded"]
+    rows = trained.closing_rows(typed, config, trained_result())
+    assert [row.name for row in rows] == ["done", "next", "", "go on"]
+    done, export, generate, on = (row.text for row in rows)
+    assert done.endswith("best 3.0000 after step 200: /c/step-00000200")
+    assert export.endswith("export-weights /c/step-00000200 /weights-step-00000200")
+    assert generate.endswith("generate model.path=/weights-step-00000200 prompt=Once")
+    assert on.endswith("measure=train checkpoint=sharded train.max_steps=600 checkpoint.resume=/c/step-00000300")
+    pairs = {**config, "data": {**config["data"], "kind": "pairs"}}
+    assert trained.next_commands(typed, pairs, trained_result())[1].endswith("ask=Once")
+    result = trained_result()
+    result["training"] |= {"last_checkpoint": None, "best": {"step": 300, "loss": 3.0, "checkpoint": None}}
+    done, saves = (row.text for row in trained.closing_rows(typed[:2], config, result))
+    assert done.endswith("nothing was saved (checkpoint=none)")
+    assert saves.endswith("measure=train train.max_steps=300 checkpoint=sharded")
 
 
 def test_rounds_that_are_measured_again_are_announced() -> None:

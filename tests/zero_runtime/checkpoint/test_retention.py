@@ -60,6 +60,7 @@ def test_retention_keeps_the_last_k_and_every_nth_checkpoint(tmp_path: Path) -> 
         (Retention(keep_last=1), [1, 2, 3, 4]),
         (Retention(keep_last=9), []),
         (Retention(keep_last=2, keep_every=2), [1, 3]),
+        (Retention(keep_last=2, also=(2,)), [1, 3]),
     ],
 )
 def test_doomed_gives_the_steps_that_retention_does_not_keep(retention: Retention, doomed: list[int]) -> None:

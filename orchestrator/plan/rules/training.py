@@ -1,0 +1,48 @@
+"""Rules for training to an end: where it is, what it validates on, and which keys are used without it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from orchestrator.config.parallel import Parallel
+from orchestrator.config.schema import Measure, Train
+from orchestrator.config.strict import Broken
+from orchestrator.plan.rules.scene import Scene
+
+
+def training_has_one_end(scene: Scene, measure: Measure, train: Train) -> Broken | None:
+    if measure.steps is not None or (train.max_steps is None) != (train.epochs is None):
+        return None
+    if train.max_steps is None:
+        rule = "measure=train needs an end: train.max_steps or train.epochs"
+        return Broken(rule, "neither", ("train.max_steps=1000", "train.epochs=1"))
+    rule = "measure=train has one end, train.max_steps or train.epochs"
+    return Broken(rule, f"{train.max_steps} steps and {train.epochs:g} epochs", ("train.epochs=null",))
+
+
+def training_keys_are_used(scene: Scene, measure: Measure, train: Train) -> Broken | None:
+    if measure.steps is None:
+        return None
+    for key in fields(train):
+        if (value := getattr(train, key.name)) != key.default:
+            rule = f"train.{key.name} is for measure=train, which trains to an end"
+            unset = "null" if key.default is None else str(key.default).lower()
+            end = "" if train.max_steps or train.epochs else " train.max_steps=1000"
+            return Broken(rule, str(value), (f"measure=train{end}", f"train.{key.name}={unset}"))
+    return None
+
+
+def training_on_the_way_is_validated(scene: Scene, measure: Measure, train: Train) -> Broken | None:
+    if train.eval_every is None or measure.validation_batches != 0:
+        return None
+    rule = "train.eval_every validates, which measure.validation_batches=0 turns off"
+    return Broken(rule, str(train.eval_every), ("train.eval_every=null", "measure.validation_batches=null"))
+
+
+def examples_have_full_layers(scene: Scene, measure: Measure, train: Train, parallel: Parallel) -> Broken | None:
+    if measure.steps is not None or train.examples == 0 or parallel.group == 1:
+        return None
+    rule = (
+        "train.examples are generated with full layers and sequences on each rank, without parallel.tp and parallel.sp"
+    )
+    return Broken(rule, str(train.examples), ("train.examples=0",))

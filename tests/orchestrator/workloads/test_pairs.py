@@ -1,0 +1,160 @@
+"""Prompts and responses are read, tokenized as generation sees them, and only responses have labels that count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness.ranks import run_alone
+from harness.sft_files import make_sft_files
+
+from orchestrator.workloads.data import IGNORED_LABEL, TokenData, load_data
+from orchestrator.workloads.pairs import BYTE_END, Pair, PairWindows, bytes_of_pairs, read_pairs
+from orchestrator.workloads.sources import Example
+
+USER = {"role": "user", "content": "two?"}
+ANSWER = {"role": "assistant", "content": "2"}
+
+
+def write(path: Path, records: list[Any]) -> Path:
+    path.write_text(json.dumps(records))
+    return path
+
+
+def load(path: Path, seq: int = 12, fraction: float = 0.0, **more: Any) -> TokenData:
+    return load_data("pairs", str(path), seq=seq, seed=7, vocab_size=256, validation_fraction=fraction, **more)
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt", "response"),
+    [
+        ({"prompt": "a", "response": "b"}, "a", "b"),
+        ({"prompt": "a", "completion": "b"}, "a", "b"),
+        ({"instruction": "a", "input": "of c", "output": "b"}, "a\nof c", "b"),
+        ({"instruction": "a", "input": "", "output": "b"}, "a", "b"),
+        ({"question": "a", "answer": "b"}, "a", "b"),
+        ({"messages": [{"role": "system", "content": "s"}, USER, ANSWER]}, "s\ntwo?", "2"),
+    ],
+)
+def test_each_form_of_a_record_is_a_prompt_and_a_response(
+    record: Any, prompt: str, response: str, tmp_path: Path
+) -> None:
+    (as_array,) = read_pairs(write(tmp_path / "one.json", [record]))
+    lines = tmp_path / "one.jsonl"
+    lines.write_text(json.dumps(record) + "\n\n")
+    assert read_pairs(lines) == [as_array]
+    assert (as_array.prompt, as_array.response) == (prompt, response)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[]", "expected prompts and responses, found none"),
+        ("[1]", "record 1: expected an object with prompt/response"),
+        ('[{"prompt": "a"}]', "found the keys prompt"),
+        ('[{"prompt": "a", "response": 3}]', "expected a text as its response, found int"),
+        ('[{"prompt": "", "response": "b"}]', "expected a text as its prompt, found an empty one"),
+        ('[{"messages": [{"role": "user", "content": "a"}]}]', "of which the last is the assistant's"),
+        ("[{", "expected a JSON array of objects, or an object in each line"),
+    ],
+)
+def test_a_file_that_holds_no_pairs_is_refused_with_the_record(text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=told):
+        read_pairs(file)
+
+
+def test_labels_of_prompts_and_of_filling_are_ignored() -> None:
+    windows = PairWindows([Example([5, 6, 7], [8, 9]), Example([5], [6])], seq=6)
+    indices = np.arange(2)
+    assert windows.read(indices).tolist() == [[5, 6, 7, 8, 9, 0, 0], [5, 6, 0, 0, 0, 0, 0]]
+    assert windows.counts(indices).tolist() == [[False, False, True, True, False, False], [True] + 5 * [False]]
+    assert windows.counted(indices) == 3
+
+
+def test_batches_have_the_labels_of_responses_alone_and_their_count(tmp_path: Path) -> None:
+    data = load(write(tmp_path / "p.json", [{"prompt": "ab", "response": "cd"}, {"prompt": "e", "response": "f"}]))
+    ids, labels = data.train_batch(0, 2)
+    rows = {tuple(row[:3]): wanted for row, wanted in zip(ids.tolist(), labels.tolist(), strict=True)}
+    assert rows[97, 98, 99] == [IGNORED_LABEL, 99, 100, BYTE_END, *8 * [IGNORED_LABEL]]
+    assert rows[101, 102, BYTE_END] == [102, BYTE_END, *10 * [IGNORED_LABEL]]
+    (alone,) = data.train_batch(0, 1).input_ids.tolist()  # one row: labels must not be written over the inputs
+    assert alone == ids[0].tolist()
+    assert data.learned_tokens(2) == (labels != IGNORED_LABEL).sum() == 5
+    # Of two epochs and one sample more, by the batches themselves.
+    assert data.learned_tokens(5) == (data.train_batch(0, 5).labels != IGNORED_LABEL).sum()
+
+
+def test_pairs_that_are_too_long_lose_their_end_or_are_left_out_and_it_is_told(tmp_path: Path) -> None:
+    records = [
+        {"prompt": "abc", "response": "defghi"},
+        {"prompt": "abcdefgh", "response": "i"},
+        {"prompt": "a", "response": "b"},
+    ]
+    data = load(write(tmp_path / "p.json", records), seq=5)
+    assert data.train_samples == 2
+    assert [note.split(":")[0].split(" pairs")[0] for note in data.notes] == ["1 of 2", "1"]
+    assert {tuple(row) for row in data.train_batch(0, 2).labels.tolist()} == {
+        (IGNORED_LABEL, IGNORED_LABEL, 100, 101, 102),
+        (98, BYTE_END, *3 * [IGNORED_LABEL]),
+    }
+    with pytest.raises(ValueError, match="found all 1 longer than 2"):
+        PairWindows([Example([1, 2, 3], [4])], seq=2)
+
+
+def test_the_hash_covers_tokens_and_where_responses_begin(tmp_path: Path) -> None:
+    texts = [("ab", "c"), ("a", "bc"), ("ab", "d")]
+    hashes = {load(write(tmp_path / "p.json", [{"prompt": a, "response": b}])).hash for a, b in texts}
+    assert len(hashes) == 3
+
+
+def test_examples_are_held_out_prompts_with_the_responses_of_the_data(tmp_path: Path) -> None:
+    records = [{"prompt": chr(97 + number), "response": str(number)} for number in range(10)]
+    data = load(write(tmp_path / "p.json", records), fraction=0.2)
+    held = {(bytes(one.prompt), bytes(one.answer)) for one in data.examples(9)}
+    assert len(held) == data.validation_samples == 2
+    trained = {chr(row[0]) for row in data.train_batch(0, data.train_samples).input_ids.tolist()}
+    assert trained.isdisjoint({prompt.decode() for prompt, _ in held})
+    for prompt, answer in held:
+        assert answer == str(ord(prompt) - 97).encode() + b"\0"
+
+
+def _encoded(folder: Path) -> list[Any]:
+    """Tokens of one pair by the tokenizer with its chat template, without it, and with a template that hides turns."""
+    from transformers import AutoTokenizer
+
+    from orchestrator.workloads.tokenizer import _PairEncoder, texts_of
+
+    model, _ = make_sft_files(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    pair = Pair((USER,), "2")
+    texts = texts_of(model, 384)
+    (templated,) = _PairEncoder(tokenizer).encode([pair])
+    found: list[Any] = [tokenizer.decode(part) for part in templated]
+    found += [texts.ask("two?") == templated.prompt, tokenizer.decode([texts.end])]
+    tokenizer.chat_template = None
+    (plain,) = _PairEncoder(tokenizer).encode([pair])
+    found += [tokenizer.decode(part) for part in plain]
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    try:
+        _PairEncoder(tokenizer).encode([pair])
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def test_pairs_are_written_by_the_chat_template_or_else_end_with_the_end_token(tmp_path: Path) -> None:
+    prompt, response, asks_alike, end, plain, plain_response, refused = run_alone(_encoded, tmp_path)
+    assert prompt == "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n"
+    assert response == "2<|im_end|>\n"
+    assert (asks_alike, end) == (True, "<|im_end|>")
+    assert (plain, plain_response) == ("two?", "2<|endoftext|>")
+    assert "expected a chat template whose text of a prompt begins" in refused
+
+
+def test_bytes_of_a_pair_end_with_a_byte_that_no_text_has() -> None:
+    assert bytes_of_pairs([Pair((USER,), "é")]) == [Example([*b"two?"], [*"é".encode(), BYTE_END])]
