@@ -196,15 +196,12 @@ class _Bar:
     def _step(self, event: Mapping[str, Any]) -> None:
         if self._progress is not None:
             phase = "warm-up" if event["warmup"] else "measuring"
-            self._progress.update(
-                self._task, description=phase, completed=event["step"], numbers=self._numbers(event)
-            )
+            self._progress.update(self._task, description=phase, completed=event["step"], numbers=self._numbers(event))
             return
         now = time.monotonic()
         if event["step"] in (1, self._steps) or now - self._last_line >= PLAIN_EVERY_S:
             self._last_line = now
             self._say(step_line(event, self._steps))
-
 
     def _numbers(self, event: Mapping[str, Any]) -> str:
         self._recent.append(event["step_ms"])

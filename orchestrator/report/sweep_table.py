@@ -14,7 +14,7 @@ from orchestrator.records.record_shapes import SWEEP
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, still_runs
 from orchestrator.report import comparison, ranking
-from orchestrator.report.progress import Progress, progress
+from orchestrator.report.progress import StepProgress, progress
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program, verb
 from orchestrator.text.units import ABSENT, digits, many, size
@@ -132,7 +132,7 @@ def standing_row(point: Standing) -> tuple[str, ...]:
     return (point.label, point.state.value, ",".join(point.slots) or ABSENT, size(states), peak, speed, note)
 
 
-def progress_of(point: Standing) -> Progress | None:
+def progress_of(point: Standing) -> StepProgress | None:
     """How far a running point is; None if it does not run."""
     if point.state is not RunState.running or point.attempt is None:
         return None
