@@ -71,6 +71,8 @@ def _carried_out(argv: Sequence[str]) -> int:
 
         print(f"zero-lab {provenance.version_of('zero-lab') or '(not installed: no version)'}")
         return 0
+    if argv[:1] == ["--help"] and argv[1:2] and argv[1] in VERBS:
+        argv = [argv[1], "--help"]
     if argv and argv[0] in VERBS:
         module = importlib.import_module(f"orchestrator.commands.{VERBS[argv[0]]}")
         # The verbs that read and control sweeps share one parser; every other command has its own.

@@ -198,7 +198,7 @@ def _show(
         print(json.dumps(_document(outcome, shown_rows, folder, name), ensure_ascii=False))
         return
     screen.console.print()
-    screen.table(Table(HEADER, tuple(_row(one, ranked[0], outcome) for one in shown_rows), names=1))
+    screen.table(Table(HEADER, tuple(_row(one, ranked[0], outcome) for one in shown_rows), texts=("because",)))
     left = len(rows) - len({one.fit.label for one in shown_rows})
     notes = [Row("not shown", f"{many(left, 'row')} that {'are' if left > 1 else 'is'} slower")] if left > 0 else []
     capped = "at least " if largest.capped else ""

@@ -31,7 +31,6 @@ COLUMNS = {
     "sp": "the ranks that hold parts of one sequence (parallel.sp)",
 }
 ROUGH = "~"
-GAP = 2  # characters between columns
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -69,7 +68,7 @@ class FitPage:
             or_one = ", or at 1" if any(not one.micro for one in shown) else ""
             self._say(f"bytes of one rank in {unit[0]}, at the largest micro-batch that fits{or_one}")
             table = _table(shown, unit)
-            self._screen.table(narrowed(table, self._width))
+            self._screen.table(table)
             if any(ROUGH in cell for row in table.rows for cell in row):
                 self._screen.say(f"tokens/s: of all ranks; {ROUGH} roughly, from the data sheet, see docs/speed.md")
         self._close(fits, best, shown)
@@ -102,17 +101,13 @@ class FitPage:
             for name, text, expected, counted in fit_arithmetic.walk(one)
         ]
         total = ("tensors", "", "", size(one.peak.total))
-        self._screen.table(narrowed(Table(header, (*parts, total), names=2), self._width))
+        self._screen.table(Table(header, (*parts, total), names=2, drops=DROPPED))
         self._screen.console.print()
         self._screen.rows(_after(one))
         if moments := _outside(one):
             self._say("outside a step: the most bytes of one rank")
-            self._screen.table(narrowed(moments, self._width))
+            self._screen.table(moments)
         self._propose_run([one] if one.micro else [])
-
-    @property
-    def _width(self) -> int | None:
-        return self._screen.console.width if self._screen.console.is_terminal else None
 
     def _say(self, text: str) -> None:
         self._screen.console.print()
@@ -174,18 +169,6 @@ def named(rows: Sequence[AnyRow], label: str) -> AnyRow:
     near = nearest(label, [one.label for one in rows])
     hint = f" Did you mean '{near}'?" if near else ""
     raise Refusal([f"there is no row '{label}'.{hint}      rows: {' '.join(one.label for one in rows)}"])
-
-
-def narrowed(table: Table, width: int | None) -> Table:
-    """The table without as many columns of DROPPED as a terminal of this width needs; None: of any width."""
-    for name in (one for one in DROPPED if one in table.header):
-        needed = sum(max(map(len, column)) + GAP for column in zip(table.header, *table.rows, strict=True)) - GAP
-        if width is None or needed <= width:
-            break
-        at = table.header.index(name)
-        header, *rows = ((*row[:at], *row[at + 1 :]) for row in (table.header, *table.rows))
-        table = Table(header, tuple(rows), table.names)
-    return table
 
 
 def _head(one: Fit, *, over_ranks: bool = False) -> list[Row]:
@@ -253,7 +236,7 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
         if all(row[at] == ABSENT for row in rows):
             header = (*header[:at], *header[at + 1 :])
             rows = [(*row[:at], *row[at + 1 :]) for row in rows]
-    return Table(header, tuple(rows))
+    return Table(header, tuple(rows), drops=DROPPED)
 
 
 def _per_second(speed: Speed | None) -> str:
@@ -319,7 +302,7 @@ def _outside(one: Fit) -> Table | None:
             too_much.append(f"more than the node's {size(one.host_limit_bytes)}")
         cells = [size(count) if count else ABSENT for count in (moment.device, moment.host, of_node)]
         rows.append((moment.name, "; ".join([moment.why, *too_much]), *cells))
-    return Table(header, tuple(rows), names=2) if rows else None
+    return Table(header, tuple(rows), names=2, drops=DROPPED) if rows else None
 
 
 def _reserved(one: Fit) -> str:

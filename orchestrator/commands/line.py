@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.compose import arguments, folders, help_page, point_count
 from orchestrator.compose.arguments import Arguments
+from orchestrator.compose.help_topics import Topics, width_of_terminal
 from orchestrator.compose.labels import sweep_name
 from orchestrator.compose.line import composed, show
 from orchestrator.compose.settable import read_tree
@@ -34,7 +35,12 @@ if TYPE_CHECKING:
 def answer(asked: Arguments) -> int:
     """The exit code of the command. Refusal: lists everything wrong with the arguments."""
     if "--help" in asked.flags:
-        print(help_page.page(folders.CONF / "config.yaml", read_tree(asked.flags.get("--config-dir"))))
+        added = asked.flags.get("--config-dir")
+        tree = read_tree(added)
+        if asked.overrides:
+            print(Topics(tree, added, width_of_terminal()).page(asked.overrides))
+        else:
+            print(help_page.page(folders.CONF / "config.yaml", tree))
         return 0
     composition = composed(asked)
     if asked.shows:

@@ -22,12 +22,13 @@ from orchestrator.config.strict import nearest
 from orchestrator.exit_codes import BAD_USAGE
 from orchestrator.plan import decision
 from orchestrator.records import sweep_record
-from orchestrator.records.record_file import BadRecord, read_or_warn, require_json, warn_once
+from orchestrator.records.record_file import BadRecord, EventTail, read_or_warn, require_json, warn_once
 from orchestrator.records.record_shapes import STATE, SWEEP
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RETRIED, RunState
 from orchestrator.records.sweep_record import Standing, SweepPaths
 from orchestrator.report import comparison, sweep_table
+from orchestrator.report.progress import step_line
 from orchestrator.report.summary import Row
 from orchestrator.slurm import sweep as slurm_sweep
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown, verb
@@ -72,7 +73,7 @@ def parser() -> VerbParser:
     logs = add("logs", _logs, "The log of a point's rank.", "a log is text as it was written; status --json has paths")
     logs.add_argument("point", nargs="?", help="its label; default: the one that runs, else the first that failed")
     logs.add_argument("--rank", type=int, default=None, help="default: the rank to blame, else 0")
-    logs.add_argument("-f", "--follow", action="store_true", help="continue until the point has ended")
+    logs.add_argument("-f", "--follow", action="store_true", help="also its steps, until the point has ended")
     report = add("report", _report, "The comparison of the points that have ended, in files and pictures.")
     report.add_argument("--against", metavar="BASELINE", help="also compare with this sweep; exit 1 if it was better")
     add_threshold(report)
@@ -194,12 +195,15 @@ def _logs(asked: argparse.Namespace) -> int:
         there = sorted(path.name for path in point.attempt.root.glob("rank*.log"))
         raise VerbError(f"'{point.label}' has no log of rank {rank}; there are: {' '.join(there) or 'none'}")
     complain(f"== {point.label}: {point.state.value}, rank {rank}: {shown(log)}")
-    _print_log(log, point.attempt, follow=asked.follow)
+    steps = sum(point.planned.config.get("measure", {}).get(key, 0) for key in ("warmup_steps", "steps"))
+    _print_log(log, point.attempt, steps, follow=asked.follow)
     return 0
 
 
-def _print_log(log: Path, attempt: AttemptPaths, *, follow: bool) -> None:
-    """Prints the log, or the end of a huge one; with `follow`, also new output until the attempt has ended."""
+def _print_log(log: Path, attempt: AttemptPaths, steps: int, *, follow: bool) -> None:
+    """Prints the log, or the end of a huge one; with `follow`, also new output and the steps of all ranks, until the
+    attempt has ended. steps: of the whole run."""
+    events = EventTail.of_the_end(attempt.metrics)
     size = log.stat().st_size if log.is_file() else 0
     read = max(0, size - LOG_BYTES)
     if read:
@@ -212,6 +216,9 @@ def _print_log(log: Path, attempt: AttemptPaths, *, follow: bool) -> None:
                 shutil.copyfileobj(file, sys.stdout.buffer)
                 read = file.tell()
             sys.stdout.flush()
+        for event in events.read_new() if follow else ():
+            if event["event"] == "step" and not event.get("earlier"):
+                print(step_line(event, steps), flush=True)
         if over:
             return
         time.sleep(FOLLOW_S)

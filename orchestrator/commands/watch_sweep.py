@@ -9,7 +9,6 @@ from enum import Enum
 
 from rich.console import Group
 from rich.live import Live
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from orchestrator.records.record_file import EventTail
@@ -90,7 +89,10 @@ class SweepWatch:
                 self._said = now
         if now - self._said > SAY_EVERY_S:
             running = [
-                f"{point.label} {sweep_table.note(point)}" for point in current if point.state is RunState.running
+                f"{point.label} {row[-1]}, {row[-2]} tokens/s"
+                for point in current
+                if point.state is RunState.running
+                for row in [sweep_table.standing_row(point)]
             ]
             self._screen.say(": ".join(filter(None, [sweep_table.counts(current), ", ".join(running)])))
             self._said = now
@@ -98,18 +100,16 @@ class SweepWatch:
     def _table(self, current: list[Standing]) -> Group:
         done = sum(point.state.final for point in current)
         elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - self._begun))
-        title = f"{self._sweep.name}   done {done}/{len(current)}   {elapsed}   Ctrl-C: {self._leaving}"
-        table = RichTable(box=None, pad_edge=False, header_style="bold")
-        for index, name in enumerate(sweep_table.HEADER):
-            table.add_column(name, justify="right" if index in (3, 4, 5) else "left", no_wrap=index < 6)
+        title = f"{self._sweep.name}   done {done}/{len(current)}   {elapsed}"
+        leave = f"Ctrl-C: {self._leaving}"
+        gap = "   " if len(title) + len(leave) + 3 <= self._screen.console.width else "\n"
         rows = current
         room = max(5, self._screen.console.height - 6)
         if len(rows) > room:  # running points first, then queued ones, then those that have ended
             rows = sorted(current, key=lambda point: (point.state.final, point.state is RunState.queued))[:room]
-        for point in rows:
-            style = sweep_table.STYLES.get(point.state, "red")
-            table.add_row(*[Text(cell, style=style) for cell in sweep_table.standing_row(point)])
-        return Group(Text(title, style="italic"), table)  # a table's own title is cut at the table's width
+        styles = [sweep_table.STYLES.get(point.state, "red") for point in rows]
+        table = self._screen.drawn(sweep_table.standing_table(rows), styles)
+        return Group(Text(f"{title}{gap}{leave}", style="italic"), table)  # a table's own title is cut at its width
 
 
 def _line(point: Standing) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from pathlib import Path
@@ -30,6 +31,7 @@ Runs ZeRO training as an experiment: one point, or a sweep with one table at its
   python run.py list | status | watch | logs | report | cancel | resume | retry    sweeps, from any terminal
   python run.py compare SWEEP [SWEEP]                                      what became slower or larger
   python run.py ui                                                         the dashboard
+  python run.py completion bash                                            tab completion, for zsh and fish too
 """
 # Keys that are defined by other libraries; a + adds one that the option's file does not have.
 OPEN = (
@@ -49,7 +51,7 @@ Flags
       --max-points N   let a sweep have more than 10,000 points
       --json           one JSON document on stdout at the end, and all else on stderr; every verb has it or says why not
       --version        of zero-lab; VERB --help has the usage of a verb
-  --hydra-help         Hydra's flags, also shell completion
+      --help WORD      what a group, a key or an option means        --hydra-help: Hydra's flags
 
 Exit codes: 0 every point has its answer (out of memory is one), 1 at least one failed, 2 the command was wrong and
 nothing was started, 3 some points are left, 4 nothing fits, 130 stopped."""
@@ -65,10 +67,10 @@ def page(primary: Path, tree: Tree) -> str:
     return "\n".join(
         [
             HEAD.replace("python run.py", program()),
-            "Groups: group=option (* = default)",
+            "Groups: group=option (* = default)      --help GROUP: their meaning, and that of their keys",
             *groups,
             "",
-            "Settings: group.key=value",
+            "Settings: group.key=value      --help KEY: its meaning and default",
             *keys,
             "",
             TAIL,
@@ -80,6 +82,11 @@ def default_choices(config: Path) -> dict[str, str]:
     """The default option of each group, from the defaults list of the primary file."""
     found = re.findall(r"^\s*- (\w+): (\w+)", config.read_text(encoding="utf-8"), re.MULTILINE)
     return dict(found)
+
+
+def typed_value(value: object) -> str:
+    """The value as it is typed on a command line."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _group(name: str, options: str, width: int) -> list[str]:

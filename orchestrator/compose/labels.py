@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from orchestrator.compose.composition import Composed
 
+# Groups whose options say what they are: stage2, bf16, gpt2. Of all others, "full" or "none" could be any group's.
+SELF_NAMED = ("zero", "precision", "model", "optimizer", "hardware", "experiment", "sweeps")
 # Settings that never appear in a label: where a run goes and how it is recorded does not distinguish it.
 UNTOLD = ("output", "tracking", "cluster", "hydra.mode", "resources.time_limit_min", "resources.stuck_s")
 
 
 def label(composed: Composed, axes: Sequence[str]) -> str:
-    """The values that vary in the sweep ("stage2-bf16"); for a single run, stage, precision and all other overrides."""
+    """The values that vary in the sweep ("stage2-recompute_full"); for a single run, stage, precision and all other
+    overrides."""
     said = [word for word in composed.overrides if not word.startswith("--")]
     asked = dict(word.lstrip("+~").partition("=")[::2] for word in said)
     # A point of concat may lack a key that others have.
@@ -36,10 +39,12 @@ def _is_untold(key: str) -> bool:
 
 
 def _part(composed: Composed, key: str, value: str) -> str:
-    """One part of a label: an option's name; the last word of a key with a number, or with a word after a _."""
-    if key in composed.choices:
+    """One part of a label: an option's name, after that of its group unless it is SELF_NAMED; or the last word of a key
+    with a number, or with a word after a _. A last word that is also a group's name has its own group before it."""
+    if key in SELF_NAMED:
         return _clean(value)
     last = key.rpartition(".")[2]
+    last = key if last in composed.choices else last
     if re.fullmatch(r"\d+\.\d{6,}(e[+-]?\d+)?", value):
         value = f"{float(value):.4g}"  # samplers give 17 digits; the overrides keep all of them
     return _clean(f"{last}{value}" if re.match(r"^[\d.]", value) else f"{last}_{value}")

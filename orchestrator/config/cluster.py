@@ -28,11 +28,12 @@ class Cluster:
     `exclusive`: run the points of a sweep one at a time (local), or each on nodes that it does not share (slurm), so
     that no point disturbs the measurements of another. `usd_per_gpu_hour`: the price for the cost estimate of a plan.
 
-    The other keys are for slurm, and null leaves them to the defaults of the site. `setup`: shell lines that the job
-    runs before its ranks start, such as "module load cuda". `throttle`: the most points of one sweep that run at the
-    same time. `memory_gib`: memory of each node. `cpus_per_rank`: null = resources.threads. `signal_delay_s`: seconds
-    before the time limit at which SLURM asks the ranks to save; the signal may arrive up to a minute earlier.
-    `additional`: any other option of sbatch, by its long name.
+    The other keys are for slurm, and null leaves them to the defaults of the site. `partition`, `account`, `qos`,
+    `constraint`, `exclude`: as for sbatch. `setup`: shell lines that the job runs before its ranks start, such as
+    "module load cuda". `throttle`: the most points of one sweep that run at the same time. `memory_gib`: memory of each
+    node. `cpus_per_rank`: null = resources.threads. `signal_delay_s`: seconds before the time limit at which SLURM asks
+    the ranks to save; the signal may arrive up to a minute earlier. `additional`: any other option of sbatch, by its
+    long name.
     """
 
     kind: ClusterKind = ClusterKind.local

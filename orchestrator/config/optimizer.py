@@ -14,8 +14,20 @@ from zero_runtime.optim.lr_settings import SCHEDULES, CosineSettings, LrSettings
 class Optimizer:
     """The update rule and its constants.
 
-    `no_decay`: do not apply weight decay to norms and biases. `clip_norm`: null disables clipping. Kind torch is an
-    element-wise optimizer of torch.optim, given by its class `name` and its `arguments`.
+    `lr`: learning rate, at its highest if the scheduler changes it. `beta1`, `beta2`: decay of the mean of gradients
+    and of their squares. `eps`: what is added to the divisor. `weight_decay`: the share of a weight that is taken off,
+    times the learning rate; with kinds adam and sgd it is added to the gradient. `no_decay`: do not apply weight decay
+    to norms and biases. `state_dtype`: of the moments in memory; bf16 halves them. `clip_norm`: the largest norm of the
+    gradient; null disables clipping. `warmup_updates`: of kind onebitadam, updates as AdamW's at first.
+
+    `momentum`: of kinds sgd and muon. `dampening`: of kind sgd, the share of a gradient that the momentum leaves out.
+    `nesterov`: look ahead by the momentum. `ns_steps`, `ns_dtype`: of kind muon, number and dtype of the Newton-Schulz
+    steps that orthogonalise the momentum of a matrix. `lr_scaling`: of kind muon, match_rms_adamw gives matrices
+    updates of the size of AdamW's, original those of its author. `matrices`: of kind muon, patterns of the names of the
+    matrices that it updates; [] are those of the repeated blocks. `adamw_lr_ratio`: of kind muon, the rate of all other
+    parameters, relative to `lr`.
+
+    Kind torch is an element-wise optimizer of torch.optim, given by its class `name` and its `arguments`.
     """
 
     lr: float = 3e-3
@@ -32,6 +44,11 @@ class Optimizer:
 @dataclass(frozen=True)
 class Scheduler:
     """The learning rate over the steps, which are optimizer updates.
+
+    `warmup_steps`: steps of the rise. `warmup_type`: its form, linear or log. `decay_steps`, `decay_rate`: of kind
+    one_cycle, divide the rate by 1 + decay_rate x steps / decay_steps after the fall. `momentum_min`, `momentum_max`:
+    of kind one_cycle, the limits of the momentum (beta1); null keeps it constant. `staircase`: of kind lr_range_test,
+    raise the rate in jumps.
 
     Ratios are relative to optimizer.lr: a rise begins at `start_lr_ratio`, and a fall ends at `min_lr_ratio`; with kind
     one_cycle or warmup_decay it ends at `start_lr_ratio` too. Kind one_cycle raises the rate over `rise_steps` and

@@ -69,8 +69,12 @@ class TrackingKind(Word):
 
 @dataclass(frozen=True)
 class Batch:
-    """`micro` and `global_size` are numbers of sequences, `seq` is the number of tokens in a sequence;
-    global_size = micro x accumulation x ranks / parallel.tp / parallel.sp."""
+    """The sizes of a step: global_size = micro x accumulation x ranks / parallel.tp / parallel.sp.
+
+    `micro`: sequences of a micro-batch of one rank. `accumulation`: micro-batches of a step; null follows from
+    global_size, or is 1. `global_size`: sequences of a step of all ranks; null follows from the others. `seq`: tokens
+    of a sequence.
+    """
 
     micro: int = 4
     accumulation: int | None = None
@@ -87,7 +91,10 @@ class Batch:
 @dataclass(frozen=True)
 class Model:
     """A transformers architecture (`model_type`), with the arguments of its configuration (`config`) and random
-    weights; or the folder `path`, as written by save_pretrained, which contains all three."""
+    weights; or the folder `path`, as written by save_pretrained, which contains all three.
+
+    `name`: the name in tables.
+    """
 
     name: str
     model_type: str | None = None
@@ -100,6 +107,8 @@ class Adapter:
     """LoRA (arXiv 2106.09685): the model is frozen, and a product of two matrices of rank `rank`, times alpha / rank,
     is trained next to each of its linear layers whose names end in one of `targets`. An empty `targets` means all
     linear layers except the head.
+
+    `alpha`: the factor of the product, before it is divided by `rank`.
     """
 
     kind: AdapterKind = AdapterKind.none
@@ -120,7 +129,7 @@ class Data:
 
     `path`: a file or folder, for kind text; a JSON file of prompts and responses, for kind pairs. `tokenizer`: bytes
     makes one token of each byte, model uses the tokenizer in `model.path`, and auto is model if there is one, else
-    bytes.
+    bytes. `validation_fraction`: the share of the sequences that is held out for the validation loss.
     """
 
     kind: DataKind = DataKind.stdlib
@@ -184,10 +193,11 @@ class Checkpoint:
 class Resources:
     """The processes of a run, where they compute, and how long they may take.
 
-    `ranks`: null = the number of GPUs, or 2 on a CPU. `threads`: null = cores // ranks. `time_limit_min`: the limit of
-    one run in minutes. `nodes`: the number of machines, each with the same number of ranks. `stuck_s`: how many seconds
-    a rank may keep the others waiting in a collective of a step before the run is ended. Before the first step, while
-    ranks load and compile, the limit is at least 300 seconds.
+    `device`: auto is cuda if torch can use a GPU, else cpu. `ranks`: null = the number of GPUs, or 2 on a CPU.
+    `threads`: null = cores // ranks. `time_limit_min`: the limit of one run in minutes. `nodes`: the number of
+    machines, each with the same number of ranks. `stuck_s`: how many seconds a rank may keep the others waiting in a
+    collective of a step before the run is ended. Before the first step, while ranks load and compile, the limit is at
+    least 300 seconds.
     """
 
     device: Device = Device.auto
@@ -207,7 +217,9 @@ class Resources:
 
 @dataclass(frozen=True)
 class Measure:
-    """`kind`: train, or eval, which holds weights alone and reports loss and perplexity over held-out data.
+    """How a run is measured.
+
+    `kind`: train, or eval, which holds weights alone and reports loss and perplexity over held-out data.
     `warmup_steps`: steps left out of the measurements. `steps`: the measured steps after them; null trains to the end
     that the group train gives. `validation_batches`: batches of the validation that follows, for each rank; null is all
     held-out data. With kind eval a step is the forward of one batch of each rank, `steps` is
@@ -265,8 +277,11 @@ class Train:
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where a run is tracked. `uri`: null = an SQLite file next to the outputs. `experiment`: the name of an MLflow
-    experiment; null = a name made from the model's."""
+    """Where a run is tracked.
+
+    `uri`: null = an SQLite file next to the outputs. `experiment`: the name of an MLflow experiment; null = a name made
+    from the model's.
+    """
 
     kind: TrackingKind = TrackingKind.mlflow
     uri: str | None = None

@@ -28,14 +28,16 @@ class StepTime(Word):
 class Zero:
     """How model states are sharded.
 
-    `prefetch`: number of units that are gathered ahead of the one in use; it affects the time of a step, never the
-    bits of its result. `shard_ranks`: shard over groups of this many ranks and replicate across the groups; null
-    shards over all ranks (with tensor parallelism, over those that hold the same slice). `outer_sharding`: with groups
-    in stage 3, shard gradients, masters and optimizer states over all ranks, while each group holds the parameters.
-    optim exchanges new parameters between the groups once a step, hpz in each forward; null replicates across the
-    groups. `reduce_at_boundary`: in stages 2 and 3 too, keep full gradients over the micro-batches and reduce them
-    once. `unit_numel`: the most elements of a unit, which is gathered and reduced together; only a unit that cannot
-    be split is larger. null makes one unit of each block.
+    `stage`: 0 to 3, what is sharded: nothing, optimizer states, also gradients, also parameters.
+
+    `prefetch`: number of units that are gathered ahead of the one in use; it affects the time of a step, never the bits
+    of its result. `shard_ranks`: shard over groups of this many ranks and replicate across the groups; null shards over
+    all ranks (with tensor parallelism, over those that hold the same slice). `outer_sharding`: with groups in stage 3,
+    shard gradients, masters and optimizer states over all ranks, while each group holds the parameters. optim exchanges
+    new parameters between the groups once a step, hpz in each forward; null replicates across the groups.
+    `reduce_at_boundary`: in stages 2 and 3 too, keep full gradients over the micro-batches and reduce them once.
+    `unit_numel`: the most elements of a unit, which is gathered and reduced together; only a unit that cannot be split
+    is larger. null makes one unit of each block.
 
     Lossy, and less on the wire: `gather_dtype`: int8 gathers parameters as 8-bit codes with a scale for each 256
     elements; null gathers them in precision.param. `reduce_dtype`: int8 or int4 sends gradients as such codes and sums
@@ -70,15 +72,20 @@ class Zero:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of parameters, of gradients on the wire (`reduce`), of their sum (`accumulate`), of the master weights
-    and of the computation.
+    """The dtypes of model states, of gradients on the wire and of the computation.
+
+    `param`: of the parameters. `reduce`: of gradients on the wire. `accumulate`: of the sum of gradients. `master`: of
+    the master weights, which the optimizer updates. `tf32`: true lets a GPU round the factors of fp32 matrix products
+    to TF32.
 
     `compute`: auto is the dtype of `param`, or fp32 on a CPU without matrix instructions for that dtype. `keep_dtype`:
     parameters whose names match one of these patterns keep the dtype that they are built with (fp32). `weights`: int8
     or int4 stores and gathers matrices as codes of 8 or 4 bits, for evaluation and generation only; null does not.
 
-    The loss scale is for fp16 only. `loss_scale`: a number is a fixed scale; null scales the losses dynamically, as set
-    by `initial_scale_power`, `loss_scale_window`, `hysteresis`, `consecutive_hysteresis` and `min_loss_scale`.
+    The loss scale is for fp16 only. `loss_scale`: a number is a fixed scale; null scales the losses dynamically, as the
+    following keys say. `initial_scale_power`: the first scale is 2 to this power. `loss_scale_window`: the scale
+    doubles after as many steps without overflow. `hysteresis`: overflows until the scale is halved.
+    `consecutive_hysteresis`: a step without overflow sets that count back. `min_loss_scale`: the lowest scale.
     """
 
     dtypes: MixedPrecision = field(default=MixedPrecision("bf16"), metadata=part())

@@ -22,6 +22,7 @@ from orchestrator.rounds.intervals import RoundsEstimate
 from orchestrator.text.units import ABSENT, digits, size
 
 ENVIRONMENT = ("torch", "python", "cpu", "gpu", "host", "threads_per_rank", "git", "variables")
+DROPS = ("peak/rank", "before", "after", "change", "95 % range")  # the order in which a narrow terminal leaves them out
 HEADER = ("point", "before", "after", "time/token", "95 % range", "peak/rank", "change", "verdict")
 # Ends of a point that had a result before. One that was cancelled, or has not run yet, is not judged.
 LOST = frozenset(
@@ -191,7 +192,7 @@ def _differences(before: Config, after: Config) -> Iterator[str]:
 
 def table(found: Changes) -> Table:
     """A row for each point of both sides."""
-    return Table(HEADER, tuple(_row(one) for one in found.points))
+    return Table(HEADER, tuple(map(_row, found.points)), drops=DROPS, kept=HEADER[-1:])
 
 
 def _row(one: Change) -> tuple[str, ...]:

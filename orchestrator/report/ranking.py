@@ -197,6 +197,15 @@ HEADER = (
 )
 RANGE, STEPS = "95 % range", "p10-p90"
 LOSSY_HEADER = ("lossy", "loss - exact")
+# The order in which a narrow terminal leaves columns out, and the columns of metrics that may sort the rows.
+DROPS = ("step ms", "sent/step", "states/rank", "loss last", "others", "vs best", "peak/rank")
+SHOWN_IN = {
+    "step_ms": "step ms",
+    "peak_bytes": "peak/rank",
+    "states_bytes": "states/rank",
+    "loss_last": "loss last",
+    "perplexity": "perplexity",
+}
 
 
 def table(ranked: Sequence[Ranked]) -> Table:
@@ -220,7 +229,8 @@ def table(ranked: Sequence[Ranked]) -> Table:
     if any(row.entry.is_reused for row in ranked):
         header = (*header, "reused from")
         rows = [(*cells, _reused_from(row.entry)) for cells, row in zip(rows, ranked, strict=True)]
-    return Table(header, tuple(rows), names=2)
+    kept = (SHOWN_IN[ranked[0].metric],) if ranked and ranked[0].metric in SHOWN_IN else ()
+    return Table(header, tuple(rows), names=2, drops=DROPS, kept=kept)
 
 
 def _lossy_cells(entry: Entry, entries: Sequence[Entry]) -> tuple[str, str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
@@ -15,9 +17,11 @@ from rich.text import Text
 from orchestrator.config.schema import RunConfig
 from orchestrator.records.sweep_record import Planned
 from orchestrator.report import cautions, ranking, summary, sweep_table
+from orchestrator.report.narrow import left_out_text, narrowed
+from orchestrator.report.progress import RECENT, phase, step_line, step_numbers
 from orchestrator.report.ranking import Ranked
 from orchestrator.report.summary import Row, Table
-from orchestrator.text.units import digits, loss, many
+from orchestrator.text.units import duration, loss, many
 
 PLAIN_WIDTH = 10_000  # characters of a line in a pipe or file: no table is as wide
 PLAIN_EVERY_S = 2.0
@@ -51,7 +55,15 @@ class Screen:
         self.rows(sweep_table.plan_rows(planned))
 
     def table(self, table: Table) -> None:
-        self.console.print(_table(table))
+        """Prints a table. On a terminal that is too narrow it has fewer columns, and a line names those left out."""
+        self.console.print(self.drawn(table))
+
+    def drawn(self, table: Table, styles: Sequence[str] = ()) -> Group:
+        """The table, with the line about columns that were left out. styles: one for each row, or none."""
+        width = self.console.width
+        fitting, left_out = narrowed(table, width if self.console.is_terminal else None)
+        line = [Text(left_out_text(left_out, width), style="dim")] if left_out else []
+        return Group(_table(fitting, styles), *line)
 
     def plan(self, label: str, config: RunConfig, folder: str) -> None:
         """Shows the configuration of the run that is about to start."""
@@ -83,7 +95,7 @@ class Screen:
         self.rows(summary.speed_rows(result))
         for table in (summary.phase_table(result), summary.memory_table(result)):
             self.console.print()
-            self.console.print(_table(table))
+            self.table(table)
         self.console.print()
         talk = [*summary.communication_rows(result), *summary.dtype_rows(result)]
         learned = [*summary.learning_rows(result), *summary.training_rows(result)]
@@ -103,7 +115,7 @@ class Screen:
     def comparison(self, ranked: Sequence[Ranked]) -> None:
         """Prints the table of a sweep, its order, and the conclusions."""
         self.console.print()
-        self.console.print(_table(ranking.table(ranked)))
+        self.table(ranking.table(ranked))
         self.say(ranking.rule(ranked[0].metric), "dim")
         for line in cautions.reused(ranked):
             self.say(line)
@@ -140,6 +152,7 @@ class _Bar:
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._last_line = 0.0
+        self._recent: deque[float] = deque(maxlen=RECENT)  # milliseconds of the latest steps
         if live:
             self._progress = Progress(
                 TextColumn("{task.description}"),
@@ -181,22 +194,25 @@ class _Bar:
         self._console.print(Text(text))
 
     def _step(self, event: Mapping[str, Any]) -> None:
-        phase, self._steps = "warm-up" if event["warmup"] else "measuring", event.get("of") or self._steps
-        if event.get("of"):  # training to an end: its steps are not there to be measured
-            phase = "training"
-        numbers = (
-            f"loss {loss(event['loss'])}  {digits(event['tokens_per_second'])} tokens/s  "
-            f"{event['memory_kind']} {digits(event['memory_mib'])} MiB"
-        )
+        self._steps = event.get("of") or self._steps
         if self._progress is not None:
             self._progress.update(
-                self._task, description=phase, completed=event["step"], total=self._steps, numbers=numbers
+                self._task,
+                description=phase(event),
+                completed=event["step"],
+                total=self._steps,
+                numbers=self._numbers(event),
             )
             return
         now = time.monotonic()
         if event["step"] in (1, self._steps) or now - self._last_line >= PLAIN_EVERY_S:
             self._last_line = now
-            self._say(f"{phase} step {event['step']}/{self._steps or '?'}  {numbers}")
+            self._say(step_line(event, self._steps))
+
+    def _numbers(self, event: Mapping[str, Any]) -> str:
+        self._recent.append(event["step_ms"])
+        left_s = ((self._steps or event["step"]) - event["step"]) * statistics.median(self._recent) / 1e3
+        return step_numbers(event) + (f"  {duration(left_s)} left" if left_s > 0 else "")
 
 
 def _grid(rows: Sequence[Row]) -> RichTable:
@@ -208,10 +224,11 @@ def _grid(rows: Sequence[Row]) -> RichTable:
     return grid
 
 
-def _table(table: Table) -> RichTable:
+def _table(table: Table, styles: Sequence[str] = ()) -> RichTable:
     rich = RichTable(box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(table.header):
-        rich.add_column(name, justify="left" if index < table.names else "right", no_wrap=True)
-    for row in table.rows:
-        rich.add_row(*[Text(cell) for cell in row])
+        is_text = index < table.names or name in table.texts
+        rich.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+    for number, row in enumerate(table.rows):
+        rich.add_row(*[Text(cell, style=styles[number] if styles else "") for cell in row])
     return rich

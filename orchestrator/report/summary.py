@@ -35,11 +35,18 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Cells as text. The first `names` columns are left-aligned; the numbers after them are right-aligned."""
+    """Cells as text. The first `names` columns are left-aligned; the numbers after them are right-aligned.
+
+    drops: columns in the order in which a narrow terminal leaves them out. kept: columns that it never leaves out.
+    texts: columns of sentences, which are left-aligned and wrap.
+    """
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     names: int = 1
+    drops: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
 
 
 def plan_rows(config: RunConfig, folder: str) -> list[Row]:

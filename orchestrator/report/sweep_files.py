@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from orchestrator.config.lossy import lossy_words
 from orchestrator.report.cautions import failures, reused, warnings
 from orchestrator.report.ranking import (
     DEFAULT_METRIC,
+    Entry,
     Ranked,
     clock,
     conclusion,
@@ -22,6 +23,7 @@ from orchestrator.report.ranking import (
     to_exact,
 )
 from orchestrator.report.summary import PHASES, Table, run_command
+from orchestrator.report.varied import ABSENT_VALUE, varied_keys
 from orchestrator.rounds.recorded import used_rounds
 
 
@@ -53,12 +55,14 @@ def report_md(name: str, ranked: Sequence[Ranked]) -> str:
 
 
 def results_csv(ranked: Sequence[Ranked]) -> str:
-    """One line per point; numbers unrounded and in base units, named by their column."""
+    """One line per point; numbers unrounded and in base units, named by their column. Each setting that differs
+    between points has a column with its key."""
     entries = [row.entry for row in ranked]
+    settings = varied_keys([entry.overrides for entry in entries])
     rows = [
-        _csv_row(row)
+        _csv_row(row, {key: _value_of(key, values[number], row.entry) for key, values in settings.items()})
         | {"lossy": ", ".join(lossy_words(row.entry.config)), "loss_to_exact": to_exact(row.entry, entries)}
-        for row in ranked
+        for number, row in enumerate(ranked)
     ]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["place"])
@@ -67,7 +71,17 @@ def results_csv(ranked: Sequence[Ranked]) -> str:
     return out.getvalue()
 
 
-def _csv_row(ranked: Ranked) -> dict[str, object]:
+def _value_of(key: str, typed: str, entry: Entry) -> object:
+    """The value of a setting in a point: as typed, else that of its configuration; empty if it is an option's name."""
+    if typed != ABSENT_VALUE:
+        return typed
+    value: object = entry.config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return None if isinstance(value, Mapping) else value
+
+
+def _csv_row(ranked: Ranked, settings: Mapping[str, object]) -> dict[str, object]:
     entry, result = ranked.entry, ranked.entry.result
     steps = result["throughput"] if result else {}
     known = speed(result) if result else None
@@ -75,6 +89,7 @@ def _csv_row(ranked: Ranked) -> dict[str, object]:
         "place": ranked.place,
         "tied": ranked.tied,
         "label": entry.label,
+        **settings,
         "state": entry.state,
         "message": entry.message,
         "measured_at": clock(entry, "%Y-%m-%d %H:%M:%S") if result else None,

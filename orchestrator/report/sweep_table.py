@@ -14,6 +14,7 @@ from orchestrator.records.record_shapes import SWEEP
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, still_runs
 from orchestrator.report import comparison, ranking
+from orchestrator.report.progress import StepProgress, progress
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program, verb
 from orchestrator.text.units import ABSENT, digits, many, size
@@ -49,7 +50,7 @@ def plan_table(planned: Sequence[Planned]) -> Table:
     lossy = [", ".join(lossy_words(point.config)) for point in planned]
     if any(lossy):
         header, rows = (*header, "lossy"), [(*row, text or "exact") for row, text in zip(rows, lossy, strict=True)]
-    return Table(header, tuple(rows), names=2)
+    return Table(header, tuple(rows), names=2, drops=(*STATES, "activations"))
 
 
 def _plan_row(point: Planned) -> tuple[str, ...]:
@@ -112,48 +113,36 @@ def _reason_rows(points: Sequence[Planned]) -> list[Row]:
 
 
 HEADER = ("point", "state", "slots", "states/rank", "peak/rank", "tokens/s", "note")
+DROPS = ("slots", "states/rank", "peak/rank")
 
 
 def standing_table(standings: Sequence[Standing]) -> Table:
     """One row per point, in the order of the sweep."""
-    return Table(HEADER, tuple(standing_row(point) for point in standings), names=3)
+    return Table(HEADER, tuple(map(standing_row, standings)), names=3, drops=DROPS, texts=("note",))
 
 
 def standing_row(point: Standing) -> tuple[str, ...]:
-    result = point.result()
-    speed = digits(result["throughput"]["tokens_per_second"]["median"]) if result else ABSENT
+    """A point as cells. The speed of a running one is that of its latest steps."""
+    result, running = point.result(), progress_of(point)
+    speed = ABSENT if running is None else digits(running.tokens_per_second)
+    speed = digits(result["throughput"]["tokens_per_second"]["median"]) if result else speed
     states = ranking.states_bytes(result) if result else point.planned.predicted_bytes
     peak = size(ranking.peak_bytes(result)) if result else ABSENT
-    return (point.label, point.state.value, ",".join(point.slots) or ABSENT, size(states), peak, speed, note(point))
+    note = reason(point) if running is None else running.text
+    return (point.label, point.state.value, ",".join(point.slots) or ABSENT, size(states), peak, speed, note)
 
 
-def note(point: Standing) -> str:
-    """A short note: the progress of a running point, else the reason for its state."""
-    if point.state is RunState.running and point.attempt is not None:
-        return progress(EventTail.of_the_end(point.attempt.metrics).read_new(), point.planned.config)
+def progress_of(point: Standing) -> StepProgress | None:
+    """How far a running point is; None if it does not run."""
+    if point.state is not RunState.running or point.attempt is None:
+        return None
+    return progress(EventTail.of_the_end(point.attempt.metrics).read_new(), point.planned.config)
+
+
+def reason(point: Standing) -> str:
+    """The reason for a point's state, shortened."""
     text = " ".join(point.message.split())
     return text if len(text) <= REASONS_SHOWN else text[: REASONS_SHOWN - 1] + "…"
-
-
-def progress(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> str:
-    """The progress of a run, such as "warm-up 3/5" or "measuring 12/25"."""
-    steps = [event for event in events if event["event"] == "step"]
-    if not steps:
-        return "building" if not events else "ready"
-    if of := steps[-1].get("of"):
-        return f"training {steps[-1]['step']}/{of}" if steps[-1]["step"] < of else "ending"
-    warmup, counted = config["measure"]["warmup_steps"], config["measure"]["steps"]
-    if events[-1]["event"] == "waiting":
-        turn, rounds = events[-1]["turn"], config["measure"].get("rounds", 1)
-        return f"waits for its turn, {f'round {turn}/{rounds}' if turn <= rounds else 'to measure a round again'}"
-    done = steps[-1]["step"]
-    if steps[-1]["warmup"]:
-        return f"warm-up {done}/{warmup}"
-    if any(event["event"] == "repeating" for event in events):
-        return "measuring loaded rounds again"
-    if any(event["event"] == "validation" for event in events) or done >= warmup + counted:
-        return "ending"
-    return f"measuring {done - warmup}/{counted}"
 
 
 def counts(standings: Sequence[Standing]) -> str:

@@ -53,19 +53,24 @@ def varied_settings(overrides: Sequence[Sequence[str]], order: Sequence[int]) ->
 
     order: the numbers of the points in the order of the sweep.
     """
-    typed = [dict(word.lstrip("+~").partition("=")[::2] for word in words) for words in overrides]
-    keys = dict.fromkeys(key for words in typed for key in words if not _is_unshown(key))
-    columns = {key: tuple(words.get(key, ABSENT_VALUE) for words in typed) for key in keys}
+    columns = varied_keys(overrides)
     groups: dict[tuple[int, ...], list[str]] = {}
     for key, values in columns.items():
         numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
-        if len(numbers) > 1:
-            groups.setdefault(tuple(numbers[value] for value in values), []).append(key)
+        groups.setdefault(tuple(numbers[value] for value in values), []).append(key)
     found = []
     for together in groups.values():
         values = tuple(map(", ".join, zip(*(columns[key] for key in together), strict=True)))
         found.append(Varied(", ".join(together), values, _levels([values[number] for number in order])))
     return found
+
+
+def varied_keys(overrides: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """The typed value in each point of every key whose typed values differ between points."""
+    typed = [dict(word.lstrip("+~").partition("=")[::2] for word in words) for words in overrides]
+    keys = dict.fromkeys(key for words in typed for key in words if not key.startswith("-") and not _is_unshown(key))
+    columns = {key: tuple(words.get(key, ABSENT_VALUE) for words in typed) for key in keys}
+    return {key: values for key, values in columns.items() if len(set(values)) > 1}
 
 
 def _levels(values: Sequence[str]) -> tuple[str, ...]:

@@ -58,6 +58,14 @@ def percent(part: float, total: float) -> str:
     return f"{100 * part / total:.0f} %" if total else ABSENT
 
 
+def duration(seconds: float) -> str:
+    """A time such as "8 s", "12 min" or "3.5 h", rounded up."""
+    if seconds < 100:
+        return f"{math.ceil(seconds)} s"
+    minutes = seconds / 60
+    return f"{math.ceil(minutes)} min" if minutes < 100 else f"{minutes / 60:.1f} h"
+
+
 def spans(numbers: Iterable[int]) -> list[list[int]]:
     """The numbers, which must be sorted, as ranges: [[1, 3], [7, 7]] for [1, 2, 3, 7]."""
     ranges: list[list[int]] = []

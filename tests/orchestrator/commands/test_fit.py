@@ -13,10 +13,11 @@ from harness.warm_shapes import WarmShapes
 
 from orchestrator import cli
 from orchestrator.commands import fit as command
-from orchestrator.commands.fit_page import narrowed
+from orchestrator.commands.fit_page import DROPPED
 from orchestrator.config.strict import Refusal
 from orchestrator.plan import fit_arithmetic, memory_cache
 from orchestrator.plan.point import Point
+from orchestrator.report.narrow import Narrowed, narrowed
 from orchestrator.report.summary import Table
 from zero_runtime.memory.activation_count import LinearTrace
 
@@ -326,12 +327,14 @@ def test_ranks_on_a_cpu_have_no_offload_to_host_memory() -> None:
 
 def test_a_narrow_terminal_loses_columns_before_it_cuts_names() -> None:
     table = Table(
-        ("row", "micro", "tokens", "activations", "largest part"), (("stage1", "2", "8,192", "48.7", "blocks"),)
+        ("row", "micro", "tokens", "activations", "largest part"),
+        (("stage1", "2", "8,192", "48.7", "blocks"),),
+        drops=DROPPED,
     )
-    assert narrowed(table, None) == table
-    assert narrowed(table, 80) == table
-    assert narrowed(table, 42).header == ("row", "micro", "activations", "largest part")
-    assert narrowed(table, 20).header == ("row", "micro")
+    assert narrowed(table, None) == narrowed(table, 80) == Narrowed(table, ())
+    assert narrowed(table, 42).table.header == ("row", "micro", "activations", "largest part")
+    assert narrowed(table, 20) == narrowed(table, 1)
+    assert narrowed(table, 20).left_out == ("tokens", "activations", "largest part")
 
 
 @pytest.mark.parametrize("verb", ["fit", "choose", "calibrate"])

@@ -1,0 +1,134 @@
+"""The pages of `--help GROUP`, `--help KEY` and `--help OPTION`: what each setting means, and its default."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.compose import folders, help_page
+from orchestrator.compose.meanings import DECIDES, group_class, meaning, option_comment, option_values
+from orchestrator.compose.settable import WHOLE_FILES, Tree, with_all_keys
+from orchestrator.config.strict import Refusal, describe, nearest
+from orchestrator.text.paths import program
+
+_LINK = re.compile(r" ?\(\[[^]]*\]\([^)]*\)\)")
+
+
+@dataclass(frozen=True)
+class Topics:
+    """What help can be asked for. tree: all settings. added: the folder of --config-dir. width: of a line."""
+
+    tree: Tree
+    added: str | None = None
+    width: int = help_page.WIDTH
+
+    def page(self, words: Sequence[str]) -> str:
+        """The pages of groups, keys, the last words of keys, and options, each with or without a value. Refusal: a word
+        is none of these."""
+        return "\n\n".join(self._of(word) for word in words)
+
+    def _of(self, word: str) -> str:
+        name, equals, value = word.lstrip("+~").partition("=")
+        if equals and value in self.tree.groups.get(name, ()):
+            return self._option(name, value)
+        if name in self.tree.groups:
+            return self._group(name)
+        keys = [key for key in self.tree.keys if key == name or key.rpartition(".")[2] == name]
+        files = [group for group, names in self.tree.groups.items() if name in names]
+        if keys or files:
+            pages = ["\n".join(self._key(key, full=True)) for key in keys]
+            return "\n\n".join([*pages, *(self._option(group, name) for group in files)])
+        known = [*self.tree.groups, *self.tree.keys, *(one for names in self.tree.groups.values() for one in names)]
+        near = nearest(name, known)
+        hint = f" Did you mean '{near}'?" if near else ""
+        raise Refusal([f"--help {name}: there is no group, key or option of that name.{hint}      all: --help"])
+
+    def _group(self, group: str) -> str:
+        lines = [*self._wrapped(f"{group}: {_LINK.sub('', DECIDES.get(group, ''))}", "", "  "), ""]
+        default = self._default(group)
+        lines.append(f"Options: {group}=OPTION" + (" (* = default)" if default else ""))
+        names = {name: f"{name}*" if name == default else name for name in self.tree.groups[group]}
+        width = max(map(len, names.values()), default=0)
+        for name, shown in names.items():
+            lines += self._wrapped(self._comment(group, name), f"  {shown:<{width}}  ", " " * (width + 4))
+        keys = [key for key in self.tree.keys if key.startswith(f"{group}.") and self._is_own(key)]
+        if keys:
+            lines += ["", f"Keys: {group}.KEY=VALUE"]
+            for key, following in zip(keys, [*keys[1:], ""], strict=True):
+                alike = bool(following) and meaning(key) == meaning(following)
+                lines += self._key(key)[:1] if alike else self._key(key)
+        return "\n".join([*lines, "", f"next  {program()} --help {keys[0] if keys else 'GROUP'}"])
+
+    def _key(self, key: str, *, full: bool = False) -> list[str]:
+        """A key's default, type and meaning; with `full` also which options set other values."""
+        group = key.partition(".")[0]
+        shown = self._shown(group, self._default(group), key)
+        first = f"  {key}={shown}  ({describe(self.tree.keys[key])})" if self._typed(key) else f"  {key}={shown}"
+        lines = [*self._wrapped(first.strip(), "  ", "      "), *self._wrapped(meaning(key), "      ", "      ")]
+        for name in self.tree.groups.get(group, ()) if full and group not in WHOLE_FILES else ():
+            other = self._shown(group, name, key)
+            lines += [f"      with {group}={name}: {other}"] if other != shown else []
+        return lines
+
+    def _option(self, group: str, name: str) -> str:
+        lines = self._wrapped(f"{group}={name}: {self._comment(group, name)}", "", "  ")
+        file = self._file(group, name)
+        values = option_values(file) if file else {}
+        sets = [f"  {group}.{key}={help_page.typed_value(value)}" for key, value in values.items() if key != "kind"]
+        return "\n".join([*lines, *(sets if group not in WHOLE_FILES else [])])
+
+    def _is_own(self, key: str) -> bool:
+        """Whether the page of a group lists the key: not its kind, which the option sets, nor the architecture's."""
+        return not key.endswith(".kind") and not key.startswith("model.config.")
+
+    def _typed(self, key: str) -> bool:
+        return self.tree.keys[key] is not Any
+
+    def _default(self, group: str) -> str | None:
+        return help_page.default_choices(folders.CONF / "config.yaml").get(group)
+
+    def _shown(self, group: str, option: str | None, key: str) -> str:
+        """A key's value with an option, as it is typed."""
+        if group_class(group) is None:
+            value = option_values(folders.CONF / "config.yaml").get(key)
+        else:
+            value = self._values(group, option) if option else {}
+            for part in key.split(".")[1:]:
+                value = value.get(part) if isinstance(value, dict) else None
+        return help_page.typed_value(value)
+
+    def _values(self, group: str, option: str) -> dict[str, Any]:
+        file = self._file(group, option)
+        values = option_values(file) if file else {}
+        return values if group in WHOLE_FILES else with_all_keys(group, values)
+
+    def _comment(self, group: str, name: str) -> str:
+        file = self._file(group, name)
+        return option_comment(file) if file else ""
+
+    def _file(self, group: str, name: str) -> Path | None:
+        parents: Iterable[Path] = folders.config_folders(self.added)
+        if group == "sweeps":
+            parents = folders.sweep_parents(self.added)
+        return next((file for one in parents if (file := one / group / f"{name}.yaml").is_file()), None)
+
+    def _wrapped(self, text: str, first: str, after: str) -> list[str]:
+        return textwrap.wrap(
+            text,
+            self.width,
+            initial_indent=first,
+            subsequent_indent=after,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+
+
+def width_of_terminal() -> int:
+    """The characters of a line: those of the terminal, at most 120; 120 in a pipe."""
+    return min(shutil.get_terminal_size().columns, help_page.WIDTH) if sys.stdout.isatty() else help_page.WIDTH

@@ -1,0 +1,49 @@
+"""Tables on a narrow terminal: columns are left out before a name or a number would be cut. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from orchestrator.report.summary import Table
+
+GAP = 2  # characters between columns
+TEXT_WIDTH = 24  # characters that a column of sentences needs at least: they wrap
+
+
+class Narrowed(NamedTuple):
+    """A table that fits, and the names of the columns that it lacks, in the table's order."""
+
+    table: Table
+    left_out: tuple[str, ...]
+
+
+def narrowed(table: Table, width: int | None) -> Narrowed:
+    """The table with as many columns as fit into `width` characters; None: all.
+
+    Columns are left out in the order of `table.drops`, then from the right. Those of `table.kept`, the names and the
+    first number stay; names that are too long wrap.
+    """
+    kept = list(range(len(table.header)))
+    order = [table.header.index(name) for name in table.drops if name in table.header]
+    order += [at for at in reversed(range(table.names + 1, len(table.header))) if at not in order]
+    for at in order:
+        if width is None or _needed(table, kept) <= width:
+            break
+        if table.header[at] not in table.kept:
+            kept.remove(at)
+    header, *rows = (tuple(row[at] for at in kept) for row in (table.header, *table.rows))
+    left_out = tuple(name for at, name in enumerate(table.header) if at not in kept)
+    return Narrowed(table._replace(header=header, rows=tuple(rows)), left_out)
+
+
+def left_out_text(left_out: tuple[str, ...], width: int) -> str:
+    """The line under a table that lacks columns."""
+    return f"not shown at {width} columns: {', '.join(left_out)}; a wider window, or `| cat` after the command, has all"
+
+
+def _needed(table: Table, columns: list[int]) -> int:
+    """The characters of a line with these columns."""
+    widths = [max(len(row[at]) for row in (table.header, *table.rows)) for at in columns]
+    texts = [table.header[at] in table.texts for at in columns]
+    least = [min(width, TEXT_WIDTH) if is_text else width for width, is_text in zip(widths, texts, strict=True)]
+    return sum(least) + GAP * (len(columns) - 1)

@@ -1,0 +1,79 @@
+"""How far a running point is: its phase, latest loss, speed and the time of its steps that are left. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from orchestrator.text.units import digits, duration, loss
+
+RECENT = 10  # steps whose median is the pace: one slow step must not double the time that is left
+
+
+class StepProgress(NamedTuple):
+    """words: such as "warm-up 3/5". loss: of the latest step. tokens_per_second: of all ranks, the median of the latest
+    steps. left_s: the time of the point's own steps that are left at that pace; other points' turns come in addition.
+    None: not known."""
+
+    words: str
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    left_s: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The words, the loss and the time left, for a column next to the speed."""
+        parts = [self.words]
+        parts += [] if self.loss is None else [f"loss {loss(self.loss)}"]
+        parts += [] if not self.left_s else [f"{duration(self.left_s)} of steps left"]
+        return ", ".join(parts)
+
+
+def progress(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> StepProgress:
+    """The progress of a run, from its events, or the last ones of them, and its configuration."""
+    steps = [event for event in events if event["event"] == "step"]
+    if not steps:
+        return StepProgress("building" if not events else "ready")
+    measure = config["measure"]
+    end = steps[-1].get("of") or measure["warmup_steps"] + measure["steps"]
+    left = max(end - steps[-1]["step"], 0)
+    recent = steps[-RECENT:]
+    return StepProgress(
+        _words(events, steps[-1], measure),
+        steps[-1]["loss"],
+        statistics.median(step["tokens_per_second"] for step in recent),
+        left * statistics.median(step["step_ms"] for step in recent) / 1e3,
+    )
+
+
+def _words(events: Sequence[Mapping[str, Any]], last: Mapping[str, Any], measure: Mapping[str, Any]) -> str:
+    if of := last.get("of"):
+        return f"training {last['step']}/{of}" if last["step"] < of else "ending"
+    warmup, counted = measure["warmup_steps"], measure["steps"]
+    if events[-1]["event"] == "waiting":
+        turn, rounds = events[-1]["turn"], measure.get("rounds", 1)
+        return f"waits for its turn, {f'round {turn}/{rounds}' if turn <= rounds else 'to measure a round again'}"
+    if last["warmup"]:
+        return f"warm-up {last['step']}/{warmup}"
+    if any(event["event"] == "repeating" for event in events):
+        return "measuring loaded rounds again"
+    if any(event["event"] == "validation" for event in events) or last["step"] >= warmup + counted:
+        return "ending"
+    return f"measuring {last['step'] - warmup}/{counted}"
+
+
+def step_numbers(event: Mapping[str, Any]) -> str:
+    """The numbers of a step's event in one line."""
+    memory = f"{event['memory_kind']} {digits(event['memory_mib'])} MiB"
+    return f"loss {loss(event['loss'])}  {digits(event['tokens_per_second'])} tokens/s  {memory}"
+
+
+def phase(event: Mapping[str, Any]) -> str:
+    """What a step's event belongs to. Of a training to an end, which names the last step, none is there to be measured."""
+    return "training" if event.get("of") else "warm-up" if event["warmup"] else "measuring"
+
+
+def step_line(event: Mapping[str, Any], steps: int | None) -> str:
+    """A step's event as a line of text. steps: how many the run has in all, if that is known."""
+    return f"{phase(event)} step {event['step']}/{event.get('of') or steps or '?'}  {step_numbers(event)}"
