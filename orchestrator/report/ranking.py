@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 from orchestrator.config.lossy import lossy_words
 from orchestrator.config.strict import nearest
 from orchestrator.records.run_state import RunState
+from orchestrator.report import costs
 from orchestrator.report.losses import loss_to_exact, perplexity_texts
 from orchestrator.report.summary import Table, run_command, without_key
 from orchestrator.rounds import recorded
 from orchestrator.rounds.intervals import EQUAL, LEAST, RoundsEstimate, of_rounds, ratio_of_separate, ratio_of_turns
 from orchestrator.text.paths import program
-from orchestrator.text.units import ABSENT, digits, loss, size
+from orchestrator.text.units import ABSENT, digits, loss, significant, size
 
 
 class Metric(NamedTuple):
@@ -202,6 +203,9 @@ def table(ranked: Sequence[Ranked]) -> Table:
     if perplexities := perplexity_texts({row.entry.label: row.entry.result for row in ranked}):
         header = (*header, "perplexity")
         rows = [(*cells, perplexities[row.entry.label]) for cells, row in zip(rows, ranked, strict=True)]
+    for name, cells in _known_columns(ranked).items():
+        header = (*header, name)
+        rows = [(*row, cell) for row, cell in zip(rows, cells, strict=True)]
     if any(lossy_words(row.entry.config) for row in ranked):
         header = (*header, *LOSSY_HEADER)
         entries = [row.entry for row in ranked]
@@ -210,6 +214,24 @@ def table(ranked: Sequence[Ranked]) -> Table:
         header = (*header, "reused from")
         rows = [(*cells, _reused_from(row.entry)) for cells, row in zip(rows, ranked, strict=True)]
     return Table(header, tuple(rows), names=2)
+
+
+def _known_columns(ranked: Sequence[Ranked]) -> dict[str, list[str]]:
+    """Columns that only some sweeps have, by their names: MFU, energy and cost."""
+    entries = [row.entry for row in ranked]
+    profiles = [(entry.result or {}).get("profile") or {} for entry in entries]
+    prices = {price.currency for entry in entries if (price := costs.price_of(entry.config))}
+    currency = f"{next(iter(prices))}/" if len(prices) == 1 and "" not in prices else "cost of "
+    columns: dict[str, tuple[list[float | None], Callable[[float], str]]] = {
+        "MFU": ([one.get("mfu") for one in profiles], lambda value: f"{100 * value:.1f} %"),
+        "J/token": ([costs.joules_per_token(entry.result) for entry in entries], significant),
+        f"{currency}1B tokens": ([costs.cost_per_billion(one.config, one.result) for one in entries], significant),
+    }
+    return {
+        name: [ABSENT if value is None else text(value) for value in values]
+        for name, (values, text) in columns.items()
+        if any(value is not None for value in values)
+    }
 
 
 def _lossy_cells(entry: Entry, entries: Sequence[Entry]) -> tuple[str, str]:

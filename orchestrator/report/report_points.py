@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from orchestrator.records.record_file import EventTail, read_or_warn
-from orchestrator.records.record_shapes import SWEEP
+from orchestrator.records.record_shapes import PROFILE, SWEEP
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.sweep_record import Standing, SweepPaths, standings
 from orchestrator.report import answer
@@ -33,6 +33,7 @@ class ReportPoint:
     plan, before it ran.
 
     validation: (step, loss), if it was measured. provenance: the code, packages and machine of its attempt.
+    profile: profile.json of its attempt, if it was profiled.
     """
 
     number: int
@@ -42,6 +43,7 @@ class ReportPoint:
     steps: tuple[StepReading, ...] = ()
     validation: tuple[int, float] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    profile: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def entry(self) -> Entry:
@@ -132,7 +134,8 @@ def _point(number: int, row: Ranked, planned_at: int, standing: Standing) -> Rep
         return point
     steps, validation = _learned(standing.attempt)
     made = read_or_warn(standing.attempt.provenance) or {}
-    return replace(point, steps=steps, validation=validation, provenance=made)
+    profile = read_or_warn(standing.attempt.profile, PROFILE) if row.entry.result.get("profile") else None
+    return replace(point, steps=steps, validation=validation, provenance=made, profile=profile or {})
 
 
 def _learned(attempt: AttemptPaths) -> tuple[tuple[StepReading, ...], tuple[int, float] | None]:
