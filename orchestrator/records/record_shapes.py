@@ -95,7 +95,7 @@ RESULT = {
             "peak_flops_per_s": Maybe(NUMBER),
             "mfu": Maybe(NUMBER),
             "hfu": Maybe(NUMBER),
-            "matrix_share": Maybe(NUMBER),
+            "share_of_matrix_peak": Maybe(NUMBER),
             "peak_bytes": NUMBER,
         }
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from orchestrator.rounds import recorded
@@ -49,6 +49,22 @@ def cost_per_billion(config: Mapping[str, Any], result: Mapping[str, Any] | None
         return None
     speed = result["throughput"]["tokens_per_second"]["median"]
     return cost_of(price, devices(config, result), speed) if speed > 0 else None
+
+
+def predicted_cost(config: Mapping[str, Any], tokens_per_second: float | None) -> float | None:
+    """What a billion tokens would cost at a predicted speed; None without a price or a speed."""
+    price, resources = price_of(config), config.get("resources") or {}
+    if price is None or not tokens_per_second:
+        return None
+    on_gpus = resources.get("device") == "cuda"
+    return cost_of(price, int((resources.get("ranks") if on_gpus else resources.get("nodes")) or 1), tokens_per_second)
+
+
+def column_name(currencies: Collection[str]) -> str:
+    """The title of a column of costs in these currencies."""
+    return (
+        f"{next(iter(currencies))}/1B tokens" if len(currencies) == 1 and "" not in currencies else "cost of 1B tokens"
+    )
 
 
 def joules_per_step(result: Mapping[str, Any] | None) -> float | None:

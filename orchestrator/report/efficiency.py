@@ -53,7 +53,7 @@ def profile_rows(result: Mapping[str, Any]) -> list[Row]:
         peak = profile["peak_flops_per_s"] / TERA
         text = f"MFU {share_text(mfu)}, HFU {share_text(profile['hfu'])} of {peak:,.5g} TFLOP/s a GPU, dense"
         found.append(Row("utilisation", f"{text} ({profile['peak_source']})"))
-    elif (share := profile.get("matrix_share")) is not None:
+    elif (share := profile.get("share_of_matrix_peak")) is not None:
         matrix = profile["matrix_flops_per_s"] / TERA
         text = f"{share_text(share)} of the measured matrix peak, {matrix:,.4g} TFLOP/s a rank in a large product"
         found.append(Row("utilisation", f"{text}; no MFU: the CPU has no data sheet here"))

@@ -47,7 +47,9 @@ def _cheapest(entries: Sequence[Entry]) -> list[str]:
         for entry in others
         if (amounts[id(entry)] == 0 if free else ratio(entry.result or {}, best, in_rounds).low <= 1 + EQUAL)
     ]
-    amount = f"{significant(amounts[id(first)])} {next(iter(currencies))}".strip()
+    most = max(amounts[id(entry)] for entry in [first, *ties])
+    low, high = significant(amounts[id(first)]), significant(most)
+    amount = f"{low if low == high else f'{low} to {high}'} {next(iter(currencies))}".strip()
     return [f"cheapest: {_names([first, *ties])}, {amount} per billion tokens{_of_how_many(known, entries)}"]
 
 

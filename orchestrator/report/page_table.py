@@ -114,7 +114,7 @@ def _known_only(points: Sequence[ReportPoint]) -> list[Column]:
 
     reads: dict[str, tuple[Read, Callable[[float], str]]] = {
         "MFU": (profiled("mfu"), lambda share: f"{100 * share:.1f} %"),
-        "of matrix peak": (profiled("matrix_share"), lambda share: f"{100 * share:.1f} %"),
+        "of matrix peak": (profiled("share_of_matrix_peak"), lambda share: f"{100 * share:.1f} %"),
         "TFLOP/s": (profiled("model_flops_per_s"), lambda value: significant(value / 1e12)),
         "J/token": (lambda point: costs.joules_per_token(point.result), significant),
         "cost of 1B tokens": (lambda point: costs.cost_per_billion(point.entry.config, point.result), significant),

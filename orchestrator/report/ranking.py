@@ -221,11 +221,10 @@ def _known_columns(ranked: Sequence[Ranked]) -> dict[str, list[str]]:
     entries = [row.entry for row in ranked]
     profiles = [(entry.result or {}).get("profile") or {} for entry in entries]
     prices = {price.currency for entry in entries if (price := costs.price_of(entry.config))}
-    currency = f"{next(iter(prices))}/" if len(prices) == 1 and "" not in prices else "cost of "
     columns: dict[str, tuple[list[float | None], Callable[[float], str]]] = {
         "MFU": ([one.get("mfu") for one in profiles], lambda value: f"{100 * value:.1f} %"),
         "J/token": ([costs.joules_per_token(entry.result) for entry in entries], significant),
-        f"{currency}1B tokens": ([costs.cost_per_billion(one.config, one.result) for one in entries], significant),
+        costs.column_name(prices): ([costs.cost_per_billion(one.config, one.result) for one in entries], significant),
     }
     return {
         name: [ABSENT if value is None else text(value) for value in values]

@@ -77,7 +77,7 @@ PROFILED = (
     "peak_flops_per_s",
     "mfu",
     "hfu",
-    "matrix_share",
+    "share_of_matrix_peak",
 )
 
 

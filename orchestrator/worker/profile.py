@@ -98,7 +98,7 @@ def _rates(
         "mfu": share(model, peak),
         "hfu": share(executed, peak),
         "matrix_flops_per_s": matrix,
-        "matrix_share": share(model, matrix),
+        "share_of_matrix_peak": share(model, matrix),
     }
 
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.profiling.trace import MODULE, PHASE, STEP
 
-ROOT = "model"
+ROOT = "(root)"  # the model itself, which has no name
 
 
 class StepRanges:
@@ -95,7 +95,7 @@ class StepRanges:
 
     def _note(self) -> None:
         if threading.get_ident() == self._thread:  # each thread of autograd has numbers of its own
-            self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+            self._numbers.append(torch.autograd._get_sequence_nr())
             self._names.append(self.module)
 
 

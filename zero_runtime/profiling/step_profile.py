@@ -121,8 +121,8 @@ def _time(read: trace.TraceStep, flops: dict[str | None, ModuleFlops]) -> dict[s
             outside[name] = outside.get(name, 0.0) + ms
         else:
             row(module)[f"{way}_ms"] += ms
-    for name, counted in flops.items():
-        into = row(name or "loss")
+    for counted_in, counted in flops.items():
+        into = row(counted_in or "loss")
         for way in (FORWARD, RECOMPUTE, BACKWARD):
             into[f"{way}_flops"] += getattr(counted, way)
     named = [{"name": name, **numbers} for name, numbers in modules.items()]

@@ -27,6 +27,7 @@ COMPONENTS = (
     "temporary",
     "other",
 )
+MESSAGES = "messages"
 NOWHERE = Context()
 COLUMNS = 240  # of a timeline: more than a picture's pixels can show apart
 HOLDERS = 16
@@ -113,16 +114,15 @@ def name_blocks(blocks: Sequence[Block], samples: Sequence[Sample], forwards: Se
 
 
 def _sampled(block: Block, seen: Sequence[tuple[float, Held]]) -> Held | None:
-    for at_us, held in seen:
-        if at_us >= block.born_us and (block.died_us is None or at_us < block.died_us):
-            return held
-    return None
+    """What it was seen as; the result of a reduction is first a message, and a gradient from its end on."""
+    found = [held for at, held in seen if at >= block.born_us and (block.died_us is None or at < block.died_us)]
+    return next((held for held in found if held.component != MESSAGES), found[0] if found else None)
 
 
 def _by_context(block: Block, forwards: Sequence[tuple[float, float]]) -> Held:
     context, name = block.context, block.context.module or ""
     if context.phase == COMMUNICATION:
-        return Held("messages", name)
+        return Held(MESSAGES, name)
     if context.way == RECOMPUTE:
         return Held("activations" if block.died_in.way == BACKWARD else "temporary", name)
     end_us = next((end for start, end in forwards if start <= block.born_us < end), None)
