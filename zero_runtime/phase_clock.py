@@ -8,6 +8,7 @@ A clock that nobody has started makes no marks: most programs never read it, and
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -53,6 +54,7 @@ class PhaseClock:
         self._is_running = False
         self._marks: list[Mark] = []
         self._spare: list[torch.cuda.Event] = []  # events of laps that were read
+        self._listener: Callable[[int, str], None] | None = None
 
     def start(self) -> None:
         """Begin to measure at this moment; what was measured since the last `end` is discarded."""
@@ -64,6 +66,13 @@ class PhaseClock:
         """Stop measuring; what was measured since the last `end` is discarded. A no-op unless started."""
         self._forget()
         self._is_running = False
+
+    def listen(self, listener: Callable[[int, str], None] | None) -> None:
+        """Call `listener` at each mark with the number of open phases and the phase that starts; None ends this.
+
+        For profiles: a listener takes time, which the phases then include.
+        """
+        self._listener = listener
 
     def phase(self, name: str) -> Span:
         """A context: the time inside belongs to `name`, except that inside nested phases. It may be entered again."""
@@ -79,6 +88,8 @@ class PhaseClock:
         return lap
 
     def _mark(self, starting: str) -> None:
+        if self._listener is not None:
+            self._listener(len(self._stack) - 1, starting)
         if self._device.type != "cuda":
             self._marks.append((starting, time.perf_counter()))
             return

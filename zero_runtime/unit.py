@@ -398,6 +398,11 @@ class Unit:
             "optimizer": [] if self.master_shard is None else [self.master_shard],
         }
 
+    def message_tensors(self) -> list[torch.Tensor]:
+        """Tensors of collectives under way. Those that are states too are in `state_tensors`."""
+        gather = self._parameters.gather
+        return [*([] if gather is None else [gather.shard, gather.full]), *self._gradients.message_tensors()]
+
     def free(self) -> None:
         """Release every tensor; the parameters become empty."""
         self._gradients.free()

@@ -279,6 +279,12 @@ class UnitGradients:
                 return segment.name
         return None
 
+    def message_tensors(self) -> list[torch.Tensor]:
+        """The results of a reduction under way."""
+        if self._reducing is None:
+            return []
+        return [one for one in (self._reducing.out, self._reducing.received) if one is not None]
+
     def move(self, to: GradState) -> None:
         """Enter a state; UnitStateError if the current state does not lead there."""
         if to not in _NEXT[self.state]:

@@ -110,7 +110,7 @@ class UnitParameters:
         self._wire_bits = BITS[wire.gather] if gathers and wire.gather else None  # of a gathered element, if quantised
         self._collectives = collectives
         self._device = device
-        self._gather: Gather | None = None
+        self.gather: Gather | None = None  # under way
         self._guard: ParameterGuard | None = None
         self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # meta parameters and the views to bind them to
         self._decide_aliases(offloaded)
@@ -299,7 +299,7 @@ class UnitParameters:
                 return
             full = self._gathered() if self.casts else self.unsharded_param
             pending = self._gather_into(full, shard, lasting=not self.casts)
-            self._gather = Gather(pending, shard, full)
+            self.gather = Gather(pending, shard, full)
 
     def _gather_into(self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool) -> Pending:
         """Start filling `full` [P] param_dtype from the shards, or from what the ranks of a group hold of them."""
@@ -314,7 +314,7 @@ class UnitParameters:
         quantise_(codes, shard, bits)
         full = self._empty(codes.numel() * self.layout.shard_count, torch.uint8)
         pending = self._collectives.all_gather(full, codes, self.name, lasting=False)
-        self._gather = Gather(pending, codes, full)
+        self.gather = Gather(pending, codes, full)
 
     def _quantise_full(self, bits: int) -> None:
         """Give the full copy, shard by shard, the values that a quantised gather would."""
@@ -340,17 +340,17 @@ class UnitParameters:
 
     def end_gather(self) -> None:
         """Block until a gather that is under way has filled unsharded_param; a no-op without one."""
-        if self._gather is None:
+        if self.gather is None:
             return
-        self._gather.pending.wait()
+        self.gather.pending.wait()
         if self._bits:
             with torch.no_grad():
-                decode_weights(self._gather.full, self.unsharded_param, bits=self._bits)
+                decode_weights(self.gather.full, self.unsharded_param, bits=self._bits)
         elif self._wire_bits is not None:
-            self._end_quantised(self._gather, self._wire_bits)
+            self._end_quantised(self.gather, self._wire_bits)
         elif self.casts:
-            self.unsharded_param.copy_(self._gather.full)
-        self._gather = None
+            self.unsharded_param.copy_(self.gather.full)
+        self.gather = None
         self.location.drop()
         self.move(DataState.UNSHARDED)
 

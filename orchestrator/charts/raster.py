@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.charts.palette import LIGHT
-from orchestrator.charts.shapes import Area, Label, Marker, Picture, Shape, Stroke
+from orchestrator.charts.shapes import Area, Label, Marker, Picture, Region, Shape, Stroke
 from orchestrator.charts.svg import outline_of
 
 DPI = 100
@@ -45,6 +45,8 @@ def png(picture: Picture, factor: float = 1.0) -> bytes:
 def _artists(shape: Shape) -> list[Any]:
     if isinstance(shape, Area):
         return _area(shape)
+    if isinstance(shape, Region):
+        return _region(shape)
     if isinstance(shape, Stroke):
         return [_line(shape.points, shape.colour, shape.width, shape.dash)]
     return _marker(shape) if isinstance(shape, Marker) else [_label(shape)]
@@ -76,6 +78,17 @@ def _area(area: Area) -> list[Any]:
         return [filled]
     hatch = paint.hatch * HATCH_DENSITY
     return [filled, Rectangle(*place, fill=False, hatch=hatch, edgecolor=HATCH_COLOUR, linewidth=0)]
+
+
+def _region(region: Region) -> list[Any]:
+    from matplotlib.patches import Polygon
+
+    edge = LIGHT[region.outline] if region.outline else "none"
+    filled = Polygon(region.points, facecolor=LIGHT[region.paint.colour], edgecolor=edge, linewidth=0.5)
+    if not region.paint.hatch:
+        return [filled]
+    hatch = region.paint.hatch * HATCH_DENSITY
+    return [filled, Polygon(region.points, fill=False, hatch=hatch, edgecolor=HATCH_COLOUR, linewidth=0)]
 
 
 def _marker(marker: Marker) -> list[Any]:

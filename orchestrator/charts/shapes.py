@@ -29,6 +29,16 @@ class Area(NamedTuple):
     tip: str = ""
 
 
+class Region(NamedTuple):
+    """An area with any outline. points: its corners in turn."""
+
+    points: tuple[tuple[float, float], ...]
+    paint: Paint
+    outline: str = ""
+    key: int | None = None
+    tip: str = ""
+
+
 class Stroke(NamedTuple):
     """A line through points."""
 
@@ -68,7 +78,7 @@ class Label(NamedTuple):
     tip: str = ""
 
 
-Shape = Area | Stroke | Marker | Label
+Shape = Area | Region | Stroke | Marker | Label
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ def shortened(text: str, most: int) -> str:
 
 def moved(shape: Shape, right: float, down: float) -> Shape:
     """The shape at another place."""
-    if isinstance(shape, Stroke):
+    if isinstance(shape, Stroke | Region):
         return shape._replace(points=tuple((x + right, y + down) for x, y in shape.points))
     return shape._replace(x=shape.x + right, y=shape.y + down)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 
 from orchestrator.charts.palette import DARK, HATCHES, LIGHT
-from orchestrator.charts.shapes import Area, Label, Marker, Picture, Shape, Stroke
+from orchestrator.charts.shapes import Area, Label, Marker, Picture, Region, Shape, Stroke
 
 FONT = "system-ui, 'DejaVu Sans', Verdana, sans-serif"
 HATCH_NAMES = dict(zip(HATCHES, ("rising", "falling", "dots", "crossed", "level"), strict=True))
@@ -79,6 +79,8 @@ def _n(value: float) -> str:
 def _shape(shape: Shape) -> str:
     if isinstance(shape, Area):
         return _area(shape)
+    if isinstance(shape, Region):
+        return _region(shape)
     if isinstance(shape, Stroke):
         points = " ".join(f"{_n(x)},{_n(y)}" for x, y in shape.points)
         dash = f' stroke-dasharray="{" ".join(map(_n, shape.dash))}"' if shape.dash else ""
@@ -101,6 +103,17 @@ def _area(area: Area) -> str:
     if area.paint and area.paint.hatch:
         pattern = f'rect {place} fill="url(#h-{HATCH_NAMES[area.paint.hatch]})" opacity="0.55"'
         text += _element(pattern, area.key, area.tip)
+    return text
+
+
+def _region(region: Region) -> str:
+    corners = " ".join(f"{_n(x)},{_n(y)}" for x, y in region.points)
+    edge = f" s-{region.outline}" if region.outline else ""
+    drawn = f'polygon points="{corners}" class="f-{region.paint.colour}{edge}" stroke-width="0.6"'
+    text = _element(drawn, region.key, region.tip)
+    if region.paint.hatch:
+        pattern = f'polygon points="{corners}" fill="url(#h-{HATCH_NAMES[region.paint.hatch]})" opacity="0.55"'
+        text += _element(pattern, region.key, region.tip)
     return text
 
 

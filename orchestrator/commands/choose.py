@@ -16,6 +16,7 @@ from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.cluster import ClusterKind
+from orchestrator.config.schema import to_dict
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, OK
 from orchestrator.plan import choice, speed
@@ -26,12 +27,12 @@ from orchestrator.plan.points import judged
 from orchestrator.plan.prediction import hardware_name
 from orchestrator.plan.rules.scene import here
 from orchestrator.records import sweep_record
-from orchestrator.report import ranking
+from orchestrator.report import costs, ranking
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program, shown
 from orchestrator.text.streams import complain
-from orchestrator.text.units import ABSENT, digits, many, size
+from orchestrator.text.units import ABSENT, digits, many, significant, size
 
 RUNS = 4  # most real runs
 FIRST = (1, 4, 16)  # micro-batches that are predicted first
@@ -198,7 +199,8 @@ def _show(
         print(json.dumps(_document(outcome, shown_rows, folder, name), ensure_ascii=False))
         return
     screen.console.print()
-    screen.table(Table(HEADER, tuple(_row(one, ranked[0], outcome) for one in shown_rows), texts=("because",)))
+    table = Table(HEADER, tuple(_row(one, ranked[0], outcome) for one in shown_rows), texts=("because",))
+    screen.table(_with_costs(table, shown_rows))
     left = len(rows) - len({one.fit.label for one in shown_rows})
     notes = [Row("not shown", f"{many(left, 'row')} that {'are' if left > 1 else 'is'} slower")] if left > 0 else []
     capped = "at least " if largest.capped else ""
@@ -227,6 +229,19 @@ def _row(one: Candidate, first: Candidate, outcome: Outcome) -> tuple[str, ...]:
         text = "chosen: measured fastest" if len(outcome.tied) == 1 else "chosen: a tie, fastest by prediction"
     needs = ABSENT if peak is None else size(peak.total + one.fit.overhead.least)
     return (one.fit.label, str(one.micro), digits(one.tokens_per_second or None), digits(known), needs, text)
+
+
+def _with_costs(table: Table, rows: Sequence[Candidate]) -> Table:
+    """The table with the cost of a billion tokens at the predicted speeds, if a price is set."""
+    configs = [to_dict(one.config) for one in rows]
+    amounts = [costs.predicted_cost(config, one.tokens_per_second) for config, one in zip(configs, rows, strict=True)]
+    if all(amount is None for amount in amounts):
+        return table
+    name = costs.column_name({price.currency for config in configs if (price := costs.price_of(config))})
+    cells = [ABSENT if amount is None else significant(amount) for amount in amounts]
+    at = HEADER.index("needs/rank")
+    found = tuple((*row[:at], cell, *row[at:]) for row, cell in zip(table.rows, cells, strict=True))
+    return table._replace(header=(*table.header[:at], f"{name}, predicted", *table.header[at:]), rows=found)
 
 
 def _document(outcome: Outcome, rows: Sequence[Candidate], folder: Path, name: str) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from orchestrator.config import pretrained
 from orchestrator.config.lossy import lossy_words
@@ -16,10 +16,11 @@ from orchestrator.plan.fit import Fit
 from orchestrator.plan.moments import all_moments
 from orchestrator.plan.prediction import hardware_name
 from orchestrator.plan.speed import Speed
+from orchestrator.report import costs
 from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
-from orchestrator.text.units import ABSENT, count, digits, many, size
+from orchestrator.text.units import ABSENT, count, digits, many, significant, size
 from zero_runtime.memory.caching_allocator import AllocatorSettings
 
 # Columns in the order in which a narrow terminal leaves them out.
@@ -210,6 +211,9 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
     header: tuple[str, ...] = ("row", "micro", "tokens", "tokens/s", "peak", "states", "activations", "reserved")
     header += ("host", "scratch", "sent", "largest part")
     hardware = hardware_name(fits[0].config)
+    configs = [to_dict(one.config) for one in fits]
+    cost = costs.column_name({price.currency for config in configs if (price := costs.price_of(config))})
+    header = (*header[:4], cost, *header[4:])
 
     def sized(nbytes: int) -> str:
         return digits(nbytes / unit[1]) if nbytes else ABSENT
@@ -219,7 +223,8 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
             one.label,
             _micro(one),
             f"{one.tokens:,}" if one.micro else ABSENT,
-            _per_second(one.speed(hardware)),
+            _per_second(speed := one.speed(hardware)),
+            _cost(config, speed),
             sized(one.peak.total),
             sized(sum(one.peak.states.values())),
             sized(one.peak.activations),
@@ -229,14 +234,20 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
             sized(one.sent_bytes),
             one.binds if one.micro else "host memory" if one.host_lacks else one.binds,
         )
-        for one in fits
+        for one, config in zip(fits, configs, strict=True)
     ]
-    for name in ("scratch", "host", "reserved", "tokens/s"):  # without offload, on CPU ranks, or not measured
+    for name in ("scratch", "host", "reserved", cost, "tokens/s"):  # without offload, on CPU ranks, or not known
         at = header.index(name)
         if all(row[at] == ABSENT for row in rows):
             header = (*header[:at], *header[at + 1 :])
             rows = [(*row[:at], *row[at + 1 :]) for row in rows]
     return Table(header, tuple(rows), drops=DROPPED)
+
+
+def _cost(config: Mapping[str, Any], speed: Speed | None) -> str:
+    """What a billion tokens would cost; marked if the speed is a rough estimate."""
+    cost = costs.predicted_cost(config, speed.tokens_per_second if speed else None)
+    return ABSENT if cost is None or speed is None else f"{ROUGH if speed.rough else ''}{significant(cost)}"
 
 
 def _per_second(speed: Speed | None) -> str:

@@ -153,7 +153,7 @@ def _followed(
 def tell(screen: Screen, point: Point, attempt: Attempt, verdict: Verdict) -> None:
     """Shows how the point ended."""
     if verdict.state.measured:
-        screen.success(result_of(attempt.paths), verdict.note)
+        screen.success(result_of(attempt.paths), verdict.note, to_dict(point.config))
         return
     lines, path = watch.last_words(attempt.paths, verdict.rank)
     screen.failure(point.label, verdict.state.value, verdict.message, lines, shown(path))

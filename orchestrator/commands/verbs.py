@@ -195,7 +195,7 @@ def _logs(asked: argparse.Namespace) -> int:
         there = sorted(path.name for path in point.attempt.root.glob("rank*.log"))
         raise VerbError(f"'{point.label}' has no log of rank {rank}; there are: {' '.join(there) or 'none'}")
     complain(f"== {point.label}: {point.state.value}, rank {rank}: {shown(log)}")
-    steps = sum(point.planned.config.get("measure", {}).get(key, 0) for key in ("warmup_steps", "steps"))
+    steps = sum(point.planned.config.get("measure", {}).get(key) or 0 for key in ("warmup_steps", "steps"))
     _print_log(log, point.attempt, steps, follow=asked.follow)
     return 0
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from orchestrator.config.strict import Limits
 
 AUTO = "auto"
+PRICE = ("price_per_hour", "currency")  # keys that this machine may have too
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class GpuNode:
     `link_gb_per_s`: between GPUs of a node, for one GPU and one direction, in 10^9 bytes per second.
     `network_gb_per_s`: as link_gb_per_s, between nodes. `host_link_gb_per_s`: as link_gb_per_s, to host memory.
     `host_memory_gib`: host memory of a node; null: not known.
+
+    `price_per_hour`: what one GPU costs in an hour, or one machine if the ranks compute on CPUs; null: not known. It
+    may be set for this machine too, as `currency`, the text that is written after amounts, such as EUR.
     """
 
     name: str = AUTO
@@ -46,6 +50,8 @@ class GpuNode:
     network_gb_per_s: float | None = None
     host_link_gb_per_s: float | None = None
     host_memory_gib: float | None = None
+    price_per_hour: float | None = None
+    currency: str | None = None
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "hardware")
@@ -54,8 +60,10 @@ class GpuNode:
         limits.at_least(1, gpus=8, memory_mib=None)
         for key in (one.name for one in fields(self) if one.name.endswith(("_tflops", "_per_s", "_gib"))):
             limits.must(key, lambda value: value > 0, "above 0, or null", None)
+        limits.must("price_per_hour", lambda value: value >= 0, "at least 0, or null", None)
+        limits.must("currency", lambda value: bool(value) and value.isprintable(), "a word such as EUR, or null", None)
         if self.name and not self.is_described:
-            for key in (one.name for one in fields(self) if one.name != "name"):
+            for key in (one.name for one in fields(self) if one.name not in ("name", *PRICE)):
                 if (value := getattr(self, key)) is not None:
                     limits.refuse(
                         f"hardware.name=auto is this machine and has no hardware.{key}", value, f"hardware.{key}=null"

@@ -225,13 +225,15 @@ class Measure:
     held-out data. With kind eval a step is the forward of one batch of each rank, `steps` is
     their largest number, and the warm-up repeats the first of them. `rounds`: the measured steps are divided into this
     many rounds, or one for each if they are fewer, and the points of a sweep take turns; fewer than 3 rounds do not
-    rank speeds."""
+    rank speeds. `profile`: two more steps follow the measured ones and are profiled, which shows where time and memory
+    go."""
 
     kind: MeasureKind = MeasureKind.train
     warmup_steps: int = 5
     steps: int | None = 25
     validation_batches: int | None = 2
     rounds: int = 1
+    profile: bool = False
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "measure")
@@ -239,10 +241,12 @@ class Measure:
         limits.at_least(1, steps=25, rounds=1)
         if self.steps is None:
             limits.must("rounds", lambda value: value <= 1, "1 without measure.steps: training takes no turns", 1)
+            limits.must("profile", lambda value: not value, "false without measure.steps: it adds two steps", False)
         if self.kind is MeasureKind.eval:
             limits.must(
                 "rounds", lambda value: value <= 1, "1 with measure.kind=eval, which measures no speed to rank", 1
             )
+            limits.must("profile", lambda value: not value, "false with measure.kind=eval: training is profiled", False)
             if self.steps is None:
                 limits.refuse(
                     "measure.kind=eval needs measure.steps, its largest number of batches", "null", "measure.steps=16"

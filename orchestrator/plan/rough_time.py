@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, replace
 
+from orchestrator.config.hardware import GpuNode
 from orchestrator.config.schema import RunConfig
 from orchestrator.plan import memory_cache
 from orchestrator.plan.step import ConfigMemory
@@ -71,12 +72,13 @@ def _tensor_s(memory: ConfigMemory, peaks: Peaks) -> float:
     return (config.batch.accumulation or 1) * sent.calls * ring.at(full_bytes / sent.calls)
 
 
-def peak_flops_per_s(config: RunConfig) -> float | None:
-    """The dense peak of the dtype that is computed in; None if the data sheet has none."""
+def peak_flops_per_s(config: RunConfig, node: GpuNode | None = None) -> float | None:
+    """The dense peak of the dtype that is computed in; None if the data sheet has none. node: None for the hardware of
+    the configuration."""
     dtype: str = config.precision.mixed.compute or config.precision.mixed.param
     if dtype == "fp32" and config.precision.tf32:
         dtype = "tf32"
-    tflops = config.hardware.tflops(dtype)
+    tflops = (node or config.hardware).tflops(dtype)
     return None if tflops is None else tflops * TERA
 
 

@@ -47,6 +47,7 @@ ROUND = {
     "others_share": Maybe(NUMBER),
     "stalled": Maybe(Each(NUMBER)),
     "used": Maybe(bool),
+    "joules_per_step": Maybe(NUMBER),
 }
 TEXT_OR_IDS = {"ids": [int], "text": Maybe(str)}
 EXAMPLE = {"prompt": TEXT_OR_IDS, "answer": TEXT_OR_IDS, "reference": TEXT_OR_IDS}
@@ -93,11 +94,43 @@ RESULT = {
     },
     "load": Maybe({"others_share": Maybe(NUMBER)}),
     "rounds": Maybe([ROUND]),  # results of earlier versions and of evaluations have none
+    "profile": Maybe(
+        {
+            "model_flops_per_step": NUMBER,
+            "executed_flops_per_step": NUMBER,
+            "model_flops_per_s": NUMBER,
+            "peak_flops_per_s": Maybe(NUMBER),
+            "mfu": Maybe(NUMBER),
+            "hfu": Maybe(NUMBER),
+            "share_of_matrix_peak": Maybe(NUMBER),
+            "peak_bytes": NUMBER,
+        }
+    ),
     "session": Maybe(str),  # equal for points that took turns
     "training": Maybe(TRAINING),  # of a run that trains to an end
     "checkpoints": Maybe(dict),
     "environment": Maybe(dict),
     "measured_at": Maybe(NUMBER),
+}
+_WAYS = [f"{way}_{unit}" for unit in ("ms", "flops") for way in ("forward", "recompute", "backward")]
+PROFILE = {
+    "rank": int,
+    "step_ms": NUMBER,
+    "modules": [{"name": str, **dict.fromkeys(_WAYS, NUMBER)}],
+    "outside_ms": Each(NUMBER),
+    "timeline": {
+        "ms": [NUMBER],
+        "bytes": Each([NUMBER]),
+        "phases": [{"name": str, "start_ms": NUMBER, "end_ms": NUMBER}],
+    },
+    "peak": {
+        "ms": NUMBER,
+        "bytes": NUMBER,
+        "phase": str,
+        "module": str,
+        "components": Each(NUMBER),
+        "holders": [{"component": str, "name": str, "bytes": NUMBER, "tensors": int, "largest_bytes": NUMBER}],
+    },
 }
 RANK = {
     **PROCESS,

@@ -71,6 +71,7 @@ LATER_KEYS: Mapping[str, Any] = {
     "train.keep_best": True,
     "train.examples": 2,
     "train.new_tokens": 32,
+    "measure.profile": False,
 }
 
 
@@ -86,6 +87,8 @@ class AttemptPaths:
     diff = FileIn("git.diff")  # the uncommitted changes in the checkout of the code
     metrics = FileIn("metrics.jsonl")
     result = FileIn("result.json")
+    profile = FileIn("profile.json")  # where time and memory of a step went, of the rank with the highest peak
+    traces = FileIn("traces")  # the profiled step of each rank, for a trace viewer
     turns = FileIn("turns.json")  # the turns that the controller gives to the ranks, if points are measured in rounds
     rendezvous = FileIn("rendezvous")
     exits = FileIn("exits.json")  # exit code and time of each rank's process, written by the controller

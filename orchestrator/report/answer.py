@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.report import cautions, ranking
+from orchestrator.report import cautions, named_apart, ranking
 from orchestrator.report.ranking import DEFAULT_METRIC, Ranked
 
 RANGE_WORDS = "the 95 % range between rounds, by which ties are judged; none from fewer than 3 rounds"
@@ -35,6 +35,11 @@ def rule(rows: Sequence[Ranked]) -> str:
 def conclusion(rows: Sequence[Ranked]) -> str:
     """The best point or the tie."""
     return ranking.conclusion(rows)
+
+
+def apart(rows: Sequence[Ranked]) -> list[str]:
+    """The cheapest and the smallest point, each in a line, as far as they are known."""
+    return named_apart.lines(rows)
 
 
 def notes(rows: Sequence[Ranked]) -> list[str]:

@@ -15,6 +15,7 @@ from orchestrator.records.sweep_record import Standing, SweepPaths, standings
 from orchestrator.report import page, ranking, sweep_files
 from orchestrator.report.bar_figures import Figure
 from orchestrator.report.figures import figures_of, overview
+from orchestrator.report.profile_figures import shown_profiles
 from orchestrator.report.ranking import Entry, Ranked
 from orchestrator.report.report_points import facts_of, points_of
 
@@ -56,7 +57,8 @@ def write(sweep: SweepPaths, *, with_png: bool = False) -> list[str]:
     rows = ranked(sweep)
     points = points_of(sweep, rows)
     drawn = figures_of(points)
-    for figure in drawn:
+    profiles = [figure for shown in shown_profiles(points) for figure in shown.figures]
+    for figure in [*drawn, *profiles]:
         if not _is_written(sweep.pictures / f"{figure.name}.svg", svg.document(figure.picture), lasting=False):
             break  # as on a full disk: one warning is enough
     report = sweep_files.report_md(sweep.name, rows) + "\n" + page.markdown(points, drawn, sweep.pictures.name)
@@ -65,7 +67,7 @@ def write(sweep: SweepPaths, *, with_png: bool = False) -> list[str]:
         sweep.results: sweep_files.results_csv(rows),
         sweep.page: page.page(sweep.name, points, drawn, facts_of(sweep)),
     }
-    if with_png and (pixels := _png(sweep, drawn)) is not None:
+    if with_png and (pixels := _png(sweep, [*drawn, *profiles[:2]])) is not None:
         files[sweep.picture] = pixels
     return [str(path) for path, content in files.items() if _is_written(path, content)]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.charts.palette import DARK, LIGHT
 from orchestrator.charts.svg import classes, hatches, inline, variables
-from orchestrator.report import answer, checks, page_details, page_table
+from orchestrator.report import answer, checks, page_details, page_table, profile_page
 from orchestrator.report.bar_figures import Figure
 from orchestrator.report.figures import settings_of
 from orchestrator.report.report_points import ReportPoint, group_of, is_finite
@@ -46,6 +46,7 @@ def page(name: str, points: Sequence[ReportPoint], figures: Sequence[Figure], fa
 {"".join(map(_figure, figures))}</div></section>
 <section id="all-points"><h2>All points</h2>
 {page_table.table(points, settings_of(points))}</section>
+{profile_page.section(points)}
 {_left_out(points)}
 <section id="environment"><h2>Environment</h2>
 {page_details.listed(page_details.environment(points)) or "<p>Nothing was measured.</p>"}</section>
@@ -108,6 +109,7 @@ def _answer(points: Sequence[ReportPoint]) -> str:
     rows = [point.ranked for point in points]
     lines = [
         f'<p class="answer">{escape(_sentence(answer.conclusion(rows)))}</p>',
+        *(f'<p class="answer">{escape(_sentence(line))}</p>' for line in answer.apart(rows)),
         f"<p>Rule: {escape(answer.rule(rows))}.</p>",
         f"<p>Baselines: {escape(baseline_text(points))}.</p>",
         *(f"<p>{escape(_sentence(line))}.</p>" for line in answer.notes(rows)),
@@ -158,6 +160,7 @@ def markdown(points: Sequence[ReportPoint], figures: Sequence[Figure], folder: s
     for figure in figures:
         parts.append(f"![{figure.picture.title}]({folder}/{figure.name}.svg)")
         parts.append(figure.caption)
+    parts += profile_page.markdown(points, folder)
     if made := page_details.environment(points):
         lines = [f"- {name}: {text}" for name, text in {"work": _work(points), **made}.items()]
         parts += ["## Environment", "\n".join(lines)]

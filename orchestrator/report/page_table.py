@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from orchestrator.report import ranking
+from orchestrator.report import costs, ranking
 from orchestrator.report.losses import perplexity_texts
-from orchestrator.report.report_points import ReportPoint
+from orchestrator.report.report_points import ReportPoint, group_of
 from orchestrator.report.varied import Varied
-from orchestrator.text.units import ABSENT, difference, digits, loss, size
+from orchestrator.text.units import ABSENT, difference, digits, loss, significant, size
 
 Cell = tuple[object, str]  # the value to sort by, "" for none, and the text
 Read = Callable[[ReportPoint], float | None]
@@ -97,12 +97,30 @@ def columns(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> list[C
         Column("loss last", _of_result(_results_number("loss", "last"), loss)),
         Column("loss held out", _of_result(_results_number("loss", "validation"), loss)),
     ]
+    found += _known_only(points)
     texts = perplexity_texts({point.label: point.result for point in points})
     if texts:
         value = _results_number("loss", "perplexity")
         found.append(Column("perplexity", lambda point: (value(point) or "", texts[point.label])))
     others = _of_result(lambda point: point.entry.others_share, lambda share: f"{100 * share:.0f} %")
     return [*found, Column("other load", others), Column("measured", _measured_at, number=False)]
+
+
+def _known_only(points: Sequence[ReportPoint]) -> list[Column]:
+    """The columns of profiles, energy and cost that some point has."""
+
+    def profiled(key: str) -> Read:
+        return lambda point: (group_of(point.result, "profile")).get(key)
+
+    reads: dict[str, tuple[Read, Callable[[float], str]]] = {
+        "MFU": (profiled("mfu"), lambda share: f"{100 * share:.1f} %"),
+        "of matrix peak": (profiled("share_of_matrix_peak"), lambda share: f"{100 * share:.1f} %"),
+        "TFLOP/s": (profiled("model_flops_per_s"), lambda value: significant(value / 1e12)),
+        "J/token": (lambda point: costs.joules_per_token(point.result), significant),
+        "cost of 1B tokens": (lambda point: costs.cost_per_billion(point.entry.config, point.result), significant),
+    }
+    shown = {name: pair for name, pair in reads.items() if any(pair[0](point) is not None for point in points)}
+    return [Column(name, _of_result(read, text)) for name, (read, text) in shown.items()]
 
 
 def _setting(setting: Varied) -> Callable[[ReportPoint], Cell]:

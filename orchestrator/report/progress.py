@@ -70,7 +70,7 @@ def step_numbers(event: Mapping[str, Any]) -> str:
 
 
 def phase(event: Mapping[str, Any]) -> str:
-    """What a step's event belongs to. Of a training to an end, which names the last step, none is there to be measured."""
+    """What a step belongs to. A training to an end names its last step in each event, and measures none."""
     return "training" if event.get("of") else "warm-up" if event["warmup"] else "measuring"
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from orchestrator.config.lossy import lossy_words
 from orchestrator.config.strict import nearest
 from orchestrator.records.run_state import RunState
-from orchestrator.report import trained
+from orchestrator.report import costs, trained
 from orchestrator.report.losses import loss_to_exact, perplexity_texts
 from orchestrator.report.summary import Table, run_command, without_key
 from orchestrator.rounds import recorded
@@ -25,7 +25,7 @@ from orchestrator.rounds.intervals import (
     shows_difference,
 )
 from orchestrator.text.paths import program
-from orchestrator.text.units import ABSENT, digits, loss, size
+from orchestrator.text.units import ABSENT, digits, loss, significant, size
 
 
 class Metric(NamedTuple):
@@ -222,6 +222,9 @@ def table(ranked: Sequence[Ranked]) -> Table:
     if perplexities := perplexity_texts({row.entry.label: row.entry.result for row in ranked}):
         header = (*header, "perplexity")
         rows = [(*cells, perplexities[row.entry.label]) for cells, row in zip(rows, ranked, strict=True)]
+    for name, cells in _known_columns(ranked).items():
+        header = (*header, name)
+        rows = [(*row, cell) for row, cell in zip(rows, cells, strict=True)]
     if any(lossy_words(row.entry.config) for row in ranked):
         header = (*header, *LOSSY_HEADER)
         entries = [row.entry for row in ranked]
@@ -231,6 +234,23 @@ def table(ranked: Sequence[Ranked]) -> Table:
         rows = [(*cells, _reused_from(row.entry)) for cells, row in zip(rows, ranked, strict=True)]
     kept = (SHOWN_IN[ranked[0].metric],) if ranked and ranked[0].metric in SHOWN_IN else ()
     return Table(header, tuple(rows), names=2, drops=DROPS, kept=kept)
+
+
+def _known_columns(ranked: Sequence[Ranked]) -> dict[str, list[str]]:
+    """Columns that only some sweeps have, by their names: MFU, energy and cost."""
+    entries = [row.entry for row in ranked]
+    profiles = [(entry.result or {}).get("profile") or {} for entry in entries]
+    prices = {price.currency for entry in entries if (price := costs.price_of(entry.config))}
+    columns: dict[str, tuple[list[float | None], Callable[[float], str]]] = {
+        "MFU": ([one.get("mfu") for one in profiles], lambda value: f"{100 * value:.1f} %"),
+        "J/token": ([costs.joules_per_token(entry.result) for entry in entries], significant),
+        costs.column_name(prices): ([costs.cost_per_billion(one.config, one.result) for one in entries], significant),
+    }
+    return {
+        name: [ABSENT if value is None else text(value) for value in values]
+        for name, (values, text) in columns.items()
+        if any(value is not None for value in values)
+    }
 
 
 def _lossy_cells(entry: Entry, entries: Sequence[Entry]) -> tuple[str, str]:

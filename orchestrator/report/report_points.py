@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from orchestrator.records.record_file import EventTail, read_or_warn
-from orchestrator.records.record_shapes import SWEEP
+from orchestrator.records.record_shapes import PROFILE, SWEEP
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.sweep_record import Standing, SweepPaths, standings
 from orchestrator.report import answer
@@ -34,6 +34,7 @@ class ReportPoint:
     plan, before it ran.
 
     validations: (step, loss) of each, in order. provenance: the code, packages and machine of its attempt.
+    profile: profile.json of its attempt, if it was profiled.
     """
 
     number: int
@@ -43,6 +44,7 @@ class ReportPoint:
     steps: tuple[StepReading, ...] = ()
     validations: tuple[tuple[int, float], ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    profile: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def entry(self) -> Entry:
@@ -138,7 +140,8 @@ def _point(number: int, row: Ranked, planned_at: int, standing: Standing) -> Rep
         return point
     steps, validations = _learned(standing.attempt, trains=row.entry.result.get("training") is not None)
     made = read_or_warn(standing.attempt.provenance) or {}
-    return replace(point, steps=steps, validations=validations, provenance=made)
+    profile = read_or_warn(standing.attempt.profile, PROFILE) if row.entry.result.get("profile") else None
+    return replace(point, steps=steps, validations=validations, provenance=made, profile=profile or {})
 
 
 def _learned(attempt: AttemptPaths, *, trains: bool) -> tuple[tuple[StepReading, ...], tuple[tuple[int, float], ...]]:

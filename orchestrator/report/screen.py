@@ -16,7 +16,7 @@ from rich.text import Text
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.records.sweep_record import Planned
-from orchestrator.report import cautions, ranking, summary, sweep_table
+from orchestrator.report import cautions, efficiency, named_apart, ranking, summary, sweep_table
 from orchestrator.report.narrow import left_out_text, narrowed
 from orchestrator.report.progress import RECENT, phase, step_line, step_numbers
 from orchestrator.report.ranking import Ranked
@@ -89,8 +89,8 @@ class Screen:
             self._bar.stop()
             self._bar = None
 
-    def success(self, result: Mapping[str, Any], note: str) -> None:
-        """Prints the summary of one run."""
+    def success(self, result: Mapping[str, Any], note: str, config: Mapping[str, Any]) -> None:
+        """Prints the summary of one run. config: as it is recorded."""
         self.console.print()
         self.rows(summary.speed_rows(result))
         for table in (summary.phase_table(result), summary.memory_table(result)):
@@ -99,7 +99,8 @@ class Screen:
         self.console.print()
         talk = [*summary.communication_rows(result), *summary.dtype_rows(result)]
         learned = [*summary.learning_rows(result), *summary.training_rows(result)]
-        self.rows([*talk, *learned, *summary.checkpoint_rows(result), summary.machine_row(result)])
+        used = efficiency.rows(result, config)
+        self.rows([*talk, *learned, *used, *summary.checkpoint_rows(result), summary.machine_row(result)])
         for warning in filter(None, (note, cautions.load_text(result))):
             self.warn(warning)
 
@@ -124,6 +125,8 @@ class Screen:
         for line in cautions.warnings(ranked):
             self.warn(line)
         self.say(ranking.conclusion(ranked), "bold")
+        for line in named_apart.lines(ranked):
+            self.say(line)
 
     def closing(self, rows: Sequence[Row]) -> None:
         """Prints paths and the next command. Lines are never wrapped, so that they can be copied."""

@@ -7,6 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 
 from orchestrator.config.lossy import lossy_words
+from orchestrator.report import costs, named_apart
 from orchestrator.report.cautions import failures, reused, warnings
 from orchestrator.report.ranking import (
     DEFAULT_METRIC,
@@ -45,6 +46,7 @@ def report_md(name: str, ranked: Sequence[Ranked]) -> str:
         f"{rule(ranked[0].metric if ranked else DEFAULT_METRIC)}.",
         *(f"{line}." for line in reused(ranked)),
         f"**{conclusion(ranked)}.**",
+        *(f"{line}." for line in named_apart.lines(ranked)),
     ]
     parts += [f"Warning: {warning}" for warning in warnings(ranked)]
     if lost := failures(ranked):
@@ -81,6 +83,31 @@ def _value_of(key: str, typed: str, entry: Entry) -> object:
     return None if isinstance(value, Mapping) else value
 
 
+PROFILED = (
+    "model_flops_per_step",
+    "executed_flops_per_step",
+    "model_flops_per_s",
+    "peak_flops_per_s",
+    "mfu",
+    "hfu",
+    "share_of_matrix_peak",
+)
+
+
+def _efficiency(entry: Entry) -> dict[str, object]:
+    """Operations, energy and cost; None for what is not known."""
+    profile = (entry.result or {}).get("profile") or {}
+    price = costs.price_of(entry.config)
+    return {
+        **{name: profile.get(name) for name in PROFILED},
+        "profiled_peak_bytes": profile.get("peak_bytes"),
+        "joules_per_step": costs.joules_per_step(entry.result),
+        "joules_per_token": costs.joules_per_token(entry.result),
+        "cost_per_billion_tokens": costs.cost_per_billion(entry.config, entry.result),
+        "currency": price.currency if price else None,
+    }
+
+
 def _csv_row(ranked: Ranked, settings: Mapping[str, object]) -> dict[str, object]:
     entry, result = ranked.entry, ranked.entry.result
     steps = result["throughput"] if result else {}
@@ -115,6 +142,7 @@ def _csv_row(ranked: Ranked, settings: Mapping[str, object]) -> dict[str, object
         "loss_last": result["loss"]["last"] if result else None,
         "loss_validation": result["loss"]["validation"] if result else None,
         "perplexity": result["loss"].get("perplexity") if result else None,
+        **_efficiency(entry),
         "data_hash": result["data"]["hash"] if result else None,
         "world": result["world"] if result else None,
         "folder": entry.folder,

@@ -28,6 +28,11 @@ def digits(value: float | None) -> str:
     return f"{value:,.{places}f}"
 
 
+def significant(value: float) -> str:
+    """A number with three significant digits, also a small one: 0.00123, 1.23, 1,234."""
+    return f"{value:.3g}" if abs(value) < 1 else digits(value)
+
+
 def count(number: float | None) -> str:
     """A count such as "124.40 M", "1.24 B" or "6,400"."""
     if number is None:

@@ -35,7 +35,8 @@ _WORKING = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; guest 
 class Used(NamedTuple):
     """Seconds of processor time on one rank's machine during `wall_s`: this rank's own, and per core that of all
     processes. `busy_s` is empty if it cannot be measured there. stalled_s: by resource the seconds in which some
-    process waited for it, where the system counts them. beside_s: of the ranks that waited for their turns."""
+    process waited for it, where the system counts them. beside_s: of the ranks that waited for their turns. joules: by
+    counter of energy."""
 
     host: str
     wall_s: float
@@ -43,6 +44,7 @@ class Used(NamedTuple):
     busy_s: dict[int, float]
     stalled_s: dict[str, float] | None = None
     beside_s: float = 0.0
+    joules: dict[str, float] | None = None
 
 
 class LoadMeter:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from orchestrator.machine.energy import EnergyMeter, joules_of_all
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns
 from orchestrator.rounds.order import round_sizes
@@ -21,7 +22,8 @@ class MeasuredRounds:
     """Divides steps into rounds. All ranks must make the same calls.
 
     gather: gives every rank the values of all ranks, in their order. tell: records an event. waiting: called many times
-    a second while the rank waits for a turn. step_s: the seconds of all steps so far, to which the caller adds.
+    a second while the rank waits for a turn. step_s: the seconds of all steps so far, to which the caller adds. energy:
+    of this rank's device.
     """
 
     def __init__(
@@ -32,12 +34,13 @@ class MeasuredRounds:
         gather: Callable[[Used], list[Used]],
         tell: Tell,
         waiting: Callable[[], None],
+        energy: EnergyMeter | None = None,
     ) -> None:
         self._turns = Turns(attempt)
         self._configured = rounds
         self._asked = rounds if self._turns.number is None else 1
         self._step_s, self._gather, self._tell, self._waiting = step_s, gather, tell, waiting
-        self._load = LoadMeter()
+        self._load, self._energy = LoadMeter(), energy or EnergyMeter()
         self._begins: set[int] = set()  # the first steps of the rounds
         self._last_steps: dict[int, int] = {}  # the last step of a round: the round's number, from 1
         self._sizes: dict[int, int] = {}  # steps by the round's number
@@ -57,6 +60,11 @@ class MeasuredRounds:
             self._last_steps[first - 1] = number
         return steps
 
+    @property
+    def is_last_attempt(self) -> bool:
+        """Whether the result of this attempt is that of the point, not of one of its rounds."""
+        return not self._turns.is_short
+
     def begins(self, step: int) -> bool:
         """Whether a round begins with this step. The caller then calls `begin`."""
         return step in self._begins
@@ -66,6 +74,7 @@ class MeasuredRounds:
         self._turns.next(lambda turn: self._tell("waiting", turn=turn), self._waiting)
         self._first, self._begun_at = len(self._step_s), time.time()
         self._load.begin(self._turns.beside)
+        self._energy.begin()
 
     def ends(self, step: int) -> int | None:
         """The number of the round that ends with this step, if one does. The caller then calls `end`."""
@@ -73,10 +82,13 @@ class MeasuredRounds:
 
     def end(self, number: int) -> None:
         """Ends the current round. A collective."""
-        ranks = self._gather(self._load.end())
-        steps = counted(self._step_s[self._first :], self._asked)
-        step_ms = [1e3 * seconds for seconds in steps]
-        one = Round(number, self._begun_at, step_ms, others_share(ranks), stalled_shares(ranks))
+        ranks = self._gather(self._load.end()._replace(joules=self._energy.end()))
+        made = self._step_s[self._first :]
+        step_ms = [1e3 * seconds for seconds in counted(made, self._asked)]
+        joules = joules_of_all([rank.joules or {} for rank in ranks])
+        per_step = None if joules is None else joules / len(made)
+        shares = (others_share(ranks), stalled_shares(ranks))
+        one = Round(number, self._begun_at, step_ms, *shares, joules_per_step=per_step)
         is_repeated = any(earlier.number == number for earlier in self.found)
         self.found = with_repeated(self.found, one) if is_repeated else [*self.found, one]
         self._tell("round", number=number, step_ms=one.median_ms, others_share=one.others_share, again=is_repeated)

@@ -15,6 +15,7 @@ from torch import nn
 from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokenizer
 from orchestrator.config.state_groups import Offload
 from orchestrator.launch.environment import set_kernel_cache
+from orchestrator.machine.energy import Counter, gpu_counters, package_counters
 from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.records.run_record import scratch_path
 from orchestrator.worker.sliced import check_sequences, messages_of, slices_of, tensor_parallel
@@ -53,6 +54,13 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
     device = make_current(torch.device("cuda", device_index(local_rank, torch.cuda.device_count())))
     bind_to_gpu(device, config.resources.threads or 1)
     return device
+
+
+def energy_counters(device: torch.device) -> list[Counter]:
+    """The counters of energy that a rank with this device can read."""
+    if device.type != "cuda":
+        return package_counters()
+    return gpu_counters(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 def build_data(config: RunConfig) -> TokenData:

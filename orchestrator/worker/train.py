@@ -13,17 +13,25 @@ import torch
 
 from orchestrator.config.schema import MeasureKind, RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord, Stopped
+from orchestrator.machine.energy import EnergyMeter
 from orchestrator.plan.tensor_messages import TensorMessages, messages_in, words
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
-from orchestrator.worker import evaluate, measure, predicted
+from orchestrator.worker import evaluate, measure, predicted, profile
 from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.faults import Faults
 from orchestrator.worker.held_out import HeldOut, examples_of
 from orchestrator.worker.result import RunFacts, combined, full_numel
 from orchestrator.worker.rounds import MeasuredRounds
 from orchestrator.worker.saving import Progress, Saving
-from orchestrator.worker.setup import asked_dtypes, build_data, build_runtime, prepare_process, refuse_different_data
+from orchestrator.worker.setup import (
+    asked_dtypes,
+    build_data,
+    build_runtime,
+    energy_counters,
+    prepare_process,
+    refuse_different_data,
+)
 from orchestrator.worker.stopping import StopSignals
 from orchestrator.workloads.data import IGNORED_LABEL, TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
@@ -98,6 +106,7 @@ class RankRun:
             runtime.collectives.gather_objects,
             self._tell,
             self._show_waiting,
+            EnergyMeter(energy_counters(self._device)),
         )
         self._saving = Saving(attempt, config, runtime, self._data.hash, steps=steps, restarted=rank.restarts > 0)
         self._held_out = HeldOut(config, runtime, self._data, self._losses, self._count, self._on_device)
@@ -157,7 +166,10 @@ class RankRun:
             self._conclude_training()
         self._saving.finish(self._progress, self._result)
         self._repeat_rounds()
-        self._write(self._result())
+        result = self._result()
+        if self._config.measure.profile and self._rounds.is_last_attempt:
+            result |= self._profiled(result)
+        self._write(result)
         return None
 
     def _conclude_training(self) -> None:
@@ -203,6 +215,19 @@ class RankRun:
                 self._readings.step_s.append(sum(self._runtime.clock.end().seconds().values()))
                 self._runtime.reset_ledger()
             self._rounds.end(number)
+
+    def _profiled(self, result: dict[str, Any]) -> dict[str, Any]:
+        """The profile of further steps, which are forgotten as those of `_repeat_rounds` are."""
+        self._read_last_step()
+        self._tell("profiling")
+
+        def step() -> None:
+            self._runtime.clock.start()
+            self._train_step(self._steps)
+            self._runtime.clock.end().forget()
+            self._runtime.reset_ledger()
+
+        return profile.profiled(self._config, self._runtime, self._attempt, self._rank, step, result)
 
     def _show_waiting(self) -> None:
         """Shows the other ranks that this one is alive while it waits for its turn."""

@@ -115,7 +115,7 @@ ROOMS = {
         "report": "charts config exit_codes records rounds text",
         "launch": "config machine plan records report rounds text tracking",
         "slurm": "config launch machine records tracking",
-        "worker": "config launch machine plan records rounds text workloads",
+        "worker": "compose config launch machine plan records rounds text workloads",
         "commands": "compose config exit_codes foreign launch machine plan records report slurm text tracking worker "
         "workloads",
         "cli": "commands compose config exit_codes machine records slurm text",
@@ -174,6 +174,7 @@ ROOMS = {
         "memory": "accounting activations dtypes guarded_parameter ledger module_hooks offload pure runtime unit "
         "unit_planner",
         "timing": "activations collectives memory module_hooks pure runtime settings unit_planner",
+        "profiling": "accounting memory phase_clock runtime timing",
         "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit "
         "unit_parameters",
         "deepspeed": "agreement checkpoint dtypes offload own_device pure runtime step_report tensor_source watch "

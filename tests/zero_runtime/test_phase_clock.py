@@ -188,3 +188,18 @@ def test_a_clock_that_starts_inside_a_phase_measures_that_phase(hand: HandClock)
         hand.now += 2
     hand.now += 4
     assert clock.end().seconds() == {"outer": 2, OTHER: 4}
+
+
+def test_a_listener_hears_of_each_mark_with_the_number_of_open_phases(hand: HandClock) -> None:
+    heard: list[tuple[int, str]] = []
+    clock = PhaseClock(torch.device("cpu"))
+    clock.listen(lambda depth, phase: heard.append((depth, phase)))
+    with clock.phase("before"):
+        pass
+    clock.start()
+    with clock.phase("outer"), clock.phase("inner"):
+        hand.now += 1
+    clock.end()
+    clock.listen(None)
+    clock.start()
+    assert heard == [(0, OTHER), (1, "outer"), (2, "inner"), (1, "outer"), (0, OTHER), (0, OTHER)]

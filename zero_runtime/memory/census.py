@@ -43,6 +43,12 @@ def take_census(runtime: ZeroRuntime) -> Census:
     return Census(**by_component, buffers=buffers, other=other, host=host)
 
 
+def live_storages(device_type: str) -> dict[int, int]:
+    """The sizes in bytes of all storages of Python's tensors on devices of this kind, by address."""
+    storages = list(_storages(_live_tensors(device_type)))
+    return {one.data_ptr(): one.nbytes() for one in storages if one.nbytes()}
+
+
 class ActivationCensus:
     """Context around one forward that counts the bytes it leaves alive for backward, in storages that it created.
 

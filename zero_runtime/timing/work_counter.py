@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -86,9 +86,8 @@ class WorkCounter:
         if isinstance(rule, _Moves):
             sums[3] += _moved(rule, args, kwargs, result)
             return
-        flops = rule(*args, **kwargs, out_val=result)
-        is_attention = _ATTENTION in func.name()
-        sums[is_attention] += flops // 2 if is_attention and _is_causal(func, args, kwargs) else flops
+        product = _product(rule, func, args, kwargs, result)
+        sums[product.is_attention] += product.flops
         sums[2] += _moved(_Moves.ALL, args, kwargs, result)
 
     def table(self, trace: Trace) -> SegmentTable[Work]:
@@ -96,6 +95,28 @@ class WorkCounter:
         marks = [(kind, unit) for _, kind, unit in trace.marks]
         none: list[int] = []
         return SegmentTable.of(marks, (Work(*self._segments.get(place, none)) for place in range(len(marks) + 1)))
+
+
+class Product(NamedTuple):
+    """A matrix product or an attention kernel: its operations, where a multiplication and an addition are two. A causal
+    kernel counts half of the scores."""
+
+    flops: int
+    is_attention: bool
+
+
+def product_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Product | None:
+    """The operations of one call; None if it is neither a product nor attention."""
+    rule = _rule_of(func)
+    return None if isinstance(rule, _Moves) else _product(rule, func, args, kwargs, result)
+
+
+def _product(
+    formula: _Formula, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> Product:
+    flops = formula(*args, **kwargs, out_val=result)
+    is_attention = _ATTENTION in func.name()
+    return Product(flops // 2 if is_attention and _is_causal(func, args, kwargs) else flops, is_attention)
 
 
 def _rule_of(func: OpOverload) -> _Moves | _Formula:

@@ -100,3 +100,15 @@ def test_memory_is_converted_to_bytes() -> None:
     node = GpuNode("mine", gpus=1, memory_mib=3, host_memory_gib=1.5)
     assert (node.memory_bytes, node.host_bytes) == (3 << 20, 3 << 29)
     assert GpuNode().memory_bytes is GpuNode().host_bytes is None
+
+
+def test_this_machine_may_have_a_price_and_no_other_key() -> None:
+    assert GpuNode(price_per_hour=0.5, currency="EUR").price_per_hour == 0.5
+    assert not GpuNode(price_per_hour=0.5).is_described
+    with pytest.raises(ConfigError) as caught:
+        GpuNode(price_per_hour=-1.0, currency="", gpus=2)
+    assert [one.fixes for one in caught.value.broken] == [
+        ("hardware.price_per_hour=null",),
+        ("hardware.currency=null",),
+        ("hardware.gpus=null",),
+    ]

@@ -7,7 +7,17 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from orchestrator.config.schema import Batch, Device, Model, Optimizer, RunConfig, from_dict, to_dict
+from orchestrator.config.schema import (
+    Batch,
+    Device,
+    Measure,
+    MeasureKind,
+    Model,
+    Optimizer,
+    RunConfig,
+    from_dict,
+    to_dict,
+)
 from orchestrator.config.state_groups import Offload, Zero
 from orchestrator.config.strict import ConfigError
 
@@ -113,3 +123,8 @@ def test_values_out_of_range_are_refused_with_the_key_and_a_fix() -> None:
 
 def test_null_switches_clipping_off() -> None:
     assert Optimizer(clip_norm=None).clip_norm is None
+
+
+def test_an_evaluation_has_no_profile() -> None:
+    with pytest.raises(ConfigError, match="training is profiled"):
+        Measure(kind=MeasureKind.eval, profile=True)

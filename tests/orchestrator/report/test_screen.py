@@ -32,7 +32,7 @@ def squeezed(out: io.StringIO) -> str:
 
 def summary_of(result: dict[str, Any]) -> str:
     screen, out = show()
-    screen.success(result, "")
+    screen.success(result, "", {})
     return squeezed(out)
 
 
@@ -93,7 +93,7 @@ def test_output_without_a_terminal_has_complete_lines_and_no_control_characters(
     for step in range(1, 7):
         screen.event(step_event(step, 2))
     screen.end()
-    screen.success(make_result(CONFIG), "")
+    screen.success(make_result(CONFIG), "", {})
     assert "\x1b" not in out.getvalue()
     assert "\r" not in out.getvalue()
     assert "warm-up step 1/6" in out.getvalue()

@@ -1,0 +1,97 @@
+"""What all ranks' profiles become: MFU by its formula, the rank with the highest peak, and a trace that has no room."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from points import config_of_line
+
+from orchestrator.compose.known_gpus import data_sheet
+from orchestrator.launch.rank import RankInfo
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.worker import profile
+
+RESULT = {"throughput": {"step_ms": {"median": 500.0}}}
+HOLDER = {"component": "activations", "name": "mlp", "bytes": 5, "tensors": 1, "largest_bytes": 5}
+
+
+def own_profile(peak: int) -> dict[str, Any]:
+    found = {"ms": 1.0, "bytes": peak, "phase": "backward", "module": "mlp", "holders": [HOLDER]}
+    return {"step_ms": 700.0, "model_flops": 4 * 10**14, "executed_flops": 5 * 10**14, "peak": found}
+
+
+class Ranks:
+    """The collectives of rank 0 next to other ranks, whose values are given for each call in turn."""
+
+    def __init__(self, *others: Any) -> None:
+        self._others = list(others)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, *(self._others.pop(0) if self._others else [])]
+
+
+def profiled(folder: Path, line: str, ranks: Ranks, device: str = "cpu") -> dict[str, Any]:
+    runtime: Any = SimpleNamespace(collectives=ranks, device=torch.device(device))
+    info = RankInfo(0, 2, 0, "nowhere")
+    return profile.profiled(config_of_line(line), runtime, AttemptPaths(folder), info, lambda: None, RESULT)
+
+
+def test_mfu_is_the_models_operations_per_second_by_the_dense_peak_of_all_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "profile_step", lambda *_: own_profile(10))
+    other = {"rank": 1, "trouble": "", "peak_bytes": 30, "model_flops": 2 * 10**14, "executed_flops": 2 * 10**14}
+    line = "hardware=h100_80gb resources.ranks=2 precision=bf16"
+    found = profiled(tmp_path, line, Ranks([other], [own_profile(30)]), "cuda")["profile"]
+    assert found["model_flops_per_step"] == 6 * 10**14
+    assert found["model_flops_per_s"] == 12 * 10**14  # a step of 0.5 s, the measured one
+    assert found["mfu"] == pytest.approx(12 / (2 * 9.895))
+    assert found["hfu"] == pytest.approx(14 / (2 * 9.895))
+    assert found["peak_source"] == "hardware=h100_80gb"
+    assert found["share_of_matrix_peak"] is None
+    assert (found["peak_rank"], found["peak_bytes"], found["peak_holder"]) == (1, 30, "activations mlp")
+    written = json.loads(AttemptPaths(tmp_path).profile.read_text())
+    assert (written["rank"], written["peak"]["bytes"]) == (1, 30)
+
+
+def test_a_gpu_is_found_among_the_data_sheets_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = data_sheet("NVIDIA H100 80GB HBM3")
+    assert node is not None
+    assert node.name == "h100_80gb"
+    assert data_sheet("NVIDIA Unheard Of") is None
+    config = config_of_line("precision=bf16 resources.ranks=1")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert profile._peak(config, torch.device("cuda")) == (989.5e12, "hardware=h100_80gb")
+    fp32 = config_of_line("precision=fp32 resources.ranks=1")
+    assert profile._peak(fp32, torch.device("cuda")) == (67e12, "hardware=h100_80gb")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Unheard Of")
+    assert profile._peak(config, torch.device("cuda")) == (None, None)
+
+
+def test_cpu_ranks_have_no_mfu_but_their_share_of_a_measured_product(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "profile_step", lambda *_: own_profile(10))
+    monkeypatch.setattr(profile, "MATRIX_SIDE", 32)
+    found = profiled(tmp_path, "resources.ranks=1 precision=bf16", Ranks())["profile"]
+    assert found["mfu"] is found["hfu"] is found["peak_flops_per_s"] is None
+    assert found["matrix_flops_per_s"] > 0
+    assert found["share_of_matrix_peak"] == pytest.approx(8e14 / found["matrix_flops_per_s"])
+
+
+def test_a_trace_that_cannot_be_written_leaves_out_the_profile_and_names_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: Any) -> dict[str, Any]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profile, "profile_step", full_disk)
+    found = profiled(tmp_path, "resources.ranks=1", Ranks())
+    assert list(found) == ["profile_failed"]
+    assert found["profile_failed"].startswith("rank 0: the trace could not be written: [Errno 28]")
+    assert not AttemptPaths(tmp_path).profile.exists()

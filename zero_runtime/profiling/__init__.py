@@ -1,0 +1,1 @@
+"""Where the time, the operations and the memory of a training step go, module by module: profiled steps."""
