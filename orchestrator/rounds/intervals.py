@@ -93,9 +93,9 @@ def _welch(*sides: Sequence[float]) -> tuple[float, int]:
     """The standard error of a difference of two means, and its degrees of freedom, rounded down."""
     squares = [statistics.variance(side) / len(side) for side in sides]
     total = sum(squares)
-    shares = sum(square**2 / (len(side) - 1) for square, side in zip(squares, sides, strict=True))
+    shares = sum(square * square / (len(side) - 1) for square, side in zip(squares, sides, strict=True))
     least = min(len(side) for side in sides) - 1  # Welch's are never fewer; rounding could say so
-    return math.sqrt(total), max(least, int(total**2 / shares)) if shares else least
+    return math.sqrt(total), max(least, int(total * total / shares)) if shares else least
 
 
 def _estimate(middle: float, draw: Callable[[random.Random], float]) -> RoundsEstimate:
