@@ -100,8 +100,8 @@ def stability(sweeps: Sequence[Sequence[Point]]) -> list[str]:
     return [
         f"- Between its rounds, the median step of a row with tp has a standard deviation of {divided} of its mean,",
         f"  that of a row without it one of {full}.",
-        f"- Other processes took {statistics.median(shares):.0%} of the cores in the median round, {max(shares):.0%} at "
-        "most.",
+        f"- Other processes took {statistics.median(shares):.0%} of the cores in the median round, {max(shares):.0%} "
+        "at most.",
     ]
 
 

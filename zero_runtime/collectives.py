@@ -349,15 +349,16 @@ class Collectives(CollectiveIssuer):
             flat.copy_(padded[: flat.numel()])
         return values
 
-    def gather_slices(self, values: torch.Tensor, *, counted: bool = True) -> torch.Tensor:
+    def gather_slices(
+        self, values: torch.Tensor, *, counted: bool = True, kind: str = "tensor_all_gather"
+    ) -> torch.Tensor:
         """The tensors of all ranks of this tensor-parallel group, [degree, *shape] in rank order. Blocks.
 
-        counted: whether the ledger counts it, as a message of a training step.
+        counted: whether the ledger counts it, as a message of a training step of this kind.
         """
         full = values.new_empty((self.tensor_degree, *values.shape))
         if self.tensor_degree == 1 or values.numel() == 0:
             return full.copy_(values)
-        kind = "tensor_all_gather"
         if counted:
             self.ledger.record(kind, "", (self.tensor_degree - 1) * values.numel(), values.dtype)
         start = self._gathering(full.view(-1), values.contiguous().view(-1), self._groups.tensor)

@@ -82,7 +82,8 @@ def _layout(config: RunConfig, shapes: Mapping[str, Any], unit: Mapping[str, Any
 def matrices_of(config: RunConfig, shapes: Mapping[str, Any]) -> list[OwnedMatrix]:
     """The matrices that the optimizer updates whole, with the ranks that own them."""
     layouts = [_layout(config, shapes, unit) for unit in shapes.get("units", ()) if unit.get("matrices")]
-    return owned_matrices(layouts, config.zero.plan.shard_count(config.data_ranks))
+    full_shapes = {name: tuple(shape) for name, shape in shapes.get("full_shapes", {}).items()}
+    return owned_matrices(layouts, config.zero.plan.shard_count(config.data_ranks), full_shapes)
 
 
 @dataclass(frozen=True)

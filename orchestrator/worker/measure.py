@@ -187,9 +187,11 @@ def communication(
     if runtime.trains and not runtime.plan.keeps_full_params:
         of_frozen, padding_of_frozen, frozen_text = _frozen_elements(runtime)
         theory, padding, text = theory + of_frozen, padding + padding_of_frozen, text + frozen_text
-    matrices = owned_matrices([unit.layout for unit in runtime.units if unit.matrices], shard_count)
-    if shard_count > 1 and matrices:
-        theory += sent_elements(matrices, runtime.collectives.shard_rank)
+    with_matrices = [unit for unit in runtime.units if unit.matrices]
+    full_shapes = {name: split.shape for unit in with_matrices for name, split in unit.slices.splits.items()}
+    matrices = owned_matrices([unit.layout for unit in with_matrices], shard_count, full_shapes)
+    if of_matrices := sent_elements(matrices, runtime.collectives.shard_rank):
+        theory += of_matrices
         text += " + parts of matrices to their owners and back"
     if tensor.calls:
         micro_batches = runtime.settings.micro_batches

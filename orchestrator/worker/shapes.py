@@ -41,7 +41,8 @@ _NUMBER = struct.Struct("=H")
 
 def units_of(config: RunConfig) -> dict[str, Any]:
     """Shapes by unit in the order of registration, the bytes of optimizer state per element, the number of elements per
-    block of that state, the bytes of the model's buffers, and the messages of tensor parallelism.
+    block of that state, the bytes of the model's buffers, the messages of tensor parallelism, and the full shapes of
+    what it divides.
 
     The shapes are those of a rank's slices; the number of elements (`numel`) is that of the full parameters.
     """
@@ -66,6 +67,7 @@ def units_of(config: RunConfig) -> dict[str, Any]:
         "block_numel": optimizer.block_numel,
         "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
         "tensor": messages_of(config, model).plain(),
+        "full_shapes": {name: split.shape for spec in specs for name, split in spec.slices.splits.items()},
     }
 
 

@@ -264,6 +264,9 @@ def _plain_optimizer(config: OptimizerConfig, masters: dict[str, torch.Tensor], 
     return getattr(torch.optim, name)(groups, **arguments, foreach=False)
 
 
+_BLOCKS = ("blocks.", ".layers.", ".h.")  # in the names of the parameters of repeated blocks
+
+
 def _groups(config: OptimizerConfig, masters: dict[str, torch.Tensor], lr: float) -> list[dict[str, Any]]:
     groups = []
     for name, master in masters.items():
@@ -274,6 +277,6 @@ def _groups(config: OptimizerConfig, masters: dict[str, torch.Tensor], lr: float
         scale = 1.0 if mine is None else mine.lr_scale
         group = {"params": [master], "lr": lr * scale, "weight_decay": decay}
         if isinstance(config, MuonConfig):
-            group["matrix"] = master.dim() == 2 and "blocks." in name
+            group["matrix"] = master.dim() == 2 and any(part in name for part in _BLOCKS)
         groups.append(group)
     return groups

@@ -15,8 +15,9 @@ import torch
 from harness.ranks import run_ranks
 
 from benchmarks.predicted_peaks import ALLOWED_WORST, SEQ, WARM_UP, Case, allocated, config_of
+from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.parallel import Parallel
-from orchestrator.config.schema import RunConfig
+from orchestrator.config.schema import Adapter, AdapterKind, RunConfig
 from orchestrator.config.state_groups import Zero
 from orchestrator.plan.memory_cache import activations_key, units_key
 from orchestrator.plan.step import Memories
@@ -25,6 +26,7 @@ from orchestrator.worker.setup import build_runtime
 from orchestrator.worker.shapes import units_of
 from orchestrator.workloads.models import token_losses
 from zero_runtime.memory.census import take_census
+from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.tensor_parallel.division import head_of
 from zero_runtime.wire import Wire
 
@@ -63,6 +65,9 @@ OTHERS = [
     divided(0, "gpt2", "fp32", 2, "full"),
     replace(divided(3), zero=Zero(stage=3, unit_numel=40_000)),  # several units in a block
     divided(1, "llama", "fp32", 1, loss="tiled"),
+    *(replace(divided(stage), optimizer=Optimizer(rule=MuonConfig(ns_dtype="fp32"))) for stage in (0, 2)),
+    replace(divided(3, "llama", "fp32", 2), adapter=Adapter(AdapterKind.lora, rank=4)),
+    replace(divided(1, "gpt2", "bf16", 1, "full"), adapter=Adapter(AdapterKind.lora, rank=4)),
     replace(divided(3, "llama", "bf16", 2), zero=Zero(stage=3, wire=Wire("int8", "int8"))),
 ]
 PART_STAGES = [divided(stage, parallel=PARTS) for stage in range(4)]

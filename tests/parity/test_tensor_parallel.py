@@ -29,7 +29,7 @@ from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.save import save_checkpoint
 from zero_runtime.errors import PlanError
 from zero_runtime.offload.plan import OffloadPlan
-from zero_runtime.optim.configs import LambConfig, OptimizerConfig
+from zero_runtime.optim.configs import LambConfig, MuonConfig, OptimizerConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
@@ -37,6 +37,7 @@ from zero_runtime.settings import NO_OFFLOAD
 from zero_runtime.tensor_parallel.division import TensorParallel
 
 BF16 = MixedPrecision("bf16")
+MUON = MuonConfig(ns_dtype="fp32", eps=0.01)
 LAMB = LambConfig(eps=0.01, weight_decay=0.0)  # so large that an update hardly depends on the rounding of a gradient
 
 
@@ -71,6 +72,19 @@ def test_two_slices_with_adapters_on_two_data_ranks_equal_plain_torch() -> None:
     adapters = DividedRun("llama", 3, gathers_logits=False, adapter_rank=3)
     recomputed = replace(adapters, kind="neox", stage=2, micro_batches=2, recompute=RecomputeRule("full"))
     check(4, [adapters, replace(adapters, kind="gpt2", stage=1, clip_norm=0.05), recomputed])
+
+
+def test_muon_orthogonalises_whole_matrices_of_slices() -> None:
+    whole = DividedRun("llama", 3, gathers_logits=False, optimizer=MUON, micro_batches=2, clip_norm=0.5)
+    original = replace(MUON, lr_scaling="original", nesterov=False)
+    check(4, [whole, replace(whole, kind="gpt2", stage=0), replace(whole, kind="neox", stage=1, optimizer=original)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "degree", "shard_ranks"), [(1, 4, None), (2, 2, 1), (2, 2, None), (3, 2, 1)])
+def test_muon_at_other_stages_and_degrees_equals_plain_torch(stage: int, degree: int, shard_ranks: int | None) -> None:
+    kinds = ("llama", "gpt2", "neox_tied") if degree == 2 else ("gpt2", "llama_wide_heads")
+    check(4, [DividedRun(kind, stage, degree, optimizer=MUON, shard_ranks=shard_ranks) for kind in kinds])
 
 
 @pytest.mark.full
@@ -191,15 +205,15 @@ def test_different_batches_in_a_group_are_refused_on_every_rank() -> None:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def saved(root: Path, stage: int, degree: int) -> dict[str, torch.Tensor]:
-    runtime = DividedRun("gpt2", stage, degree).runtime()
+def saved(root: Path, stage: int, degree: int, adapter_rank: int = 0) -> dict[str, torch.Tensor]:
+    runtime = DividedRun("gpt2", stage, degree, adapter_rank=adapter_rank).runtime()
     one_step(runtime, 0)
     save_checkpoint(runtime, root, step=1, trainer={})
     return weights_of(runtime)
 
 
-def loaded(root: Path, stage: int, degree: int) -> dict[str, torch.Tensor]:
-    runtime = DividedRun("gpt2", stage, degree).runtime()
+def loaded(root: Path, stage: int, degree: int, adapter_rank: int = 0) -> dict[str, torch.Tensor]:
+    runtime = DividedRun("gpt2", stage, degree, adapter_rank=adapter_rank).runtime()
     with CheckpointReader.open(root / "step-00000001", verify=False) as checkpoint:
         load_checkpoint(runtime, checkpoint)
     return weights_of(runtime)
@@ -221,3 +235,12 @@ def test_a_checkpoint_of_one_degree_is_loaded_at_another_and_exported(tmp_path: 
     exported = load_file(tmp_path / "weights" / "model.safetensors")
     assert exported.keys() == wanted.keys()
     assert all(torch.equal(exported[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("degree", "other"), [(2, 1), (1, 4)])
+def test_a_checkpoint_with_adapters_is_loaded_at_another_degree(tmp_path: Path, degree: int, other: int) -> None:
+    wanted = run_ranks(saved, 4, tmp_path, 2, degree, 3)[0]
+    for found in run_ranks(loaded, 4, tmp_path, 3, other, 3):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())

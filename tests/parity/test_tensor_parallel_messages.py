@@ -13,7 +13,7 @@ from harness.ranks import run_alone, run_ranks
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.memory.model import CollectiveCounts, collective_elements
-from zero_runtime.optim.configs import AdamWConfig
+from zero_runtime.optim.configs import AdamWConfig, MuonConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
@@ -78,6 +78,28 @@ def test_four_ranks_send_the_closed_forms_at_every_stage(micro_batches: int, til
             assert sent == tensor_messages(axes) | data_messages(
                 stage, axes.data_world, axes.micro_batches, units, padded
             ), stage
+
+
+def sent_for_matrices(stages: list[int]) -> list[tuple[int, int]]:
+    """By stage: what this rank sends of matrices to the owners of other slices in a step, and the bytes of all whole
+    matrices."""
+    found = []
+    for stage in stages:
+        runtime = DividedRun("llama", stage, gathers_logits=False, optimizer=MuonConfig(ns_dtype="fp32")).runtime()
+        runtime.reset_ledger()
+        one_step(runtime, 0)
+        of_layer = 2 * (WIDTH * WIDTH + WIDTH * WIDTH // 2) + 3 * WIDTH * 40  # grouped heads: half of the keys' width
+        found.append((counted(runtime)[0].get("matrix_all_gather", (0, 0))[1], BLOCKS * of_layer * FP32_BYTES))
+        runtime.close()
+    return found
+
+
+def test_the_owners_of_a_matrix_send_their_slices_once_to_each_other() -> None:
+    """Of two slices each owner sends a half, and with replicated states every data rank is an owner."""
+    by_rank = run_ranks(sent_for_matrices, 4, [0, 1, 3])
+    for place, owners in enumerate((2, 1, 1)):
+        whole = by_rank[0][place][1]
+        assert sum(found[place][0] for found in by_rank) == owners * whole
 
 
 def sent_with_recomputation(recompute: str) -> Sent:

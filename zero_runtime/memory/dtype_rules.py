@@ -30,6 +30,7 @@ OUTER_GATHER, OUTER_SCATTER = "outer_all_gather", "outer_reduce_scatter"  # betw
 ALL_TO_ALL = "all_to_all"  # parts of matrices, of all units together
 SIGNS = ("sign_all_to_all", "sign_all_gather")  # of 1-bit Adam
 SLICE_SUM, LOSS_NUMBERS = "tensor_all_reduce", "tensor_all_gather"  # of tensor parallelism, of all units together
+MATRIX_SLICES = "matrix_all_gather"  # of tensor parallelism, of matrices that are updated whole
 TRADED_PARTS = "sequence_all_to_all"  # of sequence parallelism, of all units together
 MESSAGES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, OUTER_GATHER, OUTER_SCATTER, ALL_TO_ALL)
 _SIZES = STATE_ITEMSIZE_BYTES | dict[str, int](ITEMSIZE_BYTES.items())
@@ -136,7 +137,8 @@ class AskedDTypes:
         The loss of a divided head sends fp32 numbers of each token.
         """
         computed = self.precision.compute or self.precision.param
-        asked = {SLICE_SUM: computed, TRADED_PARTS: computed, LOSS_NUMBERS: "fp32", ALL_TO_ALL: self.whole}
+        asked = {SLICE_SUM: computed, TRADED_PARTS: computed, LOSS_NUMBERS: "fp32"}
+        asked |= {ALL_TO_ALL: self.whole, MATRIX_SLICES: self.whole}
         return asked.get(component)
 
     def setting(self, component: str) -> str:

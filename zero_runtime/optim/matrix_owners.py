@@ -7,12 +7,18 @@ sends each part of the result back. A step has two messages from each rank to ea
 the owners and back. Every element that its owner does not hold travels once in each direction, in the dtype of the
 orthogonalisation. Owners are chosen by the work: the largest matrix first, each to the rank with the least so far, and
 among those to the one that holds most of it. Every rank computes the same table from the layouts.
+
+[Note: matrices of slices]
+With tensor parallelism the shards of a group of data ranks hold a slice of a matrix. The owners of its slices, one of
+each such group, then gather the slices from each other, and each of them orthogonalises the whole matrix and keeps the
+slice of the result. That repeats the work, but needs one message of a matrix instead of two. One gather has all
+matrices of an owner; with one shard, where every rank owns all, each matrix has its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zero_runtime.flat_layout import FlatLayout
@@ -35,17 +41,28 @@ class MatrixPart(NamedTuple):
 @dataclass(frozen=True)
 class OwnedMatrix:
     """One matrix: its unit by number, its name and shape, the rank of the shard group that orthogonalises it, and the
-    ranks that hold it, in order."""
+    ranks that hold it, in order. With tensor parallelism all of them are those of a slice of `full_shape`."""
 
     unit: int
     name: str
     shape: tuple[int, int]
     owner: int
     parts: tuple[MatrixPart, ...]
+    full_shape: tuple[int, int]
 
     @property
     def numel(self) -> int:
+        """Elements of the slice, or of the whole matrix if it is not divided."""
         return self.shape[0] * self.shape[1]
+
+    @property
+    def full_numel(self) -> int:
+        return self.full_shape[0] * self.full_shape[1]
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements that an owner sends to the owners of the other slices: its own to each of them."""
+        return self.full_numel - self.numel
 
 
 def newton_schulz_work(shape: tuple[int, int]) -> int:
@@ -55,27 +72,29 @@ def newton_schulz_work(shape: tuple[int, int]) -> int:
     return small * small * (2 * large + small)
 
 
-def owned_matrices(layouts: Sequence[FlatLayout], shard_count: int) -> list[OwnedMatrix]:
-    """The matrices of these units, in order. See [Note: whole matrices by owner]."""
+def owned_matrices(
+    layouts: Sequence[FlatLayout], shard_count: int, full_shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> list[OwnedMatrix]:
+    """The matrices of these units, in order. See [Note: whole matrices by owner].
+
+    full_shapes: of the matrices of which these units have slices, by name.
+    """
     found = []
     for unit, layout in enumerate(layouts):
         for segment in layout.segments:
             rows, columns = segment.shape
-            found.append(
-                OwnedMatrix(unit, segment.name, (rows, columns), 0, _parts(layout, segment.offset, segment.numel))
-            )
+            full_rows, full_columns = (full_shapes or {}).get(segment.name, segment.shape)
+            parts = _parts(layout, segment.offset, segment.numel)
+            found.append(OwnedMatrix(unit, segment.name, (rows, columns), 0, parts, (full_rows, full_columns)))
     work = [0] * shard_count
     owners = {}
-    for place in sorted(range(len(found)), key=lambda place: (-newton_schulz_work(found[place].shape), place)):
+    for place in sorted(range(len(found)), key=lambda place: (-newton_schulz_work(found[place].full_shape), place)):
         matrix = found[place]
         held = {part.holder: part.numel for part in matrix.parts}
         owner = min(range(shard_count), key=lambda rank: (work[rank], -held.get(rank, 0), rank))
-        work[owner] += newton_schulz_work(matrix.shape)
+        work[owner] += newton_schulz_work(matrix.full_shape)
         owners[place] = owner
-    return [
-        OwnedMatrix(matrix.unit, matrix.name, matrix.shape, owners[place], matrix.parts)
-        for place, matrix in enumerate(found)
-    ]
+    return [replace(matrix, owner=owners[place]) for place, matrix in enumerate(found)]
 
 
 def _parts(layout: FlatLayout, offset: int, numel: int) -> tuple[MatrixPart, ...]:
@@ -109,14 +128,16 @@ def towards_holders(matrices: Iterable[OwnedMatrix], rank: int) -> dict[int, int
 
 
 def sent_elements(matrices: Sequence[OwnedMatrix], rank: int) -> int:
-    """Elements that `rank` sends in a step in both directions."""
-    return sum(towards_owners(matrices, rank).values()) + sum(towards_holders(matrices, rank).values())
+    """Elements that `rank` sends in a step in both directions, and to the owners of other slices."""
+    of_slices = sum(matrix.gathered_numel for matrix in matrices if matrix.owner == rank)
+    return sum(towards_owners(matrices, rank).values()) + sum(towards_holders(matrices, rank).values()) + of_slices
 
 
 def most_sent_elements(matrices: Sequence[OwnedMatrix], shard_count: int) -> int:
     """The most elements that any rank of the shard group sends in a step."""
     sent = [0] * shard_count
     for matrix in matrices:
+        sent[matrix.owner] += matrix.gathered_numel
         for part in matrix.parts:
             if part.holder != matrix.owner:
                 sent[part.holder] += part.numel
@@ -130,10 +151,20 @@ def working_bytes(matrices: Sequence[OwnedMatrix], shard_count: int, itemsize: i
     With one shard a matrix needs no message, and its direction is the only buffer.
     """
     largest = max((matrix.numel for matrix in matrices), default=0)
-    held, owned = [0] * shard_count, [0] * shard_count
+    largest_full = max((matrix.full_numel for matrix in matrices), default=0)
+    if shard_count == 1:
+        return (largest + WORKING * largest_full) * itemsize
+    held, owned, owned_full = ([0] * shard_count for _ in range(3))
     for matrix in matrices:
         owned[matrix.owner] += matrix.numel
+        owned_full[matrix.owner] += matrix.full_numel
         for part in matrix.parts:
             held[part.holder] += part.numel
-    buffers = max(map(sum, zip(held, owned, strict=True))) if shard_count > 1 else largest
-    return (buffers + WORKING * largest) * itemsize
+    if not any(matrix.gathered_numel for matrix in matrices):
+        return (max(map(sum, zip(held, owned, strict=True))) + WORKING * largest) * itemsize
+    # With slices: two copies of what is sent to the other owners and what comes from them, and its joined form; then
+    # that, of which one matrix at a time is the input of a step.
+    return itemsize * max(
+        mine + theirs + max(2 * theirs + 2 * full, full + (WORKING - 1) * largest_full)
+        for mine, theirs, full in zip(held, owned, owned_full, strict=True)
+    )

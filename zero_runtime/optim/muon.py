@@ -20,7 +20,10 @@ from zero_runtime.kernels.settings import Muon, MuonNumbers
 from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.optim.matrix_owners import MatrixPart, OwnedMatrix, owned_matrices
 from zero_runtime.optim.rules import ElementwiseRule, Held, ShardSlice, StepNumbers, part_of, pieces_of
+from zero_runtime.tensor_parallel.joined import join_slices, slice_of
 from zero_runtime.unit import Unit
+
+SLICES = "matrix_all_gather"  # the kind of the message between the owners of a matrix's slices
 
 
 class _Own(NamedTuple):
@@ -39,7 +42,10 @@ class MuonRule:
         self._rank = collectives.shard_rank
         self._adamw = ElementwiseRule(config.adamw)
         layouts = [held.unit.layout for held in helds if _has_matrices(held)]
-        self._matrices = owned_matrices(layouts, collectives.shard_count)
+        splits = {name: split for held in helds for name, split in held.unit.slices.splits.items()}
+        full_shapes = {name: split.shape for name, split in splits.items()}
+        self._matrices = owned_matrices(layouts, collectives.shard_count, full_shapes)
+        self._splits = {matrix.name: splits[matrix.name] for matrix in self._matrices if matrix.name in splits}
         self._numel = sum(matrix.numel for matrix in self._matrices)
         self._dtype = TORCH_DTYPE[config.ns_dtype]
 
@@ -57,7 +63,7 @@ class MuonRule:
 
     def _own_parts(self, helds: Sequence[Held], numbers: StepNumbers) -> dict[str, _Own]:
         momentum = self._config.momentum if numbers.momentum is None else numbers.momentum
-        shapes = {matrix.name: matrix.shape for matrix in self._matrices}
+        shapes = {matrix.name: matrix.full_shape for matrix in self._matrices}
         found = {}
         for held in helds:
             for name, start, stop, run in pieces_of(held, self._rank):
@@ -69,11 +75,34 @@ class MuonRule:
     def _update_alone(self, matrix: OwnedMatrix, own: _Own, numbers: StepNumbers) -> None:
         direction = torch.empty(matrix.numel, dtype=self._dtype, device=own.part.master.device)
         self._direct(own, numbers, direction)
-        muon_(own.part.master, self._orthogonalised(matrix, direction), own.numbers, own.part.param_out)
+        whole = self._whole({matrix.name: direction}, direction.device)[matrix.name]
+        muon_(own.part.master, self._orthogonalised(matrix, whole), own.numbers, own.part.param_out)
 
-    def _orthogonalised(self, matrix: OwnedMatrix, direction: torch.Tensor) -> torch.Tensor:
-        squares = ops.sum_of_squares(direction)
-        return orthogonalised(direction.view(matrix.shape), squares, self._config.ns_steps).view(-1)
+    def _whole(self, directions: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+        """The directions of whole matrices, flattened, from those of slices; see [Note: matrices of slices].
+
+        All ranks call it equally often, and those of a tensor-parallel group with the same matrices.
+        """
+        if not self._splits:
+            return directions
+        own = [direction for name, direction in directions.items() if name in self._splits]
+        if not own:  # a rank that owns none: its group takes part, as all groups do in the same order
+            nothing = torch.zeros(1, dtype=self._dtype, device=device)
+            self._collectives.gather_slices(nothing, counted=False, kind=SLICES)
+            return directions
+        slices = self._collectives.gather_slices(torch.cat(own), kind=SLICES)
+        found, start = dict(directions), 0
+        for name, direction in directions.items():
+            if name in self._splits:
+                found[name] = join_slices(slices[:, start : start + direction.numel()], self._splits[name]).view(-1)
+                start += direction.numel()
+        return found
+
+    def _orthogonalised(self, matrix: OwnedMatrix, whole: torch.Tensor) -> torch.Tensor:
+        """The update of a matrix from its direction, or of this rank's slice of it."""
+        split, squares = self._splits.get(matrix.name), ops.sum_of_squares(whole)
+        found = orthogonalised(whole.view(matrix.full_shape), squares, self._config.ns_steps)
+        return (found if split is None else slice_of(found, split, self._collectives.tensor_rank)).view(-1)
 
     def _direct(self, own: _Own, numbers: StepNumbers, out: torch.Tensor) -> None:
         (buffer,) = own.part.states
@@ -90,9 +119,16 @@ class MuonRule:
         for piece in held.pieces:
             self._direct(own[piece.matrix.name], numbers, held.of(mine, piece))
         self._exchange((owned, theirs), (held, mine))
+        here = {
+            matrix.name: [owned.of(theirs, _Piece(matrix, part)) for part in matrix.parts]
+            for matrix in self._matrices
+            if matrix.owner == rank
+        }
+        whole = {name: torch.cat(parts) for name, parts in here.items()} if self._splits else {}
+        whole = self._whole(whole, device)
         for matrix in (one for one in self._matrices if one.owner == rank):
-            parts = [owned.of(theirs, _Piece(matrix, part)) for part in matrix.parts]
-            update = self._orthogonalised(matrix, torch.cat(parts))
+            parts = here[matrix.name]
+            update = self._orthogonalised(matrix, whole.pop(matrix.name) if whole else torch.cat(parts))
             for values, part in zip(parts, matrix.parts, strict=True):
                 values.copy_(update[part.start : part.stop])
         self._exchange((held, mine), (owned, theirs))

@@ -34,14 +34,10 @@ def check_divided(degree: int, optimizer: OptimizerConfig | None, precision: Mix
 
 
 def refused_optimizer(degree: int, optimizer: OptimizerConfig) -> Iterator[Broken]:
-    """The rule that an optimizer breaks which needs full matrices, or equal shards of all ranks."""
-    why = ""
-    if optimizer.matrix_patterns is not None:
-        why = "updates whole matrices, of which these ranks hold slices"
-    elif isinstance(optimizer, OneBitAdamConfig):
-        why = "gives replicated and divided parameters one scale"
-    if degree > 1 and why:
-        yield Broken(f"optimizer.kind={optimizer.kind} {why}", f"parallel.tp={degree}", (ALONE,))
+    """The rule that an optimizer breaks which gives slices and replicated parameters one scale."""
+    if degree > 1 and isinstance(optimizer, OneBitAdamConfig):
+        why = "sends signs with one scale for slices and replicated parameters"
+        yield Broken(f"optimizer.kind={optimizer.kind} {why}", f"parallel.tp={degree}", ("optimizer=adamw", ALONE))
 
 
 def refused_weights(degree: int, precision: MixedPrecision) -> Iterator[Broken]:

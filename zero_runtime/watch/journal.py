@@ -36,6 +36,7 @@ _CHANNEL = {
     "outer_reduce_scatter": "replica",
     "tensor_all_reduce": "tensor",
     "tensor_all_gather": "tensor",
+    "matrix_all_gather": "tensor",
     "sequence_all_to_all": "sequence",
 }
 

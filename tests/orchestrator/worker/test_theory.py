@@ -10,6 +10,7 @@ import torch
 from harness.ranks import run_ranks
 from points import LLAMA, config_of
 
+from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import Adapter, AdapterKind, Batch, Loss, LossKind, RunConfig
 from orchestrator.config.state_groups import Zero
@@ -19,6 +20,7 @@ from orchestrator.worker.measure import communication
 from orchestrator.worker.setup import build_runtime
 from orchestrator.workloads.models import token_losses
 from zero_runtime.activations.rule import RecomputeRule
+from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.tensor_parallel.division import head_of
 from zero_runtime.wire import Wire
 
@@ -74,6 +76,11 @@ CONFIGS += [
     divided(3, LORA),
     divided(1, LORA, "full"),
     divided(0, LORA, "none", "gpt_neox"),
+]
+
+
+CONFIGS += [
+    replace(divided(stage, Adapter()), optimizer=Optimizer(rule=MuonConfig(ns_dtype="fp32"))) for stage in (0, 3)
 ]
 
 
