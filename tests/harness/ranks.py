@@ -23,9 +23,10 @@ PRELOAD = [
     *("torch", "torch.distributed", "numpy", "pytest", "safetensors.torch"),
     *("orchestrator.workloads.models", "orchestrator.worker.train", "zero_runtime.checkpoint.background"),
     *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
-    "transformers.models.t5.modeling_t5",
+    *("transformers.models.t5.modeling_t5", "tests.harness.warm"),
 ]
 RANK_THREADS = 1
+GLOO_LOOP, LOWER_BY = "gloo_tcp_loop", 10
 _fault: str | None = None  # the fault of harness.faults for ranks that are started from now on
 
 
@@ -80,6 +81,15 @@ def _await_all(processes: list[Any], deadline: float) -> None:
         time.sleep(0.01)
 
 
+def _let_senders_first() -> None:
+    """Lower the priority of gloo's own threads: while a sender holds a lock they ask for it without a pause, and on two
+    cores that may be the core that the sender waits for. It took a quarter of the processor's time of such tests."""
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().strip() == GLOO_LOOP:
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, int(task.name), own + LOWER_BY)  # above 19 counts as 19
+
+
 def _collect(folder: str, world: int) -> list[Any]:
     results, troubles = [], []
     for rank in range(world):
@@ -118,6 +128,7 @@ def _rank_main(
         store = dist.FileStore(str(Path(folder, "store")), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=HANG_S))
         dist.barrier()  # otherwise a rank that sends nothing could exit while another still connects
+        _let_senders_first()
     try:
         outcome: tuple[bool, Any] = (True, function(*args))
     except BaseException:
