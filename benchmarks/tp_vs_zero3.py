@@ -6,7 +6,7 @@
 Two sweeps for each global batch, of the points of sweeps/tp_vs_zero3.yaml. The rows without offload take turns of ten
 steps, six times, with ranks that stay alive. The offloaded row takes turns with stage 3 three times; its ranks start
 again for each round, as states in files need it. A ratio to stage 3 is taken round by round, so that a load that both
-met is not in it. About 8 minutes on two cores that do nothing else.
+met is not in it.
 """
 
 from __future__ import annotations

@@ -167,7 +167,8 @@ def sent(fit: Fit) -> str:
     text += "; 4 bytes of scale for each 256 quantised" if wire != EXACT else ""
     if tensor := _tensor(fit):
         text += f"; {tensor}"
-    text += "; parts of matrices to their owners and back" if memory.matrices and shard_count(fit) > 1 else ""
+    moves = shard_count(fit) > 1 or config.parallel.tp > 1
+    text += "; parts of matrices to their owners and back" if memory.matrices and moves else ""
     again, of_frozen = (memory.gathered_again(trainable=trained) * sharded for trained in (True, False))
     text += f"; {count(again)} elements of units that the schedule gathers again" if again > 0 else ""
     also = f"; {count(of_frozen)} frozen elements gathered, each as often as the schedule does"

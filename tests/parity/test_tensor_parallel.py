@@ -68,16 +68,28 @@ def test_two_slices_on_two_data_ranks_equal_plain_torch_with_other_settings() ->
     check(4, every)
 
 
-def test_two_slices_with_adapters_on_two_data_ranks_equal_plain_torch() -> None:
-    adapters = DividedRun("llama", 3, gathers_logits=False, adapter_rank=3)
-    recomputed = replace(adapters, kind="neox", stage=2, micro_batches=2, recompute=RecomputeRule("full"))
-    check(4, [adapters, replace(adapters, kind="gpt2", stage=1, clip_norm=0.05), recomputed])
+ADAPTERS = DividedRun("llama", 3, gathers_logits=False, adapter_rank=3)
+MORE_ADAPTERS = [
+    replace(ADAPTERS, kind="gpt2", stage=1, clip_norm=0.05),
+    replace(ADAPTERS, kind="neox", stage=2, micro_batches=2, recompute=RecomputeRule("full")),
+]
 
 
-def test_muon_orthogonalises_whole_matrices_of_slices() -> None:
-    whole = DividedRun("llama", 3, gathers_logits=False, optimizer=MUON, micro_batches=2, clip_norm=0.5)
-    original = replace(MUON, lr_scaling="original", nesterov=False)
-    check(4, [whole, replace(whole, kind="gpt2", stage=0), replace(whole, kind="neox", stage=1, optimizer=original)])
+@pytest.mark.parametrize("runs", [[ADAPTERS], pytest.param(MORE_ADAPTERS, marks=pytest.mark.full)], ids=len)
+def test_two_slices_with_adapters_on_two_data_ranks_equal_plain_torch(runs: list[DividedRun]) -> None:
+    check(4, runs)
+
+
+WHOLE = DividedRun("llama", 3, gathers_logits=False, optimizer=MUON, micro_batches=2, clip_norm=0.5)
+MORE_WHOLE = [
+    replace(WHOLE, kind="gpt2", stage=0),
+    replace(WHOLE, kind="neox", stage=1, optimizer=replace(MUON, lr_scaling="original", nesterov=False)),
+]
+
+
+@pytest.mark.parametrize("runs", [[WHOLE], pytest.param(MORE_WHOLE, marks=pytest.mark.full)], ids=len)
+def test_muon_orthogonalises_whole_matrices_of_slices(runs: list[DividedRun]) -> None:
+    check(4, runs)
 
 
 @pytest.mark.full

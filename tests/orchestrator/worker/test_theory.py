@@ -69,44 +69,30 @@ def _sent(config: RunConfig) -> tuple[dict[str, Any], int, int]:
     return found, sum(frozen.values()) - embedding, embedding
 
 
-CONFIGS = [configured(Zero(stage=stage), adapter) for stage in (1, 2, 3) for adapter in (Adapter(), LORA)]
-CONFIGS += [configured(Zero(stage=3, wire=Wire(gather="int8")), LORA), configured(Zero(stage=3, shard_ranks=1), LORA)]
-CONFIGS += [
+MUON = Optimizer(rule=MuonConfig(ns_dtype="fp32"))
+SHORT = [configured(Zero(stage=3), LORA), divided(3, LORA), replace(divided(0, Adapter()), optimizer=MUON)]
+CONFIGS = [
+    *SHORT,
+    *(configured(Zero(stage=stage), adapter) for stage in (1, 2, 3) for adapter in (Adapter(), LORA)),
+    configured(Zero(stage=3, wire=Wire(gather="int8")), LORA),
+    configured(Zero(stage=3, shard_ranks=1), LORA),
     divided(1, Adapter(), tile=7),
-    divided(3, LORA),
     divided(1, LORA, "full"),
     divided(0, LORA, "none", "gpt_neox"),
+    replace(divided(3, Adapter()), optimizer=MUON),
 ]
 
 
-CONFIGS += [
-    replace(divided(stage, Adapter()), optimizer=Optimizer(rule=MuonConfig(ns_dtype="fp32"))) for stage in (0, 3)
-]
-
-
-@pytest.fixture(scope="module")
-def by_config() -> list[tuple[dict[str, Any], int, int]]:
-    return run_ranks(sent, WORLD, CONFIGS)[0]
-
-
-def test_counted_elements_are_the_theory_with_and_without_adapters(
-    by_config: list[tuple[dict[str, Any], int, int]],
-) -> None:
-    for config, (found, _, _) in zip(CONFIGS, by_config, strict=True):
+@pytest.mark.parametrize("configs", [SHORT, pytest.param(CONFIGS, marks=pytest.mark.full)], ids=len)
+def test_counted_elements_are_the_theory_with_and_without_adapters(configs: list[RunConfig]) -> None:
+    for config, (found, _, _) in zip(configs, run_ranks(sent, WORLD, configs)[0], strict=True):
         (row,) = (row for row in communication_rows({"communication": found}) if row.name == "  and in theory")
         assert row.text.endswith(": equal"), (config.zero, config.adapter.kind, row.text)
         assert found["theory_elements"] > 0
 
 
-def test_frozen_parameters_are_gathered_twice_and_an_embedding_before_all_trained_ones_once(
-    by_config: list[tuple[dict[str, Any], int, int]],
-) -> None:
-    stage_3 = Zero(stage=3)
-    ((found, read, embedding),) = (
-        one
-        for config, one in zip(CONFIGS, by_config, strict=True)
-        if (config.zero, config.adapter, config.parallel) == (stage_3, LORA, Parallel())
-    )
+def test_frozen_parameters_are_gathered_twice_and_an_embedding_before_all_trained_ones_once() -> None:
+    ((found, read, embedding),) = run_ranks(sent, WORLD, SHORT[:1])[0]
     (trained,) = (volume["elements"] for kind, volume in found["data"].items() if kind == "reduce_scatter")
     gathered = found["data"]["all_gather"]["elements"] - 2 * trained  # two gathers and a reduction of the trained ones
     assert read > 0
