@@ -204,7 +204,7 @@ ROWS: dict[str, LossyRow] = {
         stage=1,
     ),
     **{f"1-bit Adam after {warmup}": one_bit_row(warmup) for warmup in (30, 75, 150)},
-    "control: half the rate": LossyRow("optimizer.lr=1.5e-3", SHARDED.format("2·2", "4"), rate=0.5),
+    "control: a tenth of the rate": LossyRow("optimizer.lr=3e-4", SHARDED.format("2·2", "4"), rate=0.1),
 }
 
 
