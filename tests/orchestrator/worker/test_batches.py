@@ -49,6 +49,3 @@ def test_tokens_with_a_label_are_counted_from_this_ranks_part_of_the_hosts_array
     run._runtime = SimpleNamespace(sequence=SimpleNamespace(degree=degree, rank=rank))  # type: ignore[assignment]
     row = [1, IGNORED_LABEL, 2, 3]
     assert run._count(np.array([row, [IGNORED_LABEL] * 4])) == count
-        run._count(np.array([[1, IGNORED_LABEL, 2, 3], [IGNORED_LABEL, IGNORED_LABEL, IGNORED_LABEL, IGNORED_LABEL]]))
-        == count
-    )
