@@ -93,7 +93,8 @@ def _steps_text(config: RunConfig) -> str:
 
 def many_epochs(number: float) -> str:
     """A number of epochs, such as "1 epoch" or "2.5 epochs"."""
-    return f"{number:.3g} epoch{'' if number == 1 else 's'}"
+    text = f"{number:.3g}" if number < 100 else f"{number:,.0f}"
+    return f"{text} epoch{'' if number == 1 else 's'}"
 
 
 def _groups_text(config: RunConfig) -> str:

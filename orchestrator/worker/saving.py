@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -207,8 +208,8 @@ class Saving:
         return every is not None and progress.step % every == 0 and progress.step < self._steps
 
     def validated(self, step: int, loss: float) -> bool:
-        """Takes a validation's loss. Returns whether it is the lowest so far; the next save is then kept."""
-        if self.best is not None and not loss < self.best.loss:
+        """Takes a validation's loss. Returns whether it is the lowest finite one so far; its save is then kept."""
+        if not math.isfinite(loss) or (self.best is not None and loss >= self.best.loss):
             return False
         self.best = Best(step, loss)
         return True

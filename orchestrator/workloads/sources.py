@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -54,14 +55,15 @@ class Windows(Protocol):
         ...
 
 
-class _AllCount:
+class _AllCount(ABC):
     """Windows of which every token but the first is a target."""
 
     def __init__(self, seq: int) -> None:
         self._seq = seq
 
+    @abstractmethod
     def read(self, indices: IntArray) -> IntArray:
-        raise NotImplementedError
+        """A copy of these windows, [len(indices), seq + 1] int64."""
 
     def counts(self, indices: IntArray) -> None:
         return None

@@ -13,7 +13,7 @@ from stub_worker import make_result, step_event
 
 from orchestrator.config.schema import Measure, Train, to_dict
 from orchestrator.records.record_shapes import RESULT, misfit
-from orchestrator.report import ranking, trained
+from orchestrator.report import ranking, sweep_table, trained
 from orchestrator.report.ranking import Entry
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
@@ -130,7 +130,7 @@ def test_steps_before_a_resume_are_not_shown_as_steps_of_the_resumed_run() -> No
 
 def test_a_training_shows_its_steps_its_validations_and_what_was_lowest_so_far() -> None:
     screen, out = show()
-    config = replace(CONFIG, measure=Measure(2, None), train=Train(epochs=1.5, eval_every=50))
+    config = replace(CONFIG, measure=Measure(warmup_steps=2, steps=None), train=Train(epochs=1.5, eval_every=50))
     screen.plan("a", config, "here")
     screen.begin(config)
     screen.event({"event": "validation", "step": 50, "loss": 4.5, "best": True, "earlier": True})
@@ -176,7 +176,7 @@ def test_the_summary_of_a_training_has_its_length_its_best_validation_and_its_ex
 
 
 def test_a_training_ends_with_one_line_and_the_commands_that_use_the_best_checkpoint() -> None:
-    config = to_dict(replace(CONFIG, measure=Measure(2, None), train=Train(max_steps=300)))
+    config = to_dict(replace(CONFIG, measure=Measure(warmup_steps=2, steps=None), train=Train(max_steps=300)))
     typed = ["measure=train", "train.max_steps=300", "checkpoint=sharded"]
     rows = trained.closing_rows(typed, config, trained_result())
     assert [row.name for row in rows] == ["done", "next", "", "go on"]
@@ -237,3 +237,19 @@ def test_no_colour_is_printed_if_the_environment_disables_it(name: str, monkeypa
     out = io.StringIO()
     Screen(Console(file=out, force_terminal=True)).warn("careful")
     assert out.getvalue() == "warning: careful\n" or "\x1b[3" not in out.getvalue()
+
+
+def test_a_sweep_of_trainings_is_ranked_by_what_they_learned_and_followed_by_weights() -> None:
+    config = to_dict(replace(CONFIG, measure=Measure(warmup_steps=2, steps=None), train=Train(max_steps=300)))
+    entries = [
+        Entry(label, "ok", {**trained_result(), "rounds": []}, overrides=("measure=train",), config=config)
+        for label in "ab"
+    ]
+    rows = ranking.rank(entries)
+    assert ranking.conclusion(rows).endswith("a training has one: rank_by loss_validation")
+    assert "export-weights /c/step-00000200" in ranking.next_after_sweep(rows)
+    step = {**step_event(51, 2), "of": 300}
+    assert sweep_table.progress([step], config) == "training 51/300"
+    validation = {"event": "validation", "step": 50, "loss": 3.0}
+    assert sweep_table.progress([step, validation], config) == "training 51/300"
+    assert sweep_table.progress([{**step, "step": 300}], config) == "ending"

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.worker.train import IGNORED, RankRun
+from orchestrator.worker.train import RankRun
+from orchestrator.workloads.data import IGNORED_LABEL
 
 
 def rank_on(device: str) -> RankRun:
@@ -46,4 +47,5 @@ def test_tokens_with_a_label_are_counted_from_this_ranks_part_of_the_hosts_array
 ) -> None:
     run = rank_on("cpu")
     run._runtime = SimpleNamespace(sequence=SimpleNamespace(degree=degree, rank=rank))  # type: ignore[assignment]
-    assert run._count(np.array([[1, IGNORED, 2, 3], [IGNORED, IGNORED, IGNORED, IGNORED]])) == count
+    row = [1, IGNORED_LABEL, 2, 3]
+    assert run._count(np.array([row, [IGNORED_LABEL] * 4])) == count

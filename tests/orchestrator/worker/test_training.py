@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from test_resume import WORLD, Try
 from orchestrator.config.schema import Measure, RunConfig, Train
 from orchestrator.records.record_file import EventTail, require_json
 from orchestrator.records.record_shapes import RESULT
+from orchestrator.worker.saving import Best, Saving
 from orchestrator.workloads.data import TokenData
 
 STEPS = 12
@@ -162,3 +164,22 @@ def test_fine_tuning_resumes_to_its_end_and_has_learned_the_pairs(tmp_path: Path
     result = require_json(last.paths.result, RESULT)
     assert result["loss"]["last"] < 0.5 * result["loss"]["first"]
     assert result["loss"]["validation"] < 0.5 * validations(whole)[0][1] or result["loss"]["validation"] < 1.0
+
+
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    saving = Saving.__new__(Saving)
+    saving.best = None
+    found = [saving.validated(step, loss) for step, loss in enumerate((math.nan, 3.0, math.inf, 3.0, math.nan, 2.0))]
+    assert found == [False, True, False, False, False, True]
+    assert saving.best == Best(5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "samples", "steps"),
+    [(1.0, 64, 16), (1.0, 65, 17), (0.1, 30, 1), (0.4, 30, 3), (3.0, 61, 46), (0.001, 9, 1)],
+)
+def test_epochs_are_whole_steps_rounded_up(epochs: float, samples: int, steps: int) -> None:
+    config = replace(trained(), train=Train(epochs=epochs))
+    config = replace(config, batch=replace(config.batch, global_size=4))
+    assert config.steps() is None
+    assert config.steps(samples) == steps
