@@ -11,6 +11,7 @@ their share of that has a name of its own.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +54,10 @@ def profiled(
     matrix = _matrix_flops_per_s(config, runtime)
     if rank.rank != 0:
         return {}
-    write_json_atomic(attempt.profile, {"rank": highest, **shown})
+    try:
+        write_json_atomic(attempt.profile, {"rank": highest, **shown})
+    except OSError as error:
+        return {"profile_failed": f"rank 0: {attempt.profile} could not be written: {error}"}
     step_s = result["throughput"]["step_ms"]["median"] / 1e3
     return {"profile": {**_rates(config, runtime, ranks, matrix, step_s), **_where(shown, ranks, highest)}}
 
@@ -62,10 +66,11 @@ def _own(
     runtime: ZeroRuntime, attempt: AttemptPaths, rank: int, step: Callable[[], None]
 ) -> tuple[dict[str, Any], str]:
     """The profile of this rank, or why there is none."""
-    try:
+    with contextlib.suppress(OSError):  # without the folder the trace fails, after the steps: all ranks make those
         attempt.traces.mkdir(exist_ok=True)
+    try:
         return profile_step(runtime, step, attempt.traces / f"rank{rank}.json.gz"), ""
-    except OSError as error:  # after the steps, so that no rank waits for another
+    except (OSError, ValueError) as error:  # ValueError: of a trace that ends early, as on a full disk
         return {}, f"the trace could not be written: {error}"
 
 

@@ -80,7 +80,7 @@ def _history(device: torch.device, file: Path) -> AbstractContextManager[None]:
 @contextmanager
 def _recorded_history(file: Path) -> Any:
     """What the allocator of the GPU does inside, for https://pytorch.org/memory_viz."""
-    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_EVENTS)
     try:
         yield
         torch.cuda.memory._dump_snapshot(str(file))

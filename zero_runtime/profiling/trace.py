@@ -60,7 +60,8 @@ class TraceStep(NamedTuple):
 
 def read_step(trace: Mapping[str, Any], module_of: Callable[[int], str | None]) -> TraceStep:
     """The step of a trace that has one. module_of: the module that made autograd's node of a number."""
-    events = trace["traceEvents"]
+    # A trace of a GPU has each range twice: as the host opened it, and as its kernels ran.
+    events = [event for event in trace["traceEvents"] if event.get("cat") != "gpu_user_annotation"]
     step = next(one for one in events if one.get("ph") == "X" and one.get("name") == STEP)
     spans: dict[Any, list[Mapping[str, Any]]] = {}
     for event in events:

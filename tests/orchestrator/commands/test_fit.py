@@ -348,3 +348,14 @@ def test_an_evaluation_is_refused_with_one_error(
     assert len(errors) == 1
     assert "steps of training, and measure=eval has none      fix: measure=quick" in errors[0]
     assert told.out == ""
+
+
+def test_a_price_adds_the_cost_of_a_billion_tokens_at_the_estimated_speed(say: Say, counted: Path) -> None:
+    priced = say(*TWO, "hardware.price_per_hour=1.5", "hardware.currency=USD").out.splitlines()
+    header = next(line for line in priced if "USD/1B tokens" in line)
+    assert re.search(r"tokens/s +USD/1B tokens", header)
+    row = priced[priced.index(header) + 1].split()
+    speed, cost = (float(cell.removeprefix("~").replace(",", "")) for cell in row[3:5])
+    assert row[4].startswith("~")
+    assert cost == pytest.approx(2 * 1.5 * 1e9 / (3600 * speed), rel=0.01)  # three digits are printed
+    assert "1B tokens" not in say(*TWO).out

@@ -107,7 +107,7 @@ def test_this_machine_may_have_a_price_and_no_other_key() -> None:
     assert not GpuNode(price_per_hour=0.5).is_described
     with pytest.raises(ConfigError) as caught:
         GpuNode(price_per_hour=-1.0, currency="", gpus=2)
-    assert [one.fixes for one in caught.value.broken] == [
+    assert [one.fix for one in caught.value.broken] == [
         ("hardware.price_per_hour=null",),
         ("hardware.currency=null",),
         ("hardware.gpus=null",),

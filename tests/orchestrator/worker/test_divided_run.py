@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.patience import HANG_S
-from harness.ranks import prepare_fork_server
 from points import LLAMA, config_of
+from rank_runs import run
 
 from orchestrator.config.parallel import Parallel
-from orchestrator.config.schema import RunConfig, to_dict
-from orchestrator.launch.rank import RankInfo
-from orchestrator.records.record_file import EventTail, read_json, write_json_atomic
-from orchestrator.records.run_record import AttemptPaths
+from orchestrator.config.schema import RunConfig
 from orchestrator.report import summary
 
 STEPS, DATA_RANKS = 5, 2  # an odd number of steps is measured, so that medians are of one step
@@ -27,36 +20,6 @@ STEPS, DATA_RANKS = 5, 2  # an odd number of steps is measured, so that medians 
 TERMS, SUMS, LARGEST = max(LLAMA["vocab_size"], LLAMA["intermediate_size"]), 14, 4.5
 ROUNDING = 2 * TERMS * 2**-24 * SUMS * LARGEST
 RATE = 1e-9  # so low that a gradient of another rounding changes no later loss: by STEPS x RATE x its L1 norm at most
-
-
-def _rank_main(root: Path, rank: int, world: int) -> None:
-    from orchestrator.worker.train import run_rank
-
-    try:
-        run_rank(AttemptPaths(root), RankInfo(rank, world, rank, root / "rendezvous"))
-    except BaseException:
-        (root / f"rank{rank}.log").write_text(traceback.format_exc())
-        os._exit(1)
-    os._exit(0)
-
-
-def run(root: Path, config: RunConfig) -> dict[str, Any]:
-    """The result of a run, with the losses of its steps in `curve`."""
-    paths = AttemptPaths(root / "attempts" / "01")
-    paths.root.mkdir(parents=True)
-    write_json_atomic(paths.config, to_dict(config))
-    write_json_atomic(paths.state, {"contents": {}})
-    prepare_fork_server()
-    context, world = mp.get_context("forkserver"), config.ranks
-    ranks = [context.Process(target=_rank_main, args=(paths.root, rank, world)) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(HANG_S)
-    result = read_json(paths.result)
-    assert result is not None, [file.read_text() for file in paths.root.glob("rank*.log")]
-    events = EventTail(paths.metrics).read_new()
-    return {**result, "curve": [event["loss"] for event in events if event["event"] == "step"]}
 
 
 def config_with(parallel: Parallel) -> RunConfig:

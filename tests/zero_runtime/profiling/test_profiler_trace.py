@@ -92,8 +92,12 @@ def test_a_kernel_belongs_to_the_moment_that_issued_it_on_the_thread_that_did() 
         span("cudaLaunchKernel", 22_000, 22_010, cat="cuda_runtime", correlation=3),
         span("ncclDevKernel_AllGather", 700_000, 701_000, tid=9, cat="kernel", correlation=3),
         span("Memcpy DtoH", 700_000, 702_000, tid=9, cat="gpu_memcpy", correlation=77),
+        span(f"{MODULE}outer", 500_000, 900_000, tid=9, cat="gpu_user_annotation"),
     ]
-    assert times_ms(read(*more)) == pytest.approx(
+    on_gpu = span(STEP, 450_000, 950_000, tid=9, cat="gpu_user_annotation")
+    step = read_step({"traceEvents": [on_gpu, *EVENTS, *more]}, module_of)
+    assert (step.start_us, step.end_us) == (0, 100_000)
+    assert times_ms(step) == pytest.approx(
         {
             ("forward", "outer.inner", FORWARD): 3,
             ("backward", "outer.inner", BACKWARD): 5,
