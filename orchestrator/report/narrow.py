@@ -38,7 +38,7 @@ def narrowed(table: Table, width: int | None) -> Narrowed:
 
 def left_out_text(left_out: tuple[str, ...], width: int) -> str:
     """The line under a table that lacks columns."""
-    return f"not shown at {width} columns: {', '.join(left_out)}; a wider window, or `| cat` after the command, has all"
+    return f"left out at {width} columns: {', '.join(left_out)}; `| cat` shows all"
 
 
 def _needed(table: Table, columns: list[int]) -> int:
