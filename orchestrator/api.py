@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class SweepResults(list[Record]):
         return f"{sweep_files.plain(ranking.table(self._ranked))}\n{self.conclusion}"
 
     def _repr_html_(self) -> str:
-        return f"{sweep_files.html(ranking.table(self._ranked))}<p>{sweep_files.escape(self.conclusion)}</p>"
+        return f"{sweep_files.html(ranking.table(self._ranked))}<p>{escape(self.conclusion)}</p>"
 
 
 class SweepPlan(list[Planned]):
