@@ -32,7 +32,7 @@ STYLES = {
     RunState.queued: "dim",
     RunState.cancelled: "dim",
 }
-REASONS_SHOWN = 60
+REASONS_SHOWN = 100
 PLAN_REASONS = 8
 STATES = ("params", "grads", "optimizer")
 PLAN_HEADER = ("point", "decision", *STATES, "activations", "needs/rank")
