@@ -16,7 +16,7 @@ from orchestrator.compose.line import composed, show
 from orchestrator.compose.settable import read_tree
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.schema import Device, RunConfig
-from orchestrator.config.strict import Refusal
+from orchestrator.config.strict import Refusal, nearest
 from orchestrator.launch import environment
 from orchestrator.machine import hardware
 from orchestrator.plan.decision import Wishes, retry_states
@@ -59,7 +59,7 @@ def _run(composition: Composition, asked: Arguments) -> int:
         from orchestrator.commands.sweep import run_sweep
 
         return run_sweep(request, scene.hardware)
-    only_sweeps = ("--plan", "--fresh", "--detach", "--retry", point_count.FLAG)
+    only_sweeps = ("--plan", "--fresh", "--detach", "--retry", "--anchor", point_count.FLAG)
     if sweeping := [flag for flag in only_sweeps if flag in asked.flags]:
         raise Refusal([f"{' and '.join(sweeping)} belongs to a sweep: add -m, or leave it out"])
     points, problems = checked_points(composition, scene)
@@ -108,7 +108,7 @@ def _join_step() -> None:
 def sweep_request(argv: Sequence[str]) -> tuple[SweepRequest, hardware.Hardware]:
     """The sweep that a command line describes, and this machine. Refusal: lists everything wrong with the arguments."""
     asked = arguments.split(argv)
-    scene = here()
+    scene = replace(here(), plan_only="--plan" in asked.flags)
     return _sweep_request(composed(asked), asked, scene), scene.hardware
 
 
@@ -123,6 +123,7 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: Scene) -> 
     wishes = _wishes(asked)
     points = [point for point in all_points if isinstance(point, Point)]
     sweep_problems = [ranking.metric_problem(metric) if metric else None, _places_problem(points)]
+    sweep_problems.append(_anchor_problem(wishes.anchor, points))
     problems = [*filter(None, sweep_problems), *problems]
     if not points or scene.world is not None or any(sweep_problems):
         raise Refusal(problems)
@@ -157,6 +158,16 @@ def _check_fault(points: Sequence[Point]) -> None:
         raise Refusal(problems[:1])
 
 
+def _anchor_problem(label: str, points: Sequence[Point]) -> str | None:
+    """The problem if the anchor is none of the points."""
+    labels = [point.label for point in points]
+    if not label or label in labels:
+        return None
+    near = nearest(label, labels)
+    hint = f" Did you mean '{near}'?" if near else ""
+    return f"--anchor {label}: there is no point of that label.{hint}      points: {' '.join(few(labels))}"
+
+
 def _places_problem(points: Sequence[Point]) -> str | None:
     """The problem if the points differ in output folder or scheduler: a sweep has one of each."""
     for key, values in (
@@ -174,7 +185,12 @@ def _wishes(asked: Arguments) -> Wishes:
         states = retry_states(retry) if retry else frozenset()
     except ValueError as error:
         raise Refusal([str(error)]) from None
-    return Wishes(fresh="--fresh" in asked.flags, retry=states, prune=asked.flags.get("--prune") != "off")
+    return Wishes(
+        fresh="--fresh" in asked.flags,
+        retry=states,
+        prune=asked.flags.get("--prune") != "off",
+        anchor=asked.flags.get("--anchor") or "",
+    )
 
 
 def _note_gpus(scene: Scene, config: RunConfig) -> None:

@@ -77,7 +77,7 @@ def swept(request: SweepRequest, hardware: Hardware, screen: Screen) -> tuple[in
             f"{many(len(request.points), 'point')}: predicting {'their' if len(request.points) > 1 else 'its'} memory",
             "dim",
         )
-    planned = _plan(request, hardware, screen)
+    planned = decided(request, hardware, screen)
     if request.plan_only or not any(point.decision is RunState.queued for point in planned):  # else its tracker does it
         complete_left_behind(_output(request).absolute())
     # A product of axes may contain combinations that no rule allows. They are rows of the table: refusing the sweep for
@@ -212,17 +212,21 @@ def _cost(configs: Sequence[RunConfig]) -> str:
     return text
 
 
-def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
-    """Runs a sweep without a screen and returns when it has ended. An interrupt cancels it and is raised again.
+def run_quietly(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> SweepPaths:
+    """Runs a sweep and returns when it has ended. An interrupt cancels it and is raised again. screen: shows the
+    progress; None shows nothing.
 
     A sweep that another command began is waited for, and an interrupt does not cancel it.
     """
-    planned = _plan(request, hardware)
+    planned = decided(request, hardware)
     _check_places(request)
     if problems := _problems_of_cluster(request, planned):
         raise slurm_tools.SlurmError("; ".join(problems))
     begun = _begin(request, planned)
     try:
+        if screen is not None and begun.process is not None:
+            process = begun.process
+            SweepWatch(begun.sweep, screen, lambda: process.poll() is None).until_end()
         if begun.process is None or begun.process.wait() == TAKEN:
             _await(begun.sweep)
     except KeyboardInterrupt:
@@ -253,7 +257,8 @@ def _await(sweep: SweepPaths) -> None:
         time.sleep(watch_sweep.LOOK_S)
 
 
-def _plan(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> list[Planned]:
+def decided(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> list[Planned]:
+    """The points of the sweep, predicted and decided. Nothing is started but the process that counts."""
     points = _runnable(request)
     tell = None if screen is None or request.as_json else partial(screen.say, style="dim")
     predicted = prediction.predict(points, tell) if request.predicts else {}

@@ -338,7 +338,8 @@ def _values(override: Override) -> list[str]:
         return [override.input_line or ""]
     if not override.is_discrete_sweep():
         raise HydraException(f"{override.input_line}: an interval has no end of values; use range() or choice()")
-    values = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    typed = {"True": "true", "False": "false"}  # Hydra spells them as Python does
+    values = [f"{key}={typed.get(value, value)}" for value in override.sweep_string_iterator()]
     if not values:
         why = (
             "glob() picks options of a group by name" if "glob(" in (override.input_line or "") else "the list is empty"

@@ -48,6 +48,7 @@ Flags
       --plan           the points of a sweep, predicted and decided; nothing is started
       --fresh          measure again what was measured      --retry error,oom,...   run those again
       --prune off      run also what cannot fit             --detach   leave the sweep running and return
+      --anchor POINT   measure this point once more, to see what changed since it was measured
       --max-points N   let a sweep have more than 10,000 points
       --json           one JSON document on stdout at the end, and all else on stderr; every verb has it or says why not
       --version        of zero-lab; VERB --help has the usage of a verb

@@ -42,7 +42,7 @@ class Topics:
         keys = [key for key in self.tree.keys if key == name or key.rpartition(".")[2] == name]
         files = [group for group, names in self.tree.groups.items() if name in names]
         if keys or files:
-            pages = ["\n".join(self._key(key, full=True)) for key in keys]
+            pages = [textwrap.dedent("\n".join(self._key(key, full=True))) for key in keys]
             return "\n\n".join([*pages, *(self._option(group, name) for group in files)])
         known = [*self.tree.groups, *self.tree.keys, *(one for names in self.tree.groups.values() for one in names)]
         near = nearest(name, known)

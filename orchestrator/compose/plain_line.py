@@ -78,7 +78,7 @@ def _axes(words: Sequence[str]) -> dict[str, list[_Word]]:
         values = text.split(",")
         found = [(f"{key}={one}", key, _value(one)) for one in values]
         if len(values) > 1 and any(type(value) not in (str, int) for _, _, value in found):
-            raise NotPlain  # Hydra writes these in a list in its own way: 1e-3 as 0.001, true as True
+            raise NotPlain  # Hydra writes these in a list in its own way: 1e-3 as 0.001
         axes[key] = found
     return axes
 

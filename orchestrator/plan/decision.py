@@ -54,11 +54,13 @@ STEP = "a step"  # the name of its moment
 @dataclass(frozen=True)
 class Wishes:
     """What the user asks for. fresh: run all points again. retry: run points again whose kept answer is one of these
-    states. prune: leave out points that cannot fit into memory."""
+    states. prune: leave out points that cannot fit into memory. anchor: the label of a point that is measured once more
+    if its answer is kept; empty: the first one of an earlier day, if there is one."""
 
     fresh: bool = False
     retry: frozenset[RunState] = frozenset()
     prune: bool = True
+    anchor: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,16 +193,19 @@ def decide(
         else:
             plan = _identified(point, name_of(point.config), known, predictions.get(point.label))
             planned.append(_decided(plan, output, wishes, predictions.get(point.label)))
-    planned = _anchored(planned, output)
+    planned = _anchored(planned, output, wishes.anchor)
     return _pruned_by_family(planned) if wishes.prune else planned
 
 
-def _anchored(planned: list[Planned], output: Path) -> list[Planned]:
+def _anchored(planned: list[Planned], output: Path, label: str) -> list[Planned]:
     """The plan with its anchor, if points are measured today and others are kept from an earlier day: a kept point that
     is measured once more, whose change ties the rows of that day to those of today.
 
     It is the first kept point, or one that was measured again today. Points without enough rounds show no change.
+    label: the point that is the anchor, whenever it was measured; empty if none is named.
     """
+    if label:
+        return [_again(point, "named by --anchor") if point.label == label else point for point in planned]
     today = _date(time.time())
     kept = [point for point in planned if point.decision is RunState.cached]
     dated = [(point, result) for point in kept if is_ranked(result := result_of(AttemptPaths(Path(point.attempt))))]
@@ -211,9 +216,16 @@ def _anchored(planned: list[Planned], output: Path) -> list[Planned]:
         if earlier := _of_an_earlier_day(point, output, today):
             return [replace(one, anchor=earlier) if one is point else one for one in planned]
     anchor = next(point for point in kept if days.get(point.label, today) != today)
-    reason = f"the anchor: measured on {days[anchor.label]}, and once more to see what changed since"
-    again = replace(anchor, decision=RunState.queued, reason=reason, attempt="", anchor=anchor.attempt)
+    again = _again(anchor, f"measured on {days[anchor.label]}")
     return [again if one is anchor else one for one in planned]
+
+
+def _again(point: Planned, why: str) -> Planned:
+    """A point whose answer is kept, as an anchor; any other as it is."""
+    if point.decision is not RunState.cached:
+        return point
+    reason = f"the anchor: {why}, and measured once more to see what changed since"
+    return replace(point, decision=RunState.queued, reason=reason, attempt="", anchor=point.attempt)
 
 
 def _of_an_earlier_day(point: Planned, output: Path, today: str) -> str:

@@ -149,7 +149,7 @@ def phases(points: Sequence[ReportPoint]) -> Figure | None:
     )
     caption = (
         "The median of each phase over the counted steps. Exposed communication is the time that a rank spent blocked "
-        "on collectives. Medians of parts need not add up to the median of the step, which is the black line."
+        "on collectives. Medians of parts need not add up to the median of the step, which is the thin line."
     )
     return Figure("phases", bars.picture_of(chart), caption)
 

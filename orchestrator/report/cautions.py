@@ -24,7 +24,7 @@ def reused(ranked: Sequence[Ranked]) -> list[str]:
     """One line if rows were measured before this sweep: how many, which and when."""
     entries = [row.entry for row in ranked if row.entry.is_reused]
     if not entries:
-        return []
+        return _anchors(ranked)
     rows = sum(row.entry.result is not None for row in ranked)
     named = [f"{entry.label} measured {clock(entry, '%Y-%m-%d %H:%M')}, reused" for entry in entries[:REUSED_NAMED]]
     named += [f"{len(entries) - REUSED_NAMED} more"] if len(entries) > REUSED_NAMED else []

@@ -7,14 +7,15 @@ from typing import NamedTuple
 from orchestrator.report.summary import Table
 
 GAP = 2  # characters between columns
-TEXT_WIDTH = 24  # characters that a column of sentences needs at least: they wrap
+TEXT_WIDTH = 34  # characters that a column of sentences needs at least: they wrap
 
 
 class Narrowed(NamedTuple):
-    """A table that fits, and the names of the columns that it lacks, in the table's order."""
+    """A table, and the names of the columns that it lacks, in the table's order. fits: without wrapping its names."""
 
     table: Table
-    left_out: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    fits: bool = True
 
 
 def narrowed(table: Table, width: int | None) -> Narrowed:
@@ -33,12 +34,13 @@ def narrowed(table: Table, width: int | None) -> Narrowed:
             kept.remove(at)
     header, *rows = (tuple(row[at] for at in kept) for row in (table.header, *table.rows))
     left_out = tuple(name for at, name in enumerate(table.header) if at not in kept)
-    return Narrowed(table._replace(header=header, rows=tuple(rows)), left_out)
+    fits = width is None or _needed(table, kept) <= width
+    return Narrowed(table._replace(header=header, rows=tuple(rows)), left_out, fits)
 
 
 def left_out_text(left_out: tuple[str, ...], width: int) -> str:
     """The line under a table that lacks columns."""
-    return f"not shown at {width} columns: {', '.join(left_out)}; a wider window, or `| cat` after the command, has all"
+    return f"left out at {width} columns: {', '.join(left_out)}; `| cat` shows all"
 
 
 def _needed(table: Table, columns: list[int]) -> int:

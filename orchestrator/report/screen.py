@@ -61,9 +61,9 @@ class Screen:
     def drawn(self, table: Table, styles: Sequence[str] = ()) -> Group:
         """The table, with the line about columns that were left out. styles: one for each row, or none."""
         width = self.console.width
-        fitting, left_out = narrowed(table, width if self.console.is_terminal else None)
-        line = [Text(left_out_text(left_out, width), style="dim")] if left_out else []
-        return Group(_table(fitting, styles), *line)
+        found = narrowed(table, width if self.console.is_terminal else None)
+        line = [Text(left_out_text(found.left_out, width), style="dim")] if found.left_out else []
+        return Group(_table(found.table, styles, wraps_names=not found.fits), *line)
 
     def plan(self, label: str, config: RunConfig, folder: str) -> None:
         """Shows the configuration of the run that is about to start."""
@@ -227,11 +227,12 @@ def _grid(rows: Sequence[Row]) -> RichTable:
     return grid
 
 
-def _table(table: Table, styles: Sequence[str] = ()) -> RichTable:
+def _table(table: Table, styles: Sequence[str] = (), *, wraps_names: bool = False) -> RichTable:
     rich = RichTable(box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(table.header):
-        is_text = index < table.names or name in table.texts
-        rich.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+        is_name, is_text = index < table.names, name in table.texts
+        wraps = is_text or (is_name and wraps_names)
+        rich.add_column(name, justify="left" if is_name or is_text else "right", no_wrap=not wraps, overflow="fold")
     for number, row in enumerate(table.rows):
         rich.add_row(*[Text(cell, style=styles[number] if styles else "") for cell in row])
     return rich

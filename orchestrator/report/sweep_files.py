@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from html import escape
 
 from orchestrator.config.lossy import lossy_words
 from orchestrator.report import costs, named_apart
@@ -56,21 +57,51 @@ def report_md(name: str, ranked: Sequence[Ranked]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def results_csv(ranked: Sequence[Ranked]) -> str:
-    """One line per point; numbers unrounded and in base units, named by their column. Each setting that differs
-    between points has a column with its key."""
-    entries = [row.entry for row in ranked]
-    settings = varied_keys([entry.overrides for entry in entries])
-    rows = [
-        _csv_row(row, {key: _value_of(key, values[number], row.entry) for key, values in settings.items()})
-        | {"lossy": ", ".join(lossy_words(row.entry.config)), "loss_to_exact": to_exact(row.entry, entries)}
-        for number, row in enumerate(ranked)
+def html(table_: Table) -> str:
+    """The table as an element of a page."""
+    aligned = [
+        "left" if at < table_.names or name in table_.texts else "right" for at, name in enumerate(table_.header)
     ]
+    rows = [
+        "".join(
+            f'<{tag} style="text-align: {side}">{escape(cell)}</{tag}>' for side, cell in zip(aligned, row, strict=True)
+        )
+        for tag, row in [("th", table_.header), *(("td", row) for row in table_.rows)]
+    ]
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+
+
+def plain(table_: Table) -> str:
+    """The table as lines of text, in full width."""
+    lines = [table_.header, *table_.rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = [
+        str.ljust if at < table_.names or name in table_.texts else str.rjust for at, name in enumerate(table_.header)
+    ]
+    cells = [[side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in lines]
+    return "\n".join("  ".join(row).rstrip() for row in cells)
+
+
+def results_csv(ranked: Sequence[Ranked]) -> str:
+    """`result_rows` as a file."""
+    rows = result_rows(ranked)
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["place"])
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
+
+
+def result_rows(ranked: Sequence[Ranked]) -> list[dict[str, object]]:
+    """One row per point; numbers unrounded and in base units, named by their column. Each setting that differs between
+    points has a column with its key."""
+    entries = [row.entry for row in ranked]
+    settings = varied_keys([entry.overrides for entry in entries])
+    return [
+        _csv_row(row, {key: _value_of(key, values[number], row.entry) for key, values in settings.items()})
+        | {"lossy": ", ".join(lossy_words(row.entry.config)), "loss_to_exact": to_exact(row.entry, entries)}
+        for number, row in enumerate(ranked)
+    ]
 
 
 def _value_of(key: str, typed: str, entry: Entry) -> object:

@@ -32,7 +32,7 @@ STYLES = {
     RunState.queued: "dim",
     RunState.cancelled: "dim",
 }
-REASONS_SHOWN = 60
+REASONS_SHOWN = 100
 PLAN_REASONS = 8
 STATES = ("params", "grads", "optimizer")
 PLAN_HEADER = ("point", "decision", *STATES, "activations", "needs/rank")
@@ -118,7 +118,9 @@ DROPS = ("slots", "states/rank", "peak/rank")
 
 def standing_table(standings: Sequence[Standing]) -> Table:
     """One row per point, in the order of the sweep."""
-    return Table(HEADER, tuple(map(standing_row, standings)), names=3, drops=DROPS, texts=("note",))
+    rows = tuple(map(standing_row, standings))
+    unknown = [name for at, name in enumerate(HEADER) if name in DROPS and all(row[at] == ABSENT for row in rows)]
+    return Table(HEADER, rows, names=3, drops=tuple(dict.fromkeys((*unknown, *DROPS))), texts=("note",))
 
 
 def standing_row(point: Standing) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from points import STUB
 from sweep_runs import points
 
 import orchestrator
+from orchestrator import api
 from orchestrator.api import Refusal
 from orchestrator.commands.sweep import SweepRequest
 from orchestrator.machine import hardware
@@ -84,3 +86,47 @@ def test_invalid_words_raise_a_refusal() -> None:
         orchestrator.sweep("zero=stge2")
     with pytest.raises(Refusal, match=r"batch\.global_size must be a multiple"):
         orchestrator.run("batch.global_size=7")
+
+
+def test_a_sweep_displays_itself_as_its_table_and_turns_into_a_frame(stubbed: list[list[str]]) -> None:
+    records = orchestrator.sweep("batch.micro=1,4")
+    header, first, second, conclusion = repr(records).splitlines()
+    assert header.split()[:2] == ["place", "point"]
+    assert first.split()[1:3] == ["micro1", "9,812"]
+    assert "oom" in second
+    assert conclusion == records.conclusion
+    assert records._repr_html_().startswith("<table><tr><th")
+    frame = records.to_frame()
+    assert list(frame["label"]) == ["micro1", "micro4"]
+    assert frame["tokens_per_second_median"][0] == 9812.0
+    assert (records.folder / "results.csv").is_file()
+
+
+def test_progress_is_shown_on_stderr_if_asked_for(stubbed: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    orchestrator.sweep("batch.micro=1,4", progress=True)
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "micro1: ok  9,812 tokens/s" in told.err
+    orchestrator.sweep("batch.micro=1,4")  # stderr is no terminal here
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_plan_starts_nothing_and_displays_its_decisions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stubbed: list[list[str]]
+) -> None:
+    found = api.plan("batch.micro=1,4")
+    assert stubbed == [["-m", "--plan", "batch.micro=1,4"]]
+    assert [(point.label, point.decision) for point in found] == [
+        ("micro1", RunState.queued),
+        ("micro4", RunState.queued),
+    ]
+    assert "micro1  to run" in repr(found)
+    assert "<td" in found._repr_html_()
+    assert list(found.to_frame()["decision"]) == ["to run", "to run"]
+    assert not (tmp_path / "sweeps").exists()
+
+
+def test_without_pandas_to_frame_says_what_to_do(stubbed: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        api.plan("batch.micro=1,4").to_frame()

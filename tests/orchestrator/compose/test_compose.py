@@ -47,6 +47,13 @@ def test_a_single_point_combines_the_defaults_and_the_overrides() -> None:
         ("model=gpt2 batch.micro=8 seed=3 tracking=none output=/x", ["stage2-bf16-gpt2-micro8-seed3"]),
         ("precision.reduce=bf16", ["stage2-bf16-reduce_bf16"]),
         ("-m zero=stage0,stage1 precision=fp32", ["stage0", "stage1"]),
+        (
+            "-m recompute=none,full loss=full,tiled",
+            [f"recompute_{a}-loss_{b}" for a in ("none", "full") for b in ("full", "tiled")],
+        ),
+        ("-m optimizer.no_decay=true,false", ["no_decay_true", "no_decay_false"]),
+        ("-m recompute.offload=none,cpu", ["recompute.offload_none", "recompute.offload_cpu"]),
+        ("-m offload=none,optimizer_cpu optimizer=lion", ["offload_none", "offload_optimizer_cpu"]),
         ("zero=stage0,stage1 -m precision=fp32,bf16", ["stage0-fp32", "stage0-bf16", "stage1-fp32", "stage1-bf16"]),
         ("-m batch.micro=range(1,4)", ["micro1", "micro2", "micro3"]),
         ("-m zero=choice(stage2,stage3)", ["stage2", "stage3"]),

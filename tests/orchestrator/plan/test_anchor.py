@@ -37,8 +37,8 @@ def measure(config: RunConfig, *, days_ago: float, rounds: int = 3) -> Attempt:
     return attempt
 
 
-def plan(found: list[Point], output: Path) -> list[Planned]:
-    return decision.decide(found, output, lambda _: "cpu", Wishes(), {})
+def plan(found: list[Point], output: Path, anchor: str = "") -> list[Planned]:
+    return decision.decide(found, output, lambda _: "cpu", Wishes(anchor=anchor), {})
 
 
 def test_the_first_kept_point_of_an_earlier_day_is_measured_once_more(tmp_path: Path) -> None:
@@ -81,3 +81,14 @@ def test_a_point_without_enough_rounds_is_no_anchor(tmp_path: Path) -> None:
     measure(one.config, days_ago=2, rounds=2)
     (found,) = plan([one], tmp_path)
     assert found.decision is RunState.queued, "a result with some of its rounds is no answer"
+
+
+def test_a_named_anchor_is_measured_once_more_whenever_it_was_measured(tmp_path: Path) -> None:
+    one, other, new = points(tmp_path)
+    measure(one.config, days_ago=2)
+    old = measure(other.config, days_ago=0)
+    planned = plan([one, other, new], tmp_path, anchor="seed1")
+    assert [point.decision.value for point in planned] == ["cached", "queued", "queued"]
+    assert planned[1].anchor == str(old.paths.root)
+    assert "named by --anchor" in planned[1].reason
+    assert [point.anchor for point in plan([new], tmp_path, anchor="seed2")] == [""]  # there is nothing to compare with

@@ -234,3 +234,16 @@ def test_pages_of_any_size_open_without_an_error(tmp_path: Path, count: int) -> 
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     assert done.stdout.count("<tr class=") == count
     assert sweep.page.stat().st_size < 2 << 20
+
+
+@pytest.mark.full
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine, in which to open the page")
+def test_on_paper_the_table_has_a_landscape_page_and_the_settings_few_pages(sweep: SweepPaths, tmp_path: Path) -> None:
+    printed = tmp_path / "page.pdf"
+    comparison.write(sweep)
+    paper = [f"--print-to-pdf={printed}", "--no-pdf-header-footer", f"--user-data-dir={tmp_path / 'profile'}"]
+    subprocess.run([str(CHROMIUM), *FLAGS, *paper, sweep.page.as_uri()], capture_output=True, timeout=300, check=True)
+    boxes = re.findall(rb"/MediaBox \[0 0 ([\d.]+) ([\d.]+)\]", printed.read_bytes())
+    wide = [float(width) > float(height) for width, height in boxes]
+    assert wide.count(True) == 1
+    assert len(wide) <= 7

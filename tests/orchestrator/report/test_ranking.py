@@ -12,6 +12,7 @@ from points import make_config
 from stub_worker import make_result
 
 from orchestrator.report import cautions, ranking, sweep_files
+from orchestrator.report.narrow import narrowed
 from orchestrator.report.ranking import Entry
 from orchestrator.text.paths import program
 
@@ -275,3 +276,31 @@ def test_an_anchor_says_how_much_rows_of_an_earlier_day_are_off(median: float, t
     assert line.startswith(f"the anchor old is now {median:.1f} % (")
     assert "as fast as on 2026-11-21" in line
     assert line.endswith(then)
+
+
+def test_results_csv_has_a_column_for_each_setting_that_differs() -> None:
+    rows = [("zero=stage1", "batch.micro=2"), ("zero=stage3",)]
+    entries = [
+        replace(make_entry(f"row{at}", 100 - at), overrides=(*words, "tracking=none"), config={"batch": {"micro": 4}})
+        for at, words in enumerate(rows)
+    ]
+    found = list(csv.DictReader(io.StringIO(sweep_files.results_csv(ranking.rank(entries)))))
+    assert [(row["zero"], row["batch.micro"]) for row in found] == [("stage1", "2"), ("stage3", "4")]
+    assert "tracking" not in found[0]
+
+
+def test_the_table_as_text_is_never_cut_and_as_html_is_escaped() -> None:
+    found = ranking.table(ranking.rank([make_entry("a" * 200, 100.0), make_entry("<b>", 50.0)]))
+    header, *lines = sweep_files.plain(found).splitlines()
+    assert "loss last" in header
+    assert "a" * 200 in lines[0]
+    assert lines[0].index("best") + len("best") == lines[1].index("%") + 1 == header.index("vs best") + len("vs best")
+    assert "&lt;b&gt;" in sweep_files.html(found)
+    assert "<b>" not in sweep_files.html(found)
+
+
+def test_the_column_that_sorts_the_rows_is_kept_on_a_narrow_terminal() -> None:
+    rows = ranking.rank([make_entry("a", 100.0), make_entry("b", 50.0)], "step_ms")
+    assert "step ms" in narrowed(ranking.table(rows), 60).table.header
+    by_speed = narrowed(ranking.table(ranking.rank([make_entry("a", 100.0)])), 60)
+    assert by_speed.left_out == ("step ms", "states/rank", "sent/step", "loss last")

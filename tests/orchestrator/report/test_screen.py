@@ -249,7 +249,40 @@ def test_a_sweep_of_trainings_is_ranked_by_what_they_learned_and_followed_by_wei
     assert ranking.conclusion(rows).endswith("a training has one: rank_by loss_validation")
     assert "export-weights /c/step-00000200" in ranking.next_after_sweep(rows)
     step = {**step_event(51, 2), "of": 300}
-    assert sweep_table.progress([step], config) == "training 51/300"
+    assert progress([step], config).words == "training 51/300"
     validation = {"event": "validation", "step": 50, "loss": 3.0}
-    assert sweep_table.progress([step, validation], config) == "training 51/300"
-    assert sweep_table.progress([{**step, "step": 300}], config) == "ending"
+    assert progress([step, validation], config).words == "training 51/300"
+    assert progress([{**step, "step": 300}], config).words == "ending"
+
+
+def test_a_table_on_a_narrow_terminal_names_the_columns_that_it_leaves_out_and_cuts_nothing() -> None:
+    names = ("point", "tokens/s", "states/rank", "note")
+    table = Table(names, (("stage3-recompute_full", "12,345", "16.0 MiB", "waits for its turn, " * 3),))
+    table = table._replace(drops=("states/rank",), texts=("note",))
+    for width in (60, 80):
+        screen, out = show(terminal=True, width=width)
+        screen.table(table)
+        lines = out.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        assert "stage3-recompute_full" in lines[1]
+        assert "12,345" in lines[1]
+        assert "…" not in out.getvalue()
+        left_out = "left out at 60 columns: states/rank; `| cat` shows all"
+        assert (left_out in out.getvalue()) == (width == 60)
+
+
+def test_a_name_that_is_wider_than_the_terminal_wraps() -> None:
+    screen, out = show(terminal=True, width=30)
+    screen.table(Table(("point", "tokens/s", "note"), (("p" * 40, "12,345", "x"),)))
+    assert out.getvalue().count("p") >= 40
+    assert "12,345" in out.getvalue()
+    assert "…" not in out.getvalue()
+
+
+def test_the_bar_shows_the_time_that_is_left() -> None:
+    screen, out = show(terminal=True)
+    screen.begin(CONFIG)
+    for step in range(1, 4):
+        screen.event({**step_event(step, 2), "step_ms": 10_000.0})
+    screen.end()
+    assert "3/6 loss 5.9700 9,403 tokens/s rss 512 MiB 30 s left" in squeezed(out)

@@ -1,0 +1,59 @@
+"""The progress of a running point: phase, latest loss, pace, and the time of its own steps that is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from stub_worker import step_event
+
+from orchestrator.report.progress import progress
+from orchestrator.text.units import duration
+
+CONFIG = {"measure": {"warmup_steps": 2, "steps": 8, "rounds": 4}}
+
+
+def steps(last: int, **changed: Any) -> list[dict[str, Any]]:
+    return [{"event": "ready"}, *({**step_event(step, 2), **changed} for step in range(1, last + 1))]
+
+
+def test_a_running_point_shows_its_phase_loss_speed_and_the_time_of_its_steps_left() -> None:
+    found = progress(steps(5, step_ms=1500.0), CONFIG)
+    assert found.text == "measuring 3/8, loss 5.9500, 8 s of steps left"  # 5 steps of 1.5 s
+    assert found.tokens_per_second == 9403.0
+
+
+def test_one_slow_step_does_not_change_the_pace() -> None:
+    events = steps(6, step_ms=100.0)
+    events[4]["step_ms"] = 60_000.0
+    assert progress(events, CONFIG).left_s == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([], "building"),
+        ([{"event": "ready"}], "ready"),
+        (steps(1), "warm-up 1/2"),
+        ([*steps(4), {"event": "waiting", "turn": 2}], "waits for its turn, round 2/4"),
+        ([*steps(4), {"event": "waiting", "turn": 5}], "waits for its turn, to measure a round again"),
+        ([*steps(10), {"event": "repeating", "rounds": [1]}], "measuring loaded rounds again"),
+        (steps(10), "ending"),
+    ],
+)
+def test_the_words_name_the_phase(events: list[dict[str, Any]], words: str) -> None:
+    assert progress(events, CONFIG).words == words
+
+
+def test_at_the_end_no_time_is_left() -> None:
+    assert progress(steps(12), CONFIG).text == "ending, loss 5.8800"
+
+
+def test_times_are_rounded_up_to_a_readable_unit() -> None:
+    assert [duration(one) for one in (0.1, 99.0, 101.0, 5_000.0, 7_200.0)] == [
+        "1 s",
+        "99 s",
+        "2 min",
+        "84 min",
+        "2.0 h",
+    ]
