@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from orchestrator.commands import line
 from orchestrator.compose import arguments
 from orchestrator.compose.arguments import VERBS
 from orchestrator.config.strict import Refusal
@@ -75,4 +74,6 @@ def _carried_out(argv: Sequence[str]) -> int:
         module = importlib.import_module(f"orchestrator.commands.{VERBS[argv[0]]}")
         # The verbs that read and control sweeps share one parser; every other command has its own.
         return int(module.main(argv if VERBS[argv[0]] == "verbs" else argv[1:]))
+    from orchestrator.commands import line  # imported here: verbs do not wait for what runs need
+
     return line.answer(arguments.split(argv))

@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -215,7 +215,7 @@ def _ask_child(
     """The child's answers as they arrive. The child is killed if it is silent for SILENCE_S, or after `within_s`."""
     lines: SimpleQueue[str | None] = SimpleQueue()
     try:
-        child = _start_child(lean=not _has_adapter(asked))
+        child = _child(lean=not _has_adapter(asked))
     except OSError:
         return
     # The thread blocks on the child's pipes, so that this one can check for silence.
@@ -250,6 +250,28 @@ def _answer_in(line: str) -> tuple[str, Any] | None:
         return None
     is_answer = isinstance(key, str) and (answer is None or isinstance(answer, dict))
     return (key, answer) if is_answer else None
+
+
+@contextmanager
+def started_ahead(*, needed: bool) -> Iterator[None]:
+    """Within it, the child that `answers` asks is already importing its libraries, if that is expected to be needed.
+    At the end it is killed if nothing was asked."""
+    if needed:
+        with suppress(OSError):
+            _waiting.append(_start_child(lean=True))
+    try:
+        yield
+    finally:
+        while _waiting:
+            with _waiting.pop() as child:
+                child.kill()
+
+
+_waiting: list[subprocess.Popen[str]] = []  # started ahead, and not asked yet
+
+
+def _child(*, lean: bool) -> subprocess.Popen[str]:
+    return _waiting.pop() if lean and _waiting else _start_child(lean=lean)
 
 
 def _has_adapter(asked: Mapping[str, Any]) -> bool:

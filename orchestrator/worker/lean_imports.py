@@ -27,7 +27,7 @@ TRACING = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo.source", "tor
 class PostponedPackage(ModuleType):
     """Takes the place of a package whose own file has not been executed yet. given: names that it has until then."""
 
-    def __init__(self, name: str, **given: Any) -> None:
+    def __init__(self, name: str, /, **given: Any) -> None:
         super().__init__(name)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None or spec.submodule_search_locations is None:

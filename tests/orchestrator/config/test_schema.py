@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.config.schema import Batch, Device, Model, Optimizer, RunConfig, from_dict, to_dict
 from orchestrator.config.state_groups import Offload, Zero
-from orchestrator.config.strict import ConfigError
+from orchestrator.config.strict import Built, ConfigError, build_parts
 
 TINY = Model("tiny", "llama", {"vocab_size": 256})
 
@@ -113,3 +113,15 @@ def test_values_out_of_range_are_refused_with_the_key_and_a_fix() -> None:
 
 def test_null_switches_clipping_off() -> None:
     assert Optimizer(clip_norm=None).clip_norm is None
+
+
+def test_groups_that_were_built_before_are_shared_if_all_their_bytes_are_equal() -> None:
+    known: dict[object, Built] = {}
+    data = to_dict(RunConfig(model=TINY))
+    first, second = (build_parts(RunConfig, data, known=known)[0] for _ in range(2))
+    assert all(first[name] is second[name] for name in ("zero", "model", "optimizer"))
+    assert first == build_parts(RunConfig, data)[0]
+    data["measure"]["steps"] = float(data["measure"]["steps"])  # an equal number, which is no integer
+    _, broken = build_parts(RunConfig, data, known=known)
+    assert [one.rule.partition(" ")[0] for one in broken] == ["measure.steps"]
+    assert build_parts(RunConfig, data, known=known)[1] == broken  # nor is it the next time
