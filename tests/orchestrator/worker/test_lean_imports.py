@@ -8,12 +8,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from points import config_of_line
 
-from orchestrator.config.schema import to_dict
+from orchestrator.config.schema import Device, to_dict
 from orchestrator.machine import children
 from orchestrator.plan.memory_cache import LEAN, activations_key, units_key
 from orchestrator.worker import activations
@@ -86,8 +87,9 @@ def test_a_lean_process_answers_as_one_with_all_imports_byte_for_byte(tmp_path: 
     units, families = {}, []
     for model in MODELS:
         for kind in ("none", "by_operation", "full"):
-            line = f"model={model} hardware=a10 resources.ranks=2 recompute={kind} loss=tiled batch.seq=64"
-            configs = [config_of_line(f"{line} batch.micro={micro}") for micro in (1, 2, 4)]
+            line = f"model={model} resources.device=cpu recompute={kind} loss=tiled batch.seq=64"
+            on_cpu = [config_of_line(f"{line} batch.micro={micro}") for micro in (1, 2, 4)]
+            configs = [replace(one, resources=replace(one.resources, device=Device.cuda)) for one in on_cpu]
             families.append({activations_key(config): to_dict(config) for config in configs})
             units[units_key(configs[0])] = to_dict(configs[0])
     asked = json.dumps({"units": units, "activations": families})
