@@ -1,8 +1,9 @@
 """Measures how long `fit` takes to answer, as a whole command: with an empty cache, and from the cache.
 
 `python benchmarks/fit_time.py [--rounds N] [--write] [SETTINGS]`. Each round has a cache of its own and asks, in this
-order: the question, the same question, its first row's arithmetic, and the question for twice as many nodes. Once more,
+order: the question, the same question, its first row's arithmetic, and the question for twice as many nodes. Before,
 untimed, the first question's host memory is sampled: the proportional set size (PSS) of the command and its children.
+So Python's bytecode is there when times are taken, as after any first command, whatever PYTHONDONTWRITEBYTECODE says.
 `--write` writes results/fit_time_cpu_DATE.md and .json.
 """
 
@@ -46,12 +47,12 @@ def main() -> None:
     asked = parser.parse_args()
     load = os.getloadavg()[0]
     times: Times = {}
+    with tempfile.TemporaryDirectory() as cache:
+        peak = peak_bytes(asked.settings, cache)
     for _ in range(asked.rounds):
         with tempfile.TemporaryDirectory() as cache:
             for name, words in questions(asked.settings).items():
                 times.setdefault(name, []).append(seconds_of(words, cache))
-    with tempfile.TemporaryDirectory() as cache:
-        peak = peak_bytes(asked.settings, cache)
     lines = report(asked.settings, times, peak, load)
     print("\n".join(lines))
     if asked.write:
@@ -85,7 +86,8 @@ def seconds_of(words: Sequence[str], cache: str) -> tuple[float, float]:
 
 
 def environment(cache: str) -> dict[str, str]:
-    return {**os.environ, "XDG_CACHE_HOME": cache}
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**inherited, "XDG_CACHE_HOME": cache}
 
 
 def peak_bytes(words: Sequence[str], cache: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,13 +17,15 @@ from orchestrator.compose.line import composed
 from orchestrator.config.pretrained import CONFIG
 from orchestrator.config.schema import Device, MeasureKind, RunConfig
 from orchestrator.config.strict import Refusal
+from orchestrator.machine.hardware import memory_bytes
 from orchestrator.plan import fit, memory_cache, step
 from orchestrator.plan.fit import Fit
 from orchestrator.plan.memory_cache import Answer
 from orchestrator.plan.point import Point
 from orchestrator.plan.points import distinct, judged
-from orchestrator.plan.prediction import NOT_ASKED, gpu_bytes_here, overhead_of, target_here
+from orchestrator.plan.prediction import NOT_ASKED, gpu_bytes_here, overhead_of
 from orchestrator.plan.rules.scene import here
+from orchestrator.plan.target import target_of
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import expanded, program
 from orchestrator.text.streams import complain, few
@@ -42,6 +45,7 @@ TABLE = re.compile(r"(ranks|tp|sp)=([0-9]+(?:,[0-9]+)*)")
 RANKS, NODES = "resources.ranks", "resources.nodes"
 KEYS = {"ranks": RANKS, "tp": "parallel.tp", "sp": "parallel.sp"}  # that the columns of --table vary
 NOT_COUNTED = "the activations cannot be counted"
+MACHINES = ("hardware", RANKS, NODES)
 FLAGS = ("--multirun", "--plan", "--config-dir", "--max-points")  # that a line of fit may have; all others start runs
 # The keys that fit varies itself, and what to do instead.
 OWN_KEYS = {
@@ -59,6 +63,29 @@ def main(argv: Sequence[str]) -> int:
             raise Refusal([f"{fit_estimator.FLAG} prints its own tables: leave out --table, --as, --explain and --all"])
         return fit_estimator.main(asked.estimator, words, as_json=asked.json)
     over = _columns(asked.table)
+    line = _counts_of(words)
+    with memory_cache.started_ahead(needed=may_be_lean(words) and memory_cache.stored(line) is None):
+        code = _answer(asked, overrides, over)
+    memory_cache.store(line, {"answered": True})
+    return code
+
+
+def _counts_of(words: Sequence[str]) -> str:
+    """The name under which the cache knows that what these words count has been counted before."""
+    return f"line-{memory_cache.hash_of(sorted(words_that_count(words)))}"
+
+
+def words_that_count(words: Sequence[str]) -> set[str]:
+    """Those that may decide what is counted: flags and machines do not, but for what is counted for CPU ranks."""
+    return {word for word in words if not word.startswith(("-", *MACHINES))}
+
+
+def may_be_lean(words: Sequence[str]) -> bool:
+    """Whether no word can choose an adapter, so that the child process needs few libraries."""
+    return not any(word.lstrip("+").startswith(("adapter", "experiment", "sweeps")) for word in words)
+
+
+def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None) -> int:
     if asked.engine is not None:
         if over:
             raise Refusal(["--table and --as cannot be asked for together"])
@@ -239,12 +266,12 @@ def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
     reported on stderr. Refusal if none can be."""
     answers = answers_for(points, quiet=quiet)
     memories = step.Memories(answers, recalls=True)
-    gpu_bytes = gpu_bytes_here()
+    gpu_bytes, host_bytes = gpu_bytes_here(), memory_bytes()
     fits: list[Fit] = []
     left_out: dict[str, list[str]] = {}
     for point in points:
         memory = memories.of(point.config)
-        target = target_here(point.config, gpu_bytes)
+        target = target_of(point.config, gpu_bytes, host_bytes)
         if target.device_bytes is None:
             raise Refusal(["the memory of the GPU is not known      fix: name the GPU: hardware=a100_80gb"])
         found = None

@@ -19,6 +19,8 @@ from typing import Any, Literal, NamedTuple, get_origin, get_type_hints
 
 from zero_runtime.limits import example_of, keys_of, values_of
 
+SCALARS = (str, int, float, bool, type(None))
+
 
 class GroupKey(NamedTuple):
     """A key of a group. `part`: the field of the group that holds it, empty for the group itself. `example`: a valid
@@ -111,7 +113,9 @@ def plain(group: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return plain(value)
-    return str(value.value) if isinstance(value, Enum) else copy.deepcopy(value)
+    if isinstance(value, Enum):
+        return str(value.value)
+    return value if type(value) in SCALARS else copy.deepcopy(value)
 
 
 def completed(cls: type, data: Mapping[Any, Any]) -> dict[Any, Any]:

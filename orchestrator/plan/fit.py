@@ -67,9 +67,11 @@ class Fit:
         return self.memory.config
 
     def speed(self, hardware: str) -> Speed | None:
-        """The predicted speed at the largest micro-batch, on this machine (`hardware`) or on described hardware."""
-        memory = replace(self.memory, config=with_micro(self.config, self.micro))
-        return speed_of(memory, hardware) if self.micro else None
+        """The predicted speed at the largest micro-batch, on this machine (`hardware`) or on described hardware; None
+        also if none fits."""
+        if not self.micro:
+            return None
+        return speed_of(replace(self.memory, config=with_micro(self.config, self.micro)), hardware)
 
     @cached_property
     def reserved(self) -> Reserved | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -31,6 +32,7 @@ SILENCE_S = 120.0  # that the child may take for one answer
 TELL_S = 2.0
 LIBRARIES = ("torch", "transformers", "peft")  # whose code affects the answers
 ANSWERING = ("zero_runtime", "orchestrator/worker", "orchestrator/workloads")  # the packages that answer
+LEAN = "lean"  # see orchestrator/worker/lean_imports.py
 TRACE, WORK = "trace-", "work-"  # the starts of the keys of traces, and of the work of their segments
 Tell = Callable[[str], None]
 Answer = Mapping[str, Any]
@@ -213,7 +215,7 @@ def _ask_child(
     """The child's answers as they arrive. The child is killed if it is silent for SILENCE_S, or after `within_s`."""
     lines: SimpleQueue[str | None] = SimpleQueue()
     try:
-        child = _start_child()
+        child = _child(lean=not _has_adapter(asked))
     except OSError:
         return
     # The thread blocks on the child's pipes, so that this one can check for silence.
@@ -250,9 +252,37 @@ def _answer_in(line: str) -> tuple[str, Any] | None:
     return (key, answer) if is_answer else None
 
 
-def _start_child() -> subprocess.Popen[str]:
+@contextmanager
+def started_ahead(*, needed: bool) -> Iterator[None]:
+    """Within it, the child that `answers` asks is already importing its libraries, if that is expected to be needed.
+    At the end it is killed if nothing was asked."""
+    if needed:
+        with suppress(OSError):
+            _waiting.append(_start_child(lean=True))
+    try:
+        yield
+    finally:
+        while _waiting:
+            with _waiting.pop() as child:
+                child.kill()
+
+
+_waiting: list[subprocess.Popen[str]] = []  # started ahead, and not asked yet
+
+
+def _child(*, lean: bool) -> subprocess.Popen[str]:
+    return _waiting.pop() if lean and _waiting else _start_child(lean=lean)
+
+
+def _has_adapter(asked: Mapping[str, Any]) -> bool:
+    """Whether a configuration that is asked for has one, for which the child needs more libraries."""
+    families = (family.values() for family in asked["activations"])
+    return any(one["adapter"]["kind"] != "none" for one in itertools.chain(asked["units"].values(), *families))
+
+
+def _start_child(*, lean: bool) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        children.words("orchestrator.worker.count"),
+        children.words("orchestrator.worker.count", *([LEAN] * lean)),
         env=children.environment({**os.environ, "CUDA_VISIBLE_DEVICES": ""}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

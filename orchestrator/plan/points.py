@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.compose.labels import label
 from orchestrator.config.schema import RunConfig, root_limits, to_dict
-from orchestrator.config.strict import Broken, build_parts
+from orchestrator.config.strict import Broken, Built, build_parts
 from orchestrator.plan.decision import Refused
 from orchestrator.plan.point import Point
 from orchestrator.plan.rules import table as rules
@@ -24,8 +24,9 @@ def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused
     """The points, resolved or refused, and one line for each broken rule with the number of points that break it."""
     points: dict[str, Point | Refused] = {}
     hits: Counter[Broken] = Counter()
+    known: dict[object, Built] = {}  # groups, which most points share
     for composed in composition.points:
-        parts, broken = build_parts(RunConfig, composed.values)
+        parts, broken = build_parts(RunConfig, composed.values, known=known)
         broken += root_limits(parts).broken + rules.check_parts(parts, scene)
         hits.update(dict.fromkeys(broken, 1))
         name = label(composed, composition.axes)

@@ -151,8 +151,17 @@ class ConfigMemory:
     def away(self, *, stepped: bool = True) -> OffloadBytes:
         """The bytes that a rank offloads to host memory and to the scratch file. stepped: False before the first
         step."""
-        if self.config.offload.uses_nvme:
-            return nvme_bytes(self.units, self.moves, stepped=stepped)
+        return nvme_bytes(self.units, self.moves, stepped=False) if self._in_file and not stepped else self._away
+
+    @property
+    def _in_file(self) -> bool:
+        return self.config.offload.uses_nvme
+
+    @functools.cached_property
+    def _away(self) -> OffloadBytes:
+        """The bytes that it offloads in steps."""
+        if self._in_file:
+            return nvme_bytes(self.units, self.moves)
         separate = any(size.separate_memory for size, _ in self.units)
         return host_bytes(self.units, self.moves) if separate else OffloadBytes()
 

@@ -13,7 +13,7 @@ from orchestrator.records.record_file import EventTail, read_or_warn
 from orchestrator.records.record_shapes import SWEEP
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, still_runs
-from orchestrator.report import comparison, ranking
+from orchestrator.report import ranking
 from orchestrator.report.progress import StepProgress, progress
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program, verb
@@ -163,6 +163,8 @@ def next_row(sweep: SweepPaths, standings: Sequence[Standing], *, runs: bool) ->
         return Row("next", f"{verb('resume', sweep.root)}     ({many(len(left), 'point')} left)")
     if failed:
         return Row("next", f"{verb('retry', sweep.root)} --retry {','.join(failed)}")
+    from orchestrator.report import comparison  # imported here: it draws, and the screen needs this file at its start
+
     ranked = comparison.ranked(sweep)
     command = (read_or_warn(sweep.sweep, SWEEP) or {}).get("command")
     are_unranked = sum(row.is_measured for row in ranked) > 1 and all(row.place is None for row in ranked)
@@ -173,6 +175,8 @@ def next_row(sweep: SweepPaths, standings: Sequence[Standing], *, runs: bool) ->
 
 def document(sweep: SweepPaths, standings: Sequence[Standing]) -> str:
     """The state of the sweep as one JSON document, the same for every verb and for the sweep's own command."""
+    from orchestrator.report import comparison
+
     ranked = {row.entry.label: row for row in comparison.ranked(sweep)}
     points = [
         {**as_json(point), "place": ranked[point.label].place, "tied": ranked[point.label].tied}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -35,6 +36,7 @@ from zero_runtime.unit_planner import UnitRules
 Answer = dict[str, Any]
 Kept = TypeVar("Kept")
 REASON_LENGTH = 200
+TRIES = 3  # traces of one step, if modules are imported in the middle of it
 NO_BACKWARD = "an evaluation keeps no activations for a backward, and the peak of a forward is not predicted"
 SMALLEST = 2  # torch treats a batch of one differently: dimensions of one count as contiguous and broadcast
 
@@ -83,9 +85,14 @@ def _traced_step(config: RunConfig, *, whole: bool) -> TracedStep:
     """Of a model of many equal blocks only five are traced, unless `whole` is asked for."""
     rules = unit_rules(config, built(config))
     short = None if whole else _shortened(config, rules)
-    # Tracing uses a model up, and copying one takes a fraction of the time of building it.
-    model = copy.deepcopy(built(config) if short is None else short.model)
-    return TracedStep(*_counted(config, model, rules), None if short is None else short.left)
+    for _ in range(TRIES):
+        imported = len(sys.modules)
+        # Tracing uses a model up, and copying one takes a fraction of the time of building it.
+        model = copy.deepcopy(built(config) if short is None else short.model)
+        counted = _counted(config, model, rules)
+        if len(sys.modules) == imported:
+            break  # else tensors that a module made when it was imported may be in the trace
+    return TracedStep(*counted, None if short is None else short.left)
 
 
 def built(config: RunConfig) -> nn.Module:

@@ -1,7 +1,7 @@
-"""The program of the child process that counts (shapes.py): it imports only what a count needs.
+"""The program of the child process that counts (shapes.py).
 
-transformers imports several large libraries if they are installed, of which a model on the meta device uses none. They
-are left out, as where they are not installed, unless a configuration has an adapter: PEFT needs some of them.
+`count.py lean` imports only what a count without adapters needs, see [Note: lean imports]. It imports before it reads
+what is asked, so that it can be started while that is still being composed.
 """
 
 from __future__ import annotations
@@ -9,29 +9,21 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
 
-OPTIONAL = ("accelerate", "scipy", "sklearn", "pandas")
+from orchestrator.plan import memory_cache
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    if all(one["adapter"]["kind"] == "none" for one in _configurations(asked)):
-        for name in OPTIONAL:
-            sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # an import of it fails from now on
     gc.disable()  # what is imported stays, so that collections would only visit it
+    if sys.argv[1:] == [memory_cache.LEAN]:
+        from orchestrator.worker import lean_imports
+
+        lean_imports.import_lean()
     from orchestrator.worker import shapes
 
     gc.freeze()
     gc.enable()
-    shapes.main(asked)
-
-
-def _configurations(asked: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    yield from asked["units"].values()
-    for family in asked["activations"]:
-        yield from family.values()
+    shapes.main(json.load(sys.stdin))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from typing import Any, TextIO
 class WarmShapes:
     """What `memory_cache` uses of the process that it starts: its pipes, `kill` and `wait`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lean: bool = False) -> None:
+        del lean  # what the fork server has imported stays
         asked, stdin = os.pipe()
         stdout, answers = os.pipe()
         self.stdin: TextIO = os.fdopen(stdin, "w", encoding="utf-8")
@@ -23,6 +24,13 @@ class WarmShapes:
         os.close(answers)
         self.kill = self._process.kill
         self.wait = self._process.join
+
+    def __enter__(self) -> WarmShapes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdin.close()
+        self.wait()
 
 
 class _Process(mp.get_context("forkserver").Process):  # type: ignore[name-defined,misc]

@@ -105,11 +105,23 @@ class Trace:
     def parts(self, count: int) -> tuple[int, int, int]:
         """Bytes on the device after the first `count` events: created by the forward in blocks and outside of them, and
         by the backward."""
-        alive = self._alive(count)
-        made_by_forward = max(self.events[: self.forward_end], default=0)
-        forward = [one for one in alive if one < made_by_forward]
-        blocks = self._bytes(one for one in forward if self.in_blocks[one])
-        return blocks, self._bytes(forward) - blocks, self._bytes(alive) - self._bytes(forward)
+        blocks, outside, backward = self.running_parts()
+        return blocks[count], outside[count], backward[count]
+
+    def running_parts(self, sizes: Sequence[int] | None = None) -> tuple[list[int], list[int], list[int]]:
+        """The three numbers of `parts` for each count from 0 to all events, with other sizes of the storages if
+        given."""
+        by_forward = max(self.events[: self.forward_end], default=0)
+        kinds = [0 if in_block else 1 for in_block in self.in_blocks[:by_forward]]
+        kinds += [2] * (len(self.in_blocks) - by_forward)
+        changes = [
+            (kinds[abs(event) - 1], change) for event, change in zip(self.events, self.changes(sizes), strict=True)
+        ]
+
+        def running(part: int) -> list[int]:
+            return list(accumulate((change if kind == part else 0 for kind, change in changes), initial=0))
+
+        return running(0), running(1), running(2)
 
     def changes(self, sizes: Sequence[int] | None = None) -> list[int]:
         """The bytes on the device by which each event changes them, with other sizes of the storages if given."""
@@ -197,19 +209,14 @@ class LinearTrace:
 
     def parts(self, count: int) -> tuple[Line, Line, Line]:
         """The three numbers of `Trace.parts` at each micro-batch, as lines."""
-        found = self._known_parts.get(count)
-        if found is None:
-            bases = self.trace.parts(count)
-            # Which storages exist does not depend on their sizes.
-            slopes = replace(self.trace, sizes=self.slopes).parts(count)
-            found = (bases[0], slopes[0]), (bases[1], slopes[1]), (bases[2], slopes[2])
-            self._known_parts[count] = found
-        return found
+        bases, slopes = self._running_parts
+        lines = [(base[count], slope[count]) for base, slope in zip(bases, slopes, strict=True)]
+        return lines[0], lines[1], lines[2]
 
     @cached_property
-    def _known_parts(self) -> dict[int, tuple[Line, Line, Line]]:
-        """Of the moments that were asked for: those of rows with the same trace are often the same."""
-        return {}
+    def _running_parts(self) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]:
+        """Of the trace and of the slopes: which storages exist does not depend on their sizes."""
+        return self.trace.running_parts(), self.trace.running_parts(self.slopes)
 
     def at(self, micro: int) -> Trace:
         """The trace of one micro-batch from low to high."""

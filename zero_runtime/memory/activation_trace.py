@@ -58,12 +58,13 @@ class Counter(TorchDispatchMode):
         self._observe = observe
         self.in_block = self.on_host = False
         self._known: dict[int, weakref.ref[torch.UntypedStorage] | None] = {_key(one): None for one in existing}
+        self._fakes = _FakesOfReal()
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # more than half of all calls, each of which would pass through all modes
         with torch._C.DisableTorchFunction():  # function modes would be asked for each attribute of a tensor in here
-            result = func(*args, **(kwargs or {}))
+            result = func(*self._fakes.in_place_of_real(func, args), **(kwargs or {}))
             if isinstance(result, torch.Tensor):
                 self._see(result)
             else:
@@ -86,6 +87,36 @@ class Counter(TorchDispatchMode):
             self.trace.went(number)
 
         self._known[key] = weakref.ref(storage, gone)
+
+
+class _FakesOfReal:
+    """Fake tensors of the real ones that operations read together with fake ones, such as rotary tables.
+
+    An operation with fake tensors makes such a fake tensor of each real one itself, every time anew, and torch does
+    not keep what it then finds out about the operation's result.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], tuple[weakref.ref[torch.UntypedStorage], torch.Tensor]] = {}
+
+    def in_place_of_real(self, func: Any, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments, real tensors replaced if another one is fake. Those in lists, and those of an operation that
+        changes one, are left to torch."""
+        if not any(type(one) is torch.Tensor for one in args):
+            return args
+        fake = next((one.fake_mode for one in args if isinstance(one, FakeTensor)), None)
+        if fake is None or func._schema.is_mutable:
+            return args
+        return [self._fake_of(one, fake) if type(one) is torch.Tensor else one for one in args]
+
+    def _fake_of(self, real: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
+        storage = real.untyped_storage()
+        key = (storage._cdata, real.storage_offset(), real.shape, real.stride(), real.dtype)
+        known = self._made.get(key)
+        if known is None or known[0]() is None:  # a storage that has ended, whose address is used again
+            known = weakref.ref(storage), fake.fake_tensor_converter.from_real_tensor(fake, real)
+            self._made[key] = known
+        return known[1]
 
 
 def trace_step(

@@ -344,15 +344,26 @@ class _Moments:
         return [self._worst(moments[number]) for number in sorted(kept)]
 
     def _all(self) -> Iterator[_Moment]:
+        """All moments but those that another one exceeds at both ends, and so at every micro-batch."""
         span, marks = self.linear.high - self.linear.low, self.states.marks
+        low = high = -1  # of a moment that has many bytes at both ends
         for place, candidates in enumerate(self.linear.segments):
             level = self.states.start if place == 0 else marks[place - 1]
             first, (base, slope) = candidates[0]
-            total = level.highest + base
-            yield _Moment(total, total + slope * span, place, first, True)
-            left = level.left
+            highest, left = level.highest, level.left
+            at_low = highest + base
+            at_high = at_low + slope * span
+            if at_low >= low or at_high >= high:
+                yield _Moment(at_low, at_high, place, first, True)
+                if at_low >= low and at_high >= high:
+                    low, high = at_low, at_high
             for position, (base, slope) in candidates:
-                yield _Moment(left + base, left + base + slope * span, place, position, False)
+                at_low = left + base
+                at_high = at_low + slope * span
+                if at_low >= low or at_high >= high:
+                    yield _Moment(at_low, at_high, place, position, False)
+                    if at_low >= low and at_high >= high:
+                        low, high = at_low, at_high
 
     def _worst(self, moment: _Moment) -> WorstMoment:
         level = self.states.start if moment.place == 0 else self.states.marks[moment.place - 1]

@@ -126,7 +126,7 @@ def test_a_child_that_is_slow_is_killed_in_time_and_the_run_is_not_predicted(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     slow = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    monkeypatch.setattr(memory_cache, "_start_child", lambda: slow)
+    monkeypatch.setattr(memory_cache, "_start_child", lambda **_: slow)
     monkeypatch.setattr(memory_cache, "_talk", lambda *_: time.sleep(HANG_S))
     begun = time.monotonic()
     assert prediction.predict([make_point(make_config(tmp_path))], within_s=0.2) == {}

@@ -47,12 +47,13 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def from_the_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_child() -> None:
+    def no_child(*, lean: bool) -> None:
         raise AssertionError("a child process was started")
 
     if "counted" in request.fixturenames:
         monkeypatch.setenv("XDG_CACHE_HOME", str(request.getfixturevalue("counted")))
     monkeypatch.setattr(memory_cache, "_start_child", no_child)
+    monkeypatch.setattr(command, "may_be_lean", lambda words: False)  # no child before it is needed
 
 
 class Say:
@@ -112,6 +113,15 @@ def test_where_nothing_fits_the_nearest_row_is_named_with_its_reason(say: Say) -
     assert "of 500 MiB" in out
     assert "--explain stage3-optimizer_param_cpu-full" in out  # it takes the least
     assert "plan " not in out
+
+
+def test_rows_that_do_not_fit_are_shown_on_request_at_a_micro_batch_of_one(say: Say) -> None:
+    code, out, err = say(*LINE, "resources.ranks=1", "hardware.memory_mib=500", "--all")
+    assert (code, err) == (1, "")
+    assert "at the largest micro-batch that fits, or at 1" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith("stage")]
+    assert len(rows) == 18
+    assert {row[1] for row in rows} == {"-"}
 
 
 def test_offload_that_exceeds_the_host_s_memory_does_not_fit(say: Say) -> None:

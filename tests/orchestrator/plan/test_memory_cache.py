@@ -38,3 +38,53 @@ def test_micro_batches_that_were_counted_one_by_one_are_counted_again_together(
     for configs in ([two], [eight], [two, eight], [two, eight], [two]):
         memory_cache.answers([], configs)
     assert asked == [[2], [8], [2, 8]]
+
+
+class Child:
+    """What is used of a process that was started ahead."""
+
+    def __init__(self, *, lean: bool) -> None:
+        self.lean, self.killed = lean, False
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.killed
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
+    found: list[Child] = []
+
+    def start(*, lean: bool) -> Child:
+        found.append(Child(lean=lean))
+        return found[-1]
+
+    monkeypatch.setattr(memory_cache, "_start_child", start)
+    return found
+
+
+def test_a_child_that_was_started_ahead_is_the_one_that_is_asked(started: list[Child]) -> None:
+    with memory_cache.started_ahead(needed=True):
+        assert memory_cache._child(lean=True) is started[0]
+        assert memory_cache._child(lean=True) is started[1]  # it answers one question
+    assert not started[0].killed  # whoever has asked it ends it
+
+
+def test_a_child_that_was_started_ahead_is_not_asked_about_adapters_and_is_killed(started: list[Child]) -> None:
+    with memory_cache.started_ahead(needed=True):
+        assert not memory_cache._child(lean=False).lean
+    assert [child.killed for child in started] == [True, False]
+    with memory_cache.started_ahead(needed=False):
+        assert len(started) == 2
+
+
+def test_adapters_are_found_in_all_that_is_asked() -> None:
+    plain, lora = {"adapter": {"kind": "none"}}, {"adapter": {"kind": "lora"}}
+    assert not memory_cache._has_adapter({"units": {"a": plain}, "activations": [{"b": plain}]})
+    assert memory_cache._has_adapter({"units": {"a": lora}, "activations": []})
+    assert memory_cache._has_adapter({"units": {}, "activations": [{"a": plain, "b": lora}]})

@@ -316,9 +316,9 @@ def test_shipped_models_are_checked_without_a_child_process(cache: None, monkeyp
 def test_output_that_a_library_prints_in_the_child_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["welcome to a library", "[1]", "3", json.dumps(["key", {"a": 1}])]
 
-    def start() -> subprocess.Popen[str]:
+    def start(*, lean: bool) -> subprocess.Popen[str]:
         words = [sys.executable, "-c", f"print({chr(10).join(lines)!r})"]
         return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
 
     monkeypatch.setattr(memory_cache, "_start_child", start)
-    assert list(memory_cache._ask_child({}, 1, None)) == [("key", {"a": 1})]
+    assert list(memory_cache._ask_child({"units": {}, "activations": []}, 1, None)) == [("key", {"a": 1})]

@@ -78,3 +78,18 @@ def test_a_report_that_is_repeated_is_marked_once() -> None:
     for kind in (Mark.BEFORE_BACKWARD, Mark.BEFORE_BACKWARD, Mark.GRADIENT, Mark.BEFORE_BACKWARD):
         trace.mark(kind, 1)
     assert [kind for _, kind, _ in trace.marks] == [Mark.BEFORE_BACKWARD, Mark.GRADIENT, Mark.BEFORE_BACKWARD]
+
+
+def test_the_parts_after_each_number_of_events_are_those_of_the_storages_that_exist_then() -> None:
+    trace = step(100, 1000, 300)
+    trace.on_host[2] = True
+    away = trace.came(7, in_block=True)  # created by the backward of a block that recomputes
+    trace.went(away)
+    for count in range(len(trace.events) + 1):
+        events = trace.events[:count]
+        alive = {event for event in events if event > 0} - {-event for event in events}
+        expected = [0, 0, 0]
+        for event in alive:
+            kind = 2 if event > 3 else 0 if trace.in_blocks[event - 1] else 1
+            expected[kind] += 0 if trace.on_host[event - 1] else trace.sizes[event - 1]
+        assert trace.parts(count) == tuple(expected)
