@@ -61,14 +61,16 @@ def view(settings: Sequence[str] = _AXES, sweep: str = "", points: int = 0) -> s
     x, y = ({"key": name, "type": "METRIC"} for name in (_PEAK, _SPEED))
     charts = [
         *(_chart("BAR", "compare", name, metricKey=name) for name in (_SPEED, _PEAK, _STATES)),
-        _chart("SCATTER", "settings", "speed against peak memory", xaxis=x, yaxis=y),
+        _chart("SCATTER", "trade", "speed against peak memory", xaxis=x, yaxis=y),
+        _chart("BAR", "trade", _LOSS, metricKey=_LOSS),
         _chart("PARALLEL", "settings", "settings", selectedParams=axes, selectedMetrics=[_PEAK, _SPEED]),
         *(_chart("LINE", "run", name, metricKey=name, selectedMetricKeys=[name], **_LINE) for name in _HISTORIES),
     ]
     height = max(_CARD_PX, _AROUND_PX + points * _BAR_PX)
     sections = [
         _section("compare", "Speed and memory", 3, height),
-        _section("settings", "Settings", 2, 480),
+        _section("trade", "Speed against memory; loss", 2, max(_CARD_PX, height * 3 // 4)),
+        _section("settings", "Settings", 1, _CARD_PX + 60),
         _section("run", "During the run", 3, _CARD_PX),
     ]
     wanted = {names.KIND: "point", **({names.SWEEP: sweep} if sweep else {})}

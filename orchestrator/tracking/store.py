@@ -11,7 +11,7 @@ from orchestrator.records.run_record import artifacts_path
 from orchestrator.tracking import chart_page, schema_version
 
 BATCH = 500  # values in one request
-TAG_LIMIT = 5000  # characters of a tag's value
+TAG_LIMIT, EXPERIMENT_TAG_LIMIT = 8000, 20_000  # characters of a tag's value
 
 
 class StoreError(ValueError):
@@ -55,14 +55,14 @@ class MlflowStore:
         return experiment
 
     def describe(self, name: str, tags: Mapping[str, str]) -> None:
-        """Sets tags of the experiment that have another value."""
+        """Sets the tags of the experiment that have another value; of a long one, its beginning."""
         experiment = self.experiment(name)
         self._describe(experiment, tags, self.client.get_experiment(experiment).tags)
 
     def _describe(self, experiment: str, tags: Mapping[str, str], there: Mapping[str, str]) -> None:
         for key, value in tags.items():
-            if there.get(key) != value[:TAG_LIMIT]:
-                self.client.set_experiment_tag(experiment, key, value[:TAG_LIMIT])
+            if there.get(key) != value[:EXPERIMENT_TAG_LIMIT]:
+                self.client.set_experiment_tag(experiment, key, value[:EXPERIMENT_TAG_LIMIT])
 
     def runs(self, experiment: str, tags: Mapping[str, str] | None = None, *, searched_by: str = "") -> Iterator[Any]:
         """The runs of the experiment with these tags, newest first. The query uses one of the tags, whose value needs
