@@ -28,7 +28,7 @@ from orchestrator.report import comparison, summary, trained
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row
 from orchestrator.text.paths import dashboard, shown
-from orchestrator.tracking.feed import Tracker, complete_left_behind, experiment_name, start_tracker
+from orchestrator.tracking.feed import Tracker, check_store, complete_left_behind, start_tracker
 
 LOOK_S = 0.2
 
@@ -47,9 +47,10 @@ def run_point(
     Starts a new attempt even if the point has a result, because a user who types a single run wants to see it run. A
     sweep keeps results.
     Returns the exit code of `comparison.exit_code_of`, or 130 if it was stopped. In every case none of its processes is
-    left.
+    left. Refusal, before anything starts: its tracking store is a database of another version.
     """
     screen = screen or Screen(make_console(on_stderr=as_json))
+    check_store(point.config, Path(point.config.output).absolute())
     if point.config.tracking.kind is TrackingKind.none:  # otherwise the tracker does it
         complete_left_behind(Path(point.config.output).absolute())
     attempt, tracker = begin(point, screen)
@@ -91,7 +92,7 @@ def begin(point: Point, screen: Screen) -> tuple[Attempt, Tracker]:
 def track(point: Point, attempt: Attempt, tracker: Tracker) -> None:
     """Starts tracking the attempt."""
     tracker.wait_for_store()
-    tracker.begin(attempt, experiment_name(point.config), "")
+    tracker.begin(attempt, point.config)
 
 
 def _document(point: Point, attempt: Attempt) -> str:

@@ -39,10 +39,10 @@ from orchestrator.report.summary import Row
 from orchestrator.slurm import site as slurm_site
 from orchestrator.slurm import sweep as slurm_sweep
 from orchestrator.slurm import tools as slurm_tools
-from orchestrator.text.paths import dashboard, shown, verb
+from orchestrator.text.paths import shown, verb
 from orchestrator.text.streams import complain
 from orchestrator.text.units import many
-from orchestrator.tracking.feed import complete_left_behind
+from orchestrator.tracking.feed import check_store, complete_left_behind, start_sync
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,15 @@ def _carried_out(request: SweepRequest, planned: list[Planned], screen: Screen) 
         screen.closing(_left_running(sweep))
         return OK, sweep
     code = watch_sweep.conclude(sweep, screen)
+    _track_kept(sweep)
     screen.closing(_next(sweep))
     return code, sweep
+
+
+def _track_kept(sweep: SweepPaths) -> None:
+    """Writes a sweep whose answers were all there to MLflow, in the background; other sweeps have a tracker."""
+    if (read_or_warn(sweep.sweep) or {}).get("tracked"):
+        start_sync(sweep.output, [sweep])
 
 
 class Begun(NamedTuple):
@@ -238,13 +245,16 @@ def run_quietly(request: SweepRequest, hardware: Hardware, screen: Screen | None
         raise
     if not begun.is_joined:
         comparison.write(begun.sweep)
+    if begun.process is None and not begun.jobs and not begun.is_joined:
+        _track_kept(begun.sweep)
     return begun.sweep
 
 
 def _check_places(request: SweepRequest) -> None:
-    """Raises Refusal if outputs or slot locks cannot be written, before anything starts."""
+    """Raises Refusal if outputs, slot locks or the tracking store cannot be written, before anything starts."""
     if problems := place_problems(str(_output(request))):
         raise Refusal(problems)
+    check_store(_runnable(request)[0].config, _output(request).absolute())
 
 
 def _await(sweep: SweepPaths) -> None:
@@ -404,5 +414,5 @@ def _next(sweep: SweepPaths) -> list[Row]:
     """The paths of the results and the next command to type."""
     rows = [Row("report", shown(sweep.report)), Row("page", shown(sweep.page)), Row("numbers", shown(sweep.results))]
     if (read_or_warn(sweep.sweep) or {}).get("tracked"):
-        rows.append(Row("dashboard", dashboard(sweep.output)))
+        rows.append(Row("dashboard", verb("ui", sweep.root)))
     return [*rows, sweep_table.next_row(sweep, sweep_record.standings(sweep), runs=False)]

@@ -1,4 +1,7 @@
-"""`zlab ui`: runs MLflow's server on the store of an output folder, on the loopback interface, without telemetry."""
+"""`zlab ui`: the prepared page of a sweep in MLflow, whose server runs on the loopback interface, without telemetry.
+
+A store that is a server has its own: only the addresses are printed.
+"""
 
 from __future__ import annotations
 
@@ -8,60 +11,147 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
 
+from orchestrator.commands import sync
+from orchestrator.commands.named_sweep import VerbError, find_sweep
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.config.schema import from_dict
+from orchestrator.exit_codes import BAD_USAGE, FAILED, OK
 from orchestrator.launch.verdict import end_of
 from orchestrator.machine import children, processes
 from orchestrator.machine.loopback import family, in_url, loopback
+from orchestrator.records.record_file import BadRecord
 from orchestrator.records.run_record import artifacts_path, store_path
+from orchestrator.records.sweep_record import SweepPaths, all_sweeps, plan_of
 from orchestrator.report.screen import Screen
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
-from orchestrator.tracking import chart_page, names
-from orchestrator.tracking.feed import complete_left_behind
+from orchestrator.tracking import chart_page, names, schema_version
+from orchestrator.tracking.feed import complete_left_behind, store_uri
 
 FIRST_PORT = 5000
 LOG, LINES_SHOWN = "dashboard.log", 5
+PAGES_SHOWN = 12
+
+
+class Page(NamedTuple):
+    """A prepared page: what it shows, the number of its experiment, and its key there."""
+
+    name: str
+    experiment: str
+    key: str
+
+    def address(self, server: str) -> str:
+        """The page on a server such as http://127.0.0.1:5000."""
+        words = f"workflowType=machine_learning&viewStateShareKey={quote(self.key)}&compareRunsMode=CHART"
+        return f"{server.rstrip('/')}/#/experiments/{self.experiment}/runs?{words}"
 
 
 def main(argv: Sequence[str]) -> int:
     """The exit code of `zlab ui`. Returns when the server has ended."""
-    arguments = parser().parse_args(argv)
-    return serve(arguments.output, arguments.port)
+    asked = parser().parse_args(argv)
+    output, name = Path(asked.output), asked.sweep
+    if name and name != "last" and Path(name).is_dir() and not (Path(name) / "plan.json").exists():
+        output, name = Path(name), ""  # the folder of outputs, as in earlier versions
+    try:
+        sweep = find_sweep(str(output), name) if name else None
+        return serve(output, asked.port, sweep)
+    except (VerbError, BadRecord) as error:
+        Screen().say(f"error: {error}")
+        return BAD_USAGE
 
 
 def parser() -> VerbParser:
-    parser = verb_parser("ui", "Opens the dashboard on the runs of an output folder.")
+    parser = verb_parser("ui", "The page of a sweep in MLflow: speed, memory, loss and settings of its points.")
     default = os.environ.get(OUTPUT, DEFAULT_OUTPUT)
-    parser.add_argument("output", type=Path, nargs="?", default=Path(default), help=f"default: {default}")
+    parser.add_argument("sweep", nargs="?", default="", help="last, or the name of a sweep; default: all pages")
+    parser.add_argument("--output", default=default, help=f"the folder of the runs; default: {default}")
     parser.add_argument("--port", type=int, default=None, help=f"default: the first free one from {FIRST_PORT}")
     add_json(parser, "ui is a server for a browser; status --json and results.csv have the numbers")
     return parser
 
 
-def serve(output: Path, port: int | None) -> int:
-    """Runs the server until Ctrl-C. 0: Ctrl-C. 1: the server ended unexpectedly. 2: there is no readable store."""
-    screen = Screen()
-    store = store_path(output.absolute())
-    if not store.exists():
+def serve(output: Path, port: int | None, sweep: SweepPaths | None = None) -> int:
+    """Runs the server until Ctrl-C. 0: Ctrl-C, or the store has a server. 1: the server ended unexpectedly, or the
+    sweep could not be written. 2: there is no readable store."""
+    screen, output = Screen(), output.absolute()
+    uri = _uri(output, sweep)
+    is_local = uri == names.local_uri(output)
+    if is_local and sweep is None and not store_path(output).exists():
         made_by = "a run without tracking=none creates it"
-        screen.say(f"error: there is no {shown(store)}: {made_by}, or give the folder of one: {program()} ui FOLDER")
-        return 2
-    complete_left_behind(output.absolute())
+        where = shown(store_path(output))
+        screen.say(f"error: there is no {where}: {made_by}, or give the folder of one: {program()} ui --output FOLDER")
+        return BAD_USAGE
+    if problem := schema_version.problem(uri):
+        screen.say(f"error: {problem}")
+        return BAD_USAGE
+    if is_local and store_path(output).exists() and (wrong := _wrong_store(store_path(output))):
+        screen.say(f"error: {wrong}")
+        return BAD_USAGE
+    # A store that is no file here is asked by the process that writes to it.
+    shown_sweep = sweep or (None if is_local else next(iter(all_sweeps(output)), None))
+    if shown_sweep is None:
+        complete_left_behind(output)
+        pages = links(store_path(output))
+    elif (page := _page_of(shown_sweep, screen)) is not None:
+        pages = [page]
+    else:
+        return FAILED
+    if not schema_version.is_database(uri):
+        _show(pages, uri, screen)
+        return OK
     host = loopback()
     chosen = port or free_port(host)
-    try:
-        pages = links(store, chosen, host)
-    except sqlite3.Error as error:
-        advice = "restore a copy, or move it away: the next run creates one, and results are in the records of runs too"
-        screen.say(f"error: {shown(store)}: expected a store of MLflow's, found: {error}; {advice}")
-        return 2
-    for name, link in pages:
-        screen.say(f"{name}: {link}")
-    log = output.absolute() / LOG
+    _show(pages, f"http://{in_url(host)}:{chosen}", screen)
+    log = output / LOG
     screen.say(f"The page answers after about 10 s. Ctrl-C ends it. Its log is {shown(log)}.")
+    if "SSH_CONNECTION" in os.environ:
+        screen.say(f"On your own machine: ssh -N -L {chosen}:{in_url(host)}:{chosen} {socket.gethostname()}")
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
     quiet["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # starts another process, for features that are not used
-    return _until_interrupt(server_command(output.absolute(), chosen, host), quiet, log, screen)
+    return _until_interrupt(server_command(uri, output, chosen, host), quiet, log, screen)
+
+
+def _uri(output: Path, sweep: SweepPaths | None) -> str:
+    """The store of the sweep, by default of the newest one; without a sweep, that of the folder."""
+    for one in [sweep] if sweep is not None else all_sweeps(output)[:1]:
+        try:
+            config = next((point.config for point in plan_of(one) if point.config), None)
+        except (BadRecord, OSError):
+            config = None
+        if config is not None:
+            return store_uri(from_dict(config), output, os.environ)
+    return os.environ.get("MLFLOW_TRACKING_URI") or names.local_uri(output)
+
+
+def _wrong_store(store: Path) -> str:
+    """Why the file is no store of MLflow's; empty if it is one."""
+    advice = "restore a copy, or move it away: the next run creates one, and results are in the records of runs too"
+    try:
+        links(store)
+    except sqlite3.Error as error:
+        return f"{shown(store)}: expected a store of MLflow's, found: {error}; {advice}"
+    return ""
+
+
+def _page_of(sweep: SweepPaths, screen: Screen) -> Page | None:
+    """The page of the sweep, after the store has everything of it; None if it could not be written."""
+    screen.say(f"bringing {sweep.name} up to date in MLflow", "dim")
+    page = None
+    for line in sync.synced(sweep.output, [sweep]):
+        if line.get("experiment"):
+            page = Page(sweep.name, line["experiment"], chart_page.key_of(sweep.name))
+        if line["left"]:
+            screen.say(f"{'error: ' if line.get('failed') else ''}{line['left']}")
+    return page
+
+
+def _show(pages: Sequence[Page], server: str, screen: Screen) -> None:
+    for page in pages[:PAGES_SHOWN]:
+        screen.say(f"{page.name}: {page.address(server)}")
+    if len(pages) > PAGES_SHOWN:
+        screen.say(f"and {len(pages) - PAGES_SHOWN} earlier: {program()} ui SWEEP, of {program()} list")
 
 
 def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, screen: Screen) -> int:
@@ -83,21 +173,26 @@ def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, 
     return 1
 
 
-def server_command(output: Path, port: int, host: str) -> list[str]:
+def server_command(uri: str, output: Path, port: int, host: str) -> list[str]:
     """The command that runs the dashboard."""
-    stores = ["--backend-store-uri", names.local_uri(output)]
+    stores = ["--backend-store-uri", uri]
     artifacts = ["--default-artifact-root", artifacts_path(output).as_uri()]
     where = ["--host", host, "--port", str(port), "--workers", "1"]
     return children.words("mlflow", "server", *stores, *artifacts, *where)
 
 
-def links(store: Path, port: int, host: str) -> list[tuple[str, str]]:
-    """Each experiment with the address of its chart page, newest first. Read without importing mlflow."""
-    query = "SELECT experiment_id, name FROM experiments WHERE lifecycle_stage = 'active' ORDER BY experiment_id DESC"
+def links(store: Path) -> list[Page]:
+    """The pages of sweeps and of other experiments in an SQLite file, newest first. Read without importing mlflow."""
+    query = (
+        "SELECT e.experiment_id, e.name, t.key FROM experiments e LEFT JOIN experiment_tags t "
+        "ON t.experiment_id = e.experiment_id AND t.key LIKE ? "
+        "WHERE e.lifecycle_stage = 'active' ORDER BY e.experiment_id DESC, t.key DESC"
+    )
+    prefix = chart_page.tag_of("x").removesuffix("x")
     with closing(sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-        experiments = [(number, name) for number, name in connection.execute(query) if name != "Default"]
-    page = f"runs?workflowType=machine_learning&viewStateShareKey={chart_page.KEY}&compareRunsMode=CHART"
-    return [(name, f"http://{in_url(host)}:{port}/#/experiments/{number}/{page}") for number, name in experiments]
+        rows = connection.execute(query, (f"{prefix}%",)).fetchall()
+    sweeps = [(number, name, (tag or "").removeprefix(prefix)) for number, name, tag in rows if name != "Default"]
+    return [Page(sweep or name, str(number), chart_page.key_of(sweep)) for number, name, sweep in sweeps]
 
 
 def free_port(host: str) -> int:

@@ -23,6 +23,7 @@ VERBS = {
     "import": "import_config",
     "export": "export_config",
     "ui": "ui",
+    "sync": "sync",
     "launch": "launch_script",
     "compare": "compare",
     "completion": "completion",

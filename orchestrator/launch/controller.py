@@ -33,7 +33,7 @@ from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import TAKEN, Planned, SweepPaths, only_controller, plan_of, tell
 from orchestrator.report import comparison
 from orchestrator.rounds.order import TurnOrder
-from orchestrator.tracking.feed import Tracker, experiment_name, start_tracker
+from orchestrator.tracking.feed import Tracker, start_tracker
 
 LOOK_S = 0.2
 IDLE_LOOK_S = 2.0  # for ranks that wait for their turn: looking at many of them would be a load of its own
@@ -62,7 +62,8 @@ class Controller:
     def run(self) -> None:
         """Returns when no point waits or runs. No process of the sweep is left then, nor after an interrupt."""
         if self._waiting:
-            self._tracker = start_tracker(self._configs[self._waiting[0].label], self._sweep.output)
+            config = self._configs[self._waiting[0].label]
+            self._tracker = start_tracker(config, self._sweep.output, self._sweep)
             self._tracker.wait_for_store()
         try:
             while self._waiting or self._lanes:
@@ -81,18 +82,13 @@ class Controller:
             self._cancel("the sweep's controller was stopped")
             for lane in self._lanes:
                 lane.lease.release()
-            files = comparison.write(self._sweep)
-            if experiment := self._experiment():
-                self._tracker.summary(experiment, self._sweep.name, comparison.markdown(self._sweep), files)
+            comparison.write(self._sweep)
+            self._tracker.summary(self._sweep)
         finally:
             self._tracker.close()
         for warning in self._tracker.warnings():
             tell(self._sweep, "warning", text=warning)
         tell(self._sweep, "end")
-
-    def _experiment(self) -> str:
-        configs = [point.config for point in plan_of(self._sweep) if point.config]
-        return experiment_name(from_dict(configs[0])) if configs else ""
 
     # ---- requests from other commands ---------------------------------------------------------------------------
 
@@ -292,7 +288,7 @@ class Controller:
             self._sweep.output, planned.config, label, hardware.detect().name(config.resources.device)
         )
         if lane.is_last(label):  # attempts before it would be runs of their own in the dashboard
-            self._tracker.begin(attempt, experiment_name(config), self._sweep.name)
+            self._tracker.begin(attempt, config, self._sweep)
         where = {"label": label, "attempt": str(attempt.paths.root), "slots": lane.names}
         tell(self._sweep, "started", **where)
         try:

@@ -24,7 +24,7 @@ from orchestrator.slurm import site as slurm_site
 from orchestrator.slurm.jobs import SlurmQueue
 from orchestrator.slurm.tools import JobPhase, JobSight
 from orchestrator.slurm.verdict import verdict_or_lost
-from orchestrator.tracking.feed import experiment_name, start_tracker
+from orchestrator.tracking.feed import start_tracker
 
 OWNER = {"scheduler": "slurm"}
 
@@ -101,17 +101,19 @@ class ClusterView:
         return True
 
     def _track(self, ended: Sequence[AttemptPaths]) -> None:
-        """Adds the ended runs to MLflow, from their records."""
+        """Adds the ended runs to MLflow, from their records; after the last one also the summary."""
         stored = read_or_warn(ended[0].config)
         if stored is None:
             return
         config = from_dict(stored)
-        tracker = start_tracker(config, self._sweep.output)
+        tracker = start_tracker(config, self._sweep.output, self._sweep)
         tracker.wait_for_store()
         for paths in ended:
             attempt = Attempt.reopen(paths)
-            tracker.begin(attempt, experiment_name(config), self._sweep.name)
+            tracker.begin(attempt, config, self._sweep)
             tracker.end(attempt)
+        if all(standing.state.final for standing in sweep_record.standings(self._sweep)):
+            tracker.summary(self._sweep)
         tracker.close()
 
 

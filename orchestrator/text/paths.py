@@ -37,10 +37,10 @@ def verb(name: str, sweep: Path) -> str:
 
 def dashboard(output: Path) -> str:
     """The command that opens the dashboard for an output folder."""
-    return f"{program()} ui{_output_option(output)}"
+    return f"{program()} ui{_output_option(output, ' --output')}"
 
 
-def _output_option(output: Path, flag: str = "") -> str:
+def _output_option(output: Path, flag: str) -> str:
     """The words that name an output folder; none for the default one."""
     is_default = output == Path(os.environ.get(OUTPUT, DEFAULT_OUTPUT)).absolute()
     return "" if is_default else f"{flag} {shlex.quote(shown(output))}"

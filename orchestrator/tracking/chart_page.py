@@ -1,4 +1,4 @@
-"""The prepared chart page of an experiment: speed against memory first, then the histories.
+"""The prepared chart page of an experiment or of a sweep in it: speed and memory, the settings, then the histories.
 
 MLflow stores such a page as JSON in a tag of the experiment. The format is not public, so MLflow's version is pinned;
 MLflow's default page remains one click away.
@@ -7,21 +7,32 @@ MLflow's default page remains one click away.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
+
+from orchestrator.tracking import names
 
 KEY = "zlab"
 TAG = f"mlflow.sharedViewState.{KEY}"
-_SPEED, _STATES, _STEP = "summary/tokens_per_second", "summary/states_measured_mib", "summary/step_ms"
-_HISTORIES = ("train/loss", "throughput/tokens_per_second", "time/step_ms")
-_AXES = ["zero.stage", "precision.param", "batch.micro", "resources.ranks"]
+_SPEED, _PEAK, _STATES = "summary/tokens_per_second", "summary/peak_mib", "summary/states_measured_mib"
+_LOSS, _STEP = "summary/loss_last", "summary/step_ms"
+_HISTORIES = (
+    *("train/loss", "throughput/tokens_per_second", "time/step_ms"),
+    *("memory/allocated_mib", "memory/rss_mib", "validation/loss"),
+)
+_AXES = ("zero.stage", "precision.param", "batch.micro", "resources.ranks")  # of runs that are in no sweep
+MOST_AXES = 6  # more have no room for their titles
+MOST_RUNS = 200
+# A bar with its name needs this height to be read, in pixels; and what is around the bars of a card.
+_BAR_PX, _AROUND_PX, _CARD_PX = 21, 130, 360
 # The values that the page itself stores for unset options. Without the "reordered" flags it sorts charts by name.
 _UNCHOSEN: dict[str, Any] = {
     **{key: {} for key in ("runsExpanded", "runsVisibilityMap", "groupsExpanded")},
     **{key: [] for key in ("datasetsFilter", "runsPinned", "runsHidden")},
     **dict.fromkeys(("viewMaximized", "runListHidden"), False),
     **dict.fromkeys(("isAccordionReordered", "hideEmptyCharts", "autoRefreshEnabled"), True),
-    **{"useGroupedValuesInCharts": True, "groupBy": None, "searchFilter": "", "startTime": "ALL"},
-    **{"lifecycleFilter": "Active", "modelVersionFilter": "All Runs", "runsHiddenMode": "FIRST_20_RUNS"},
+    **{"useGroupedValuesInCharts": True, "groupBy": None, "startTime": "ALL"},
+    **{"lifecycleFilter": "Active", "modelVersionFilter": "All Runs", "runsHiddenMode": "SHOWALL"},
     "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
 }
 _LINE: dict[str, Any] = {
@@ -31,27 +42,59 @@ _LINE: dict[str, Any] = {
 }
 
 
-def view() -> str:
-    """The value of the tag."""
-    x, y = ({"key": name, "type": "METRIC"} for name in (_STATES, _SPEED))
+def key_of(sweep: str) -> str:
+    """The key of a sweep's page, which its address contains; without a sweep, of the experiment's."""
+    return f"{KEY}-{sweep}" if sweep else KEY
+
+
+def tag_of(sweep: str) -> str:
+    """The tag that has a sweep's page."""
+    return f"mlflow.sharedViewState.{key_of(sweep)}"
+
+
+def view(settings: Sequence[str] = _AXES, sweep: str = "", points: int = 0) -> str:
+    """The value of the tag: the page of all points in the experiment, or with `sweep` of that sweep's.
+
+    settings: the parameters that are axes and columns. points: how many runs the cards have room for.
+    """
+    axes = list(settings[:MOST_AXES])
+    x, y = ({"key": name, "type": "METRIC"} for name in (_PEAK, _SPEED))
     charts = [
-        _chart("SCATTER", "compare", "speed against model states", xaxis=x, yaxis=y),
-        *(_chart("BAR", "compare", name, metricKey=name) for name in (_SPEED, _STATES)),
-        _chart("PARALLEL", "compare", "settings", selectedParams=_AXES, selectedMetrics=[_STATES, _SPEED]),
+        *(_chart("BAR", "compare", name, metricKey=name) for name in (_SPEED, _PEAK, _STATES)),
+        _chart("SCATTER", "trade", "speed against peak memory", xaxis=x, yaxis=y),
+        _chart("BAR", "trade", _LOSS, metricKey=_LOSS),
+        _chart("PARALLEL", "settings", "settings", selectedParams=axes, selectedMetrics=[_PEAK, _SPEED]),
         *(_chart("LINE", "run", name, metricKey=name, selectedMetricKeys=[name], **_LINE) for name in _HISTORIES),
     ]
-    sections = (("compare", "Memory against speed"), ("run", "During the run"))
-    flags = {"display": True, "isReordered": True, "deleted": False, "isGenerated": False}
+    height = max(_CARD_PX, _AROUND_PX + points * _BAR_PX)
+    sections = [
+        _section("compare", "Speed and memory", 3, height),
+        _section("trade", "Speed against memory; loss", 2, max(_CARD_PX, height * 3 // 4)),
+        _section("settings", "Settings", 1, _CARD_PX + 60),
+        _section("run", "During the run", 3, _CARD_PX),
+    ]
+    wanted = {names.KIND: "point", **({names.SWEEP: sweep} if sweep else {})}
+    columns = [*(f"params.`{axis}`" for axis in settings), *(f"metrics.`{name}`" for name in _numbers())]
     chosen = {
+        "searchFilter": " and ".join(f"tags.`{key}` = '{value}'" for key, value in wanted.items()),
         "orderByKey": f"metrics.`{_SPEED}`",
         "orderByAsc": False,
-        "selectedColumns": [f"params.`{axis}`" for axis in _AXES] + [f"metrics.`{name}`" for name in (_SPEED, _STEP)],
-        "compareRunSections": [{"uuid": uuid, "name": name, **flags} for uuid, name in sections],
+        "selectedColumns": [*columns, f"tags.`{names.OUTCOME}`", f"tags.`{names.KEPT}`"],
+        "compareRunSections": sections,
         "compareRunCharts": [{**chart, "uuid": f"zlab-{index}"} for index, chart in enumerate(charts)],
     }
     return json.dumps({**_UNCHOSEN, **chosen})
 
 
+def _numbers() -> tuple[str, ...]:
+    return (_SPEED, _STEP, _PEAK, _STATES, _LOSS)
+
+
+def _section(uuid: str, name: str, columns: int, height: int) -> dict[str, Any]:
+    flags = {"display": True, "isReordered": True, "deleted": False, "isGenerated": False}
+    return {"uuid": uuid, "name": name, **flags, "columns": columns, "cardHeight": height}
+
+
 def _chart(kind: str, section: str, title: str, **more: Any) -> dict[str, Any]:
-    shown = {"type": kind, "metricSectionId": section, "displayName": title, "runsCountToCompare": 20}
+    shown = {"type": kind, "metricSectionId": section, "displayName": title, "runsCountToCompare": MOST_RUNS}
     return {**shown, "showAllRuns": True, "deleted": False, "isGenerated": False, **more}

@@ -35,14 +35,16 @@ def forget(output: Path, attempt: str) -> None:
         _path(output, attempt).unlink()
 
 
-def left_behind(output: Path) -> list[dict[str, Any]]:
-    """The messages of the runs whose commands on this machine have ended."""
+def left_behind(output: Path, *, tries: int | None = TRIES) -> list[dict[str, Any]]:
+    """The messages of the runs whose commands on this machine have ended, and that were tried fewer times."""
     folder = tracking_path(output)
     if not folder.is_dir():
         return []
     clear_leftovers(folder)
     messages = filter(None, (read_or_warn(path, NOTE) for path in sorted(folder.glob("*.json"))))
-    return [message for message in messages if _is_left(message["command"]) and message["tries"] < TRIES]
+    return [
+        message for message in messages if _is_left(message["command"]) and (tries is None or message["tries"] < tries)
+    ]
 
 
 def count_try(output: Path, message: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from orchestrator.records.run_record import store_path
 def output(tmp_path: Path) -> Path:
     with sqlite3.connect(store_path(tmp_path)) as store:
         store.execute("CREATE TABLE experiments (experiment_id INTEGER, name TEXT, lifecycle_stage TEXT)")
+        store.execute("CREATE TABLE experiment_tags (key TEXT, value TEXT, experiment_id INTEGER)")
         store.execute("INSERT INTO experiments VALUES (3, 'zlab/tiny', 'active')")
     return tmp_path
 

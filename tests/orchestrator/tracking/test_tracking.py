@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,36 +28,49 @@ from orchestrator.config.schema import TrackingKind, to_dict
 from orchestrator.records.record_file import append_event, require_json, write_json_atomic
 from orchestrator.records.run_record import Attempt, AttemptPaths, new_attempt, store_path, tracking_path
 from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import Planned, SweepPaths, open_sweep, tell
 from orchestrator.report.screen import Screen
-from orchestrator.tracking import chart_page, names
+from orchestrator.tracking import chart_page, followed_run, names
 from orchestrator.tracking import feed as tracking_feed
 from orchestrator.tracking import notes as tracking_notes
 from orchestrator.tracking import process as tracking
 from orchestrator.tracking.feed import Tracker, start_tracker, store_uri
+from orchestrator.tracking.store import MlflowStore
 
 HERE = Path(__file__).parents[1]
-EXPERIMENT = "zlab/tiny"
+SINGLE = "zlab/tiny"  # the experiment of runs in no sweep
 DEAD = {"pid": 1, "started": "0@an earlier boot"}
 
 
 class Scene:
-    """One output folder with its configuration and store, and MLflow's own client to inspect the store.
+    """One output folder with a sweep and its store, and MLflow's own client to inspect the store.
 
     `tracker`: the one that created the store. A tracker takes seconds to import MLflow, so the first tests share it."""
 
     tracker: Tracker
+    sweep: SweepPaths
 
     def __init__(self, output: Path) -> None:
+        self.output = output
+        self.config = make_config(output, tracking=TrackingKind.mlflow)
+        planned = [
+            Planned(label, (f"zero=stage{stage}",), RunState.queued, label, to_dict(self.config))
+            for stage, label in enumerate(("good", "failed", "left"))
+        ]
+        self.sweep = open_sweep(output, "zero", planned, {"command": ["-m", "zero=stage0,stage1,stage2"]})
+        self.experiment = f"zlab/{self.sweep.name}"
+
+    @cached_property
+    def client(self) -> Any:
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when mlflow is imported
         from mlflow import MlflowClient
 
-        self.output = output
-        self.config = make_config(output, tracking=TrackingKind.mlflow)
-        self.client = MlflowClient(f"sqlite:///{store_path(output)}")
+        return MlflowClient(f"sqlite:///{store_path(self.output)}")
 
     def begin(self, tracker: Tracker, label: str) -> Attempt:
         attempt = new_attempt(self.output, to_dict(self.config), label, "cpu")
-        tracker.begin(attempt, EXPERIMENT, "2026_zero")
+        tracker.begin(attempt, self.config, self.sweep)
+        tell(self.sweep, "started", label=label, attempt=str(attempt.paths.root), slots=[])
         attempt.move(RunState.starting)
         attempt.move(RunState.running)
         append_event(attempt.paths.metrics, {"event": "ready", "parameters": 1, "data_hash": "c0ffee"})
@@ -64,9 +78,10 @@ class Scene:
         return attempt
 
     def run(self, label: str) -> Any:
-        """The run of that name, or None."""
-        experiment = self.client.get_experiment_by_name(EXPERIMENT)
-        assert experiment is not None
+        """The run of that name in the sweep's experiment, or None."""
+        experiment = self.client.get_experiment_by_name(self.experiment)
+        if experiment is None:
+            return None
         found = self.client.search_runs([experiment.experiment_id], f"attributes.run_name = '{label}'")
         return found[0] if found else None
 
@@ -74,10 +89,10 @@ class Scene:
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     output = tmp_path_factory.mktemp("outputs")
-    tracker = start_tracker(make_config(output, tracking=TrackingKind.mlflow), output)
+    found = Scene(output)
+    tracker = start_tracker(found.config, output, found.sweep)
     tracker.wait_for_store()
     assert store_path(output).exists()
-    found = Scene(output)
     found.tracker = tracker
     yield found
     tracker.close()
@@ -94,7 +109,7 @@ def test_a_run_is_visible_while_it_runs_and_complete_when_it_has_ended(scene: Sc
     live = wait_until(seen)
     assert live.info.status == "RUNNING"
     assert live.data.metrics["train/loss"] == pytest.approx(5.99)
-    append_event(attempt.paths.metrics, step_event(2, 2))
+    append_event(attempt.paths.metrics, {**step_event(2, 2), "time": 1.7e9 + 1})
     write_json_atomic(attempt.paths.result, make_result(scene.config))
     attempt.move(RunState.ok)
     tracker.end(attempt)
@@ -106,7 +121,8 @@ def test_a_run_is_visible_while_it_runs_and_complete_when_it_has_ended(scene: Sc
     assert run.data.metrics["summary/tokens_per_second"] == 9412.0
     assert run.data.params["zero.stage"] == "2"
     assert run.data.params["precision.param"] == "bf16"
-    wanted = {names.OUTCOME: "ok", names.SWEEP: "2026_zero", names.POINT: attempt.point, names.KIND: "point"}
+    assert run.data.params["zero"] == "stage0", "the setting that varies, as it was typed"
+    wanted = {names.OUTCOME: "ok", names.SWEEP: scene.sweep.name, names.POINT: attempt.point, names.KIND: "point"}
     assert wanted.items() <= run.data.tags.items()
     artifacts = {one.path for one in scene.client.list_artifacts(run.info.run_id)}
     assert {"config.json", "result.json"} <= artifacts
@@ -124,7 +140,7 @@ class Kept:
 
 def test_histories_have_each_step_once_though_a_requeued_job_makes_some_twice(tmp_path: Path) -> None:
     store, paths = Kept(), AttemptPaths(tmp_path)
-    run = tracking.FollowedRun(store, "run", paths)  # type: ignore[arg-type]
+    run = followed_run.FollowedRun(store, "run", paths)  # type: ignore[arg-type]
     for steps in ((1, 2, 3), (3, 4)):  # it was killed after step 3, and resumed after step 2
         for step in steps:
             append_event(paths.metrics, step_event(step, 0))
@@ -133,7 +149,7 @@ def test_histories_have_each_step_once_though_a_requeued_job_makes_some_twice(tm
     run.catch_up()
     for name, wanted in (("train/loss", [1, 2, 3, 4]), ("validation/loss", [3, 4])):
         assert [step for logged, _, step, _ in store.logged if logged == name] == wanted
-    again = tracking.FollowedRun(store, "run", paths)  # type: ignore[arg-type]
+    again = followed_run.FollowedRun(store, "run", paths)  # type: ignore[arg-type]
     first, store.logged = store.logged, []
     again.catch_up()  # of a tracker that replaces a killed one
     assert sorted(store.logged) == sorted(first)
@@ -145,22 +161,30 @@ def test_a_failed_run_ends_as_failed_and_a_run_whose_command_died_ends_as_killed
     failed.move(RunState.error, rank=1, message="why")
     tracker.end(failed)
     scene.begin(tracker, "left")
-    tracker.summary(EXPERIMENT, "2026_zero", "| place |", [])
+    tracker.summary(scene.sweep)
     tracker.close()  # closes its stdin, as a kill of the command does
     assert tracker.warnings() == []
     assert (scene.run("failed").info.status, scene.run("left").info.status) == ("FAILED", "KILLED")
     assert scene.run("failed").data.tags[names.OUTCOME] == "error"
     assert "summary/tokens_per_second" not in scene.run("failed").data.metrics
-    assert scene.run("2026_zero").data.tags["mlflow.note.content"] == "| place |"
+    summary = scene.run(f"summary of {scene.sweep.name}")
+    assert summary.info.status == "FINISHED"
+    assert "| good |" in summary.data.tags[names.NOTE]
+    assert summary.data.tags[names.COMMAND] == "-m zero=stage0,stage1,stage2"
+    assert summary.data.tags[names.COUNTS] == "1 ok, 1 error, 1 running"
+    assert summary.data.params == {"zero": "stage0, stage1, stage2"}
+    found = {one.path for one in scene.client.list_artifacts(summary.info.run_id)}
+    assert found == {"report.html", "report.png", "report.md", "results.csv", "pictures"}
+    described = scene.client.get_experiment_by_name(scene.experiment).tags[names.NOTE]
+    assert described.startswith("`-m zero=stage0,stage1,stage2`: 1 ok, 1 error, 1 running")
 
 
 def test_a_run_left_running_by_a_dead_command_is_ended_and_one_of_a_living_command_is_not(
     scene: Scene,
 ) -> None:
     from orchestrator.machine.processes import started
-    from orchestrator.tracking.process import reconcile
 
-    experiment = scene.client.get_experiment_by_name(EXPERIMENT).experiment_id
+    experiment = scene.client.get_experiment_by_name(scene.experiment).experiment_id
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
     gone.wait()
     host = socket.gethostname()
@@ -173,8 +197,8 @@ def test_a_run_left_running_by_a_dead_command_is_ended_and_one_of_a_living_comma
     dead, reused = make("dead", gone.pid, own), make("reused", 1, "1700000000.25")
     make("alive", 1, own)
     make("elsewhere", gone.pid, own, "another-host")
-    store = tracking.MlflowStore(f"sqlite:///{store_path(scene.output)}", scene.output)
-    assert sorted(reconcile(store, experiment)) == sorted([dead, reused])
+    store = MlflowStore(f"sqlite:///{store_path(scene.output)}", scene.output)
+    assert sorted(followed_run.reconcile(store, scene.experiment)) == sorted([dead, reused])
     assert scene.run("dead").info.status == "KILLED"
     assert names.RECONCILED in scene.run("dead").data.tags
     assert {scene.run(name).info.status for name in ("alive", "elsewhere")} == {"RUNNING"}
@@ -199,17 +223,17 @@ def assert_is_whole(scene: Scene, label: str) -> None:
     history = scene.client.get_metric_history(run.info.run_id, "train/loss")
     assert [one.step for one in history] == [1, 2]
     assert {"config.json", "result.json"} <= {one.path for one in scene.client.list_artifacts(run.info.run_id)}
-    experiment = scene.client.get_experiment_by_name(EXPERIMENT).experiment_id
+    experiment = scene.client.get_experiment_by_name(scene.experiment).experiment_id
     assert len(scene.client.search_runs([experiment], f"attributes.run_name = '{label}'")) == 1
 
 
 def test_a_run_whose_command_and_tracker_died_ends_as_its_records_say(scene: Scene) -> None:
     attempt = recorded(scene, "reconciled", RunState.ok)
-    experiment = scene.client.get_experiment_by_name(EXPERIMENT).experiment_id
+    experiment = scene.client.get_experiment_by_name(scene.experiment).experiment_id
     tags = {names.PID: "1", names.STARTED: "0@gone", names.HOST: socket.gethostname()}
     tags[names.ATTEMPT] = str(attempt.paths.root)
     scene.client.create_run(experiment, run_name="reconciled", tags=tags)
-    tracking.reconcile(tracking.MlflowStore(f"sqlite:///{store_path(scene.output)}", scene.output), experiment)
+    followed_run.reconcile(MlflowStore(f"sqlite:///{store_path(scene.output)}", scene.output), scene.experiment)
     assert_is_whole(scene, "reconciled")
 
 
@@ -219,7 +243,7 @@ def test_attempts_of_dead_commands_are_completed_once_and_those_of_living_comman
 ) -> None:
     attempt = recorded(scene, f"left-{begun}", RunState.ok)
     message = {"attempt": str(attempt.paths.root), "label": attempt.label, "point": attempt.point}
-    message |= {"experiment": EXPERIMENT, "sweep": ""}
+    message |= {"experiment": scene.experiment, "sweep": scene.sweep.name}
     tracking_notes.note(scene.output, message)
     assert tracking_notes.left_behind(scene.output) == [], "this process lives"
     (note,) = (one for one in tracking_path(scene.output).glob("*.json") if attempt.label in one.read_text())
@@ -227,9 +251,9 @@ def test_attempts_of_dead_commands_are_completed_once_and_those_of_living_comman
     write_json_atomic(note, {**facts, "command": {**facts["command"], "started": "0@an earlier boot"}})
     uri = f"sqlite:///{store_path(scene.output)}"
     if begun:
-        tracking.open_run(tracking.MlflowStore(uri, scene.output), message, {names.HOST: "here"}).catch_up()
+        followed_run.open_run(MlflowStore(uri, scene.output), message, {names.HOST: "here"}).catch_up()
     assert len(tracking_notes.left_behind(scene.output)) == 1
-    tracking.complete(scene.output, {})
+    followed_run.complete(scene.output, {})
     assert_is_whole(scene, f"left-{begun}")
     assert not note.exists()
     # The dead command's own tracker may process its message only now.
@@ -247,26 +271,26 @@ def test_completion_is_tried_three_times_if_the_store_fails(
         raise OSError("the store is away")
 
     scene = Scene(tmp_path)
-    monkeypatch.setattr(tracking, "MlflowStore", refuse)
+    monkeypatch.setattr(followed_run, "MlflowStore", refuse)
     attempt = recorded(scene, "refused", RunState.ok)
-    message = {"attempt": str(attempt.paths.root), "label": "refused", "point": attempt.point, "experiment": EXPERIMENT}
+    message = {"attempt": str(attempt.paths.root), "label": "refused", "point": attempt.point, "experiment": SINGLE}
     tracking_notes.note(tmp_path, message)
     (note,) = tracking_path(tmp_path).glob("*.json")
     write_json_atomic(note, {**require_json(note), "command": {**DEAD, "host": socket.gethostname()}})
     for left in (1, 1, 1, 0):
         assert len(tracking_notes.left_behind(tmp_path)) == left
-        tracking.complete(tmp_path, {})
+        followed_run.complete(tmp_path, {})
     assert capsys.readouterr().err.count(str(attempt.paths.root)) == 3
 
 
 @pytest.mark.full
 def test_a_killed_tracker_is_restarted_and_nothing_is_missing_or_duplicated(scene: Scene) -> None:
-    tracker = start_tracker(scene.config, scene.output)
+    tracker = start_tracker(scene.config, scene.output, scene.sweep)
     ended, live = scene.begin(tracker, "ended"), scene.begin(tracker, "live")
     wait_until(lambda: scene.run("live") is not None)
     os.kill(tracker._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
     for attempt in (ended, live):
-        append_event(attempt.paths.metrics, step_event(2, 2))
+        append_event(attempt.paths.metrics, {**step_event(2, 2), "time": 1.7e9 + 1})
         write_json_atomic(attempt.paths.result, make_result(scene.config))
         attempt.move(RunState.ok)
     tracker.end(ended)
@@ -281,25 +305,28 @@ def test_a_killed_tracker_is_restarted_and_nothing_is_missing_or_duplicated(scen
 def test_a_summary_that_a_killed_tracker_began_is_completed_by_its_successor(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = scene.output / "report.md"
-    table.write_text("| place |")
-    message = {"do": "summary", "experiment": EXPERIMENT, "sweep": "cut", "table": "| place |", "files": [str(table)]}
+    other = open_sweep(scene.output, "cut", [Planned("one", ("zero=stage1",), RunState.pruned)], {"command": ["-m"]})
+    experiment = f"zlab/{other.name}"
+    message = {"do": "summary", "experiment": experiment, "sweep": str(other.root)}
     uri = f"sqlite:///{store_path(scene.output)}"
     first, successor = (tracking.Follower(uri, scene.output, os.getpid()) for _ in range(2))
     for follower in (first, successor):
-        follower._store = tracking.MlflowStore(uri, scene.output)
+        follower._store = MlflowStore(uri, scene.output)
 
     def killed(run: str, path: str) -> None:
         raise OSError("here it was killed")
 
+    def summaries() -> list[Any]:
+        found = scene.client.get_experiment_by_name(experiment)
+        return list(scene.client.search_runs([found.experiment_id], f"attributes.run_name = 'summary of {other.name}'"))
+
     monkeypatch.setattr(first._store.client, "log_artifact", killed)
     first.handle(message)
-    assert scene.run("cut").info.status == "RUNNING"
+    assert [one.info.status for one in summaries()] == ["RUNNING"]
     successor.handle({**message, "again": True})
-    assert scene.run("cut").info.status == "FINISHED"
-    assert [one.path for one in scene.client.list_artifacts(scene.run("cut").info.run_id)] == ["report.md"]
-    experiment = scene.client.get_experiment_by_name(EXPERIMENT).experiment_id
-    assert len(scene.client.search_runs([experiment], "attributes.run_name = 'cut'")) == 1
+    (summary,) = summaries()
+    assert summary.info.status == "FINISHED"
+    assert "report.md" in [one.path for one in scene.client.list_artifacts(summary.info.run_id)]
 
 
 class Failing:
@@ -327,26 +354,35 @@ def test_a_user_without_a_name_is_recorded_by_user_id(monkeypatch: pytest.Monkey
         raise KeyError("getpwuid(): uid not found: 12345")
 
     monkeypatch.setattr("getpass.getuser", nameless)
-    assert tracking._command_tags(os.getpid())["mlflow.user"] == str(os.getuid())
+    assert followed_run.command_tags(os.getpid())["mlflow.user"] == str(os.getuid())
 
 
-def test_the_experiment_has_its_chart_page_and_the_dashboard_links_to_it(scene: Scene) -> None:
-    experiment = scene.client.get_experiment_by_name(EXPERIMENT)
-    view = json.loads(experiment.tags[chart_page.TAG])
+def test_the_sweep_has_its_page_and_the_dashboard_links_to_it(scene: Scene) -> None:
+    experiment = scene.client.get_experiment_by_name(scene.experiment)
+    view = json.loads(experiment.tags[chart_page.tag_of(scene.sweep.name)])
     sections = {one["uuid"] for one in view["compareRunSections"]}
     assert {one["metricSectionId"] for one in view["compareRunCharts"]} == sections
-    ((name, link),) = dashboard.links(store_path(scene.output), 5000, "127.0.0.1")
-    assert name == EXPERIMENT
-    assert f"/experiments/{experiment.experiment_id}/runs" in link
-    assert f"viewStateShareKey={chart_page.KEY}" in link
+    assert f"tags.`zlab.sweep` = '{scene.sweep.name}'" in view["searchFilter"]
+    assert "params.`zero`" in view["selectedColumns"]
+    page = next(one for one in dashboard.links(store_path(scene.output)) if one.name == scene.sweep.name)
+    address = page.address("http://127.0.0.1:5000")
+    assert f"/experiments/{experiment.experiment_id}/runs" in address
+    assert f"viewStateShareKey=zlab-{scene.sweep.name}" in address
+
+
+def test_a_page_of_many_settings_and_points_is_no_longer_than_a_tag() -> None:
+    settings = [f"optimizer.setting_with_a_long_name_{number}" for number in range(40)]
+    assert len(chart_page.view(settings, "2026-11-23_21-24-57_a_long_name_of_a_sweep", 200)) < 20_000
 
 
 def test_every_chart_shows_a_metric_that_is_logged() -> None:
     config = make_config(Path("outputs"))
-    logged = {**names.step_metrics(step_event(1, 0)), **names.summary_metrics(make_result(config))}
+    validation = names.step_metrics({"event": "validation", "step": 1, "loss": 5.3})
+    logged = {**names.step_metrics(step_event(1, 0)), **validation, **names.summary_metrics(make_result(config))}
     drawn = set(re.findall(r'"(?:metricKey|key)": "([^"]+)"', chart_page.view()))
     assert drawn
-    assert drawn <= set(logged)
+    assert drawn - {"memory/allocated_mib"} <= set(logged), "which is of GPUs"
+    assert {*drawn} <= set(names.METRICS)
 
 
 def test_metric_names_are_valid_in_mlflow_and_non_finite_values_are_left_out() -> None:
@@ -378,7 +414,7 @@ def test_without_tracking_no_process_is_started(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(subprocess, "Popen", refuse)
     tracker = start_tracker(make_config(tmp_path), tmp_path)
     tracker.wait_for_store()
-    tracker.begin(new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu"), EXPERIMENT, "")
+    tracker.begin(new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu"), make_config(tmp_path))
     tracker.close()
     assert tracker.warnings() == []
 
@@ -416,5 +452,6 @@ def test_the_dashboard_finds_its_experiments_whatever_characters_are_in_the_path
     output.mkdir()
     with sqlite3.connect(store_path(output)) as store:
         store.execute("CREATE TABLE experiments (experiment_id INTEGER, name TEXT, lifecycle_stage TEXT)")
+        store.execute("CREATE TABLE experiment_tags (key TEXT, value TEXT, experiment_id INTEGER)")
         store.execute("INSERT INTO experiments VALUES (3, 'zlab/tiny', 'active')")
-    assert [name for name, _ in dashboard.links(store_path(output), 5000, "127.0.0.1")] == ["zlab/tiny"]
+    assert dashboard.links(store_path(output)) == [dashboard.Page("zlab/tiny", "3", "zlab")]

@@ -1,0 +1,170 @@
+"""One attempt and its run in MLflow, and the completion of runs whose commands are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.schema import from_dict
+from orchestrator.machine import provenance
+from orchestrator.machine.locks import locked
+from orchestrator.machine.processes import is_alive, started
+from orchestrator.records.record_file import EventTail, read_or_warn
+from orchestrator.records.record_shapes import RESULT, STATE
+from orchestrator.records.run_record import AttemptPaths, settle
+from orchestrator.records.run_state import RunState
+from orchestrator.tracking import names
+from orchestrator.tracking import notes as tracking_notes
+from orchestrator.tracking.feed import store_uri
+from orchestrator.tracking.store import MlflowStore
+
+
+class FollowedRun:
+    """One attempt and its run in MLflow. `catch_up` may be called at any time and any number of times. Values that were
+    already written are written again with the same steps and times, which has no effect in MLflow."""
+
+    def __init__(self, store: MlflowStore, run: str, paths: AttemptPaths) -> None:
+        self._store, self.run, self._paths = store, run, paths
+        self._tail = EventTail(paths.metrics)
+        self._waiting: list[tuple[str, float, int, int]] = []
+        self._last_steps: dict[str, int] = {}  # of each history
+
+    def catch_up(self) -> None:
+        """Writes what the ranks recorded since the last call. A write that fails is repeated in the next call."""
+        for event in self._tail.read_new():
+            when = int(1000 * event.get("time", 0))
+            for name, value in names.step_metrics(event).items():
+                # A job that was requeued makes some steps twice, with equal losses; histories have each step once.
+                if event["step"] > self._last_steps.get(name, -1):
+                    self._last_steps[name] = event["step"]
+                    self._waiting.append((name, value, event["step"], when))
+        if self._waiting:
+            self._store.log_metrics(self.run, self._waiting)
+            self._waiting = []
+
+    def finish(self) -> None:
+        """Writes the summary, the artifacts and the final status, from the attempt's state. The status is written last,
+        so that a run with one is complete."""
+        self.catch_up()
+        state = read_or_warn(self._paths.state, STATE) or {}
+        outcome = _outcome(state)
+        result = read_or_warn(self._paths.result, RESULT) if RunState(outcome).measured else None
+        ended = int(1000 * state.get("time", 0))  # of the record, so that a second writing adds nothing
+        if result is not None:
+            metrics = names.summary_metrics(result)
+            self._store.log_metrics(self.run, [(key, value, 0, ended) for key, value in metrics.items()])
+        self._store.client.set_tag(self.run, names.OUTCOME, outcome)
+        logs = {self._paths.rank_log(0), self._paths.rank_log(int(state.get("rank") or 0))}
+        kept = (self._paths.config, self._paths.result, self._paths.state, self._paths.provenance, self._paths.diff)
+        for path in (*kept, *sorted(logs)):
+            if path.exists():
+                self._store.client.log_artifact(self.run, str(path))
+        self._store.client.set_terminated(self.run, status=names.STATUS[outcome], end_time=ended or None)
+        if RunState(state.get("state", RunState.lost)).final:  # else the next command, which knows more, completes it
+            tracking_notes.forget(self._store.output, str(self._paths.root))
+
+
+def _outcome(state: Mapping[str, Any]) -> str:
+    """The outcome of an ended attempt. A state that is not final means that the command died, and its ranks with it."""
+    return str(state["state"]) if state.get("state") in names.STATUS else RunState.lost.value
+
+
+def is_complete(run: Any, paths: AttemptPaths) -> bool:
+    """Whether the run has the end that the attempt's records have, and everything that is written before it."""
+    outcome = _outcome(read_or_warn(paths.state, STATE) or {})
+    return bool(run.info.status == names.STATUS[outcome] and run.data.tags.get(names.OUTCOME) == outcome)
+
+
+def open_run(store: MlflowStore, message: Mapping[str, Any], tags: Mapping[str, str]) -> FollowedRun:
+    """Opens the run of the attempt in a message: a new run, or with `again` the one that an earlier tracker created.
+
+    The message has the attempt, its label and point, the experiment, the sweep if there is one, the settings of the
+    sweep that vary (`varied`), and the date of a result that was kept (`kept`).
+    """
+    attempt = {names.KIND: "point", names.POINT: message["point"], names.ATTEMPT: message["attempt"]}
+    attempt |= {names.SWEEP: message["sweep"]} if message.get("sweep") else {}
+    paths = AttemptPaths(Path(message["attempt"]))
+    experiment, label = message["experiment"], message["label"]
+    run = store.run_of(experiment, attempt, searched_by=names.POINT) if message.get("again") else None
+    if run is None:
+        kept = {names.KEPT: message["kept"]} if message.get("kept") else {}
+        run = store.create_run(experiment, f"{label} (kept)" if kept else label, {**tags, **attempt, **kept})
+    store.log_params(run, {**message.get("varied", {}), **names.params(read_or_warn(paths.config) or {})})
+    return FollowedRun(store, run, paths)
+
+
+def reconcile(store: MlflowStore, experiment: str) -> list[str]:
+    """Ends the runs in state RUNNING whose command on this host has ended. Returns their ids. Each run gets the state
+    in its records; without records it is lost."""
+    ended = []
+    for run in store.running(experiment):
+        tags = run.data.tags
+        if tags.get(names.HOST) != socket.gethostname() or names.PID not in tags:
+            continue
+        if tags.get(names.KIND) == "summary" or is_alive(int(tags[names.PID]), tags.get(names.STARTED)):
+            continue  # a summary is written again by the next command of its sweep
+        store.client.set_tag(run.info.run_id, names.RECONCILED, "its command was gone")
+        paths = AttemptPaths(Path(tags.get(names.ATTEMPT, "nowhere")))
+        if paths.state.exists():
+            settle(paths)
+        FollowedRun(store, run.info.run_id, paths).finish()
+        ended.append(run.info.run_id)
+    return ended
+
+
+def complete(output: Path, stores: dict[str, MlflowStore]) -> None:
+    """Completes the runs that dead commands left, from their records. `stores`: the stores that are open, by URI.
+    Failures are printed to stderr, and a later command tries again."""
+    with locked(output / ".tracking.lock", wait=False) as alone:
+        # Without the lock, another command's process is completing them.
+        for message in tracking_notes.left_behind(output) if alone else ():
+            try:
+                complete_one(output, message, stores)
+            except Exception as error:  # noqa: PERF203  one that cannot be completed keeps no other from it
+                print(f"{message['attempt']}: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def complete_one(output: Path, message: Mapping[str, Any], stores: dict[str, MlflowStore]) -> None:
+    """Completes the run that a note describes. `stores`: as for `complete`."""
+    paths = AttemptPaths(Path(message["attempt"]))
+    config = read_or_warn(paths.config)
+    if config is None or not paths.state.exists():
+        tracking_notes.forget(output, message["attempt"])  # the attempt was deleted
+        return
+    if not settle(paths).final:
+        return  # a scheduler has it; the command that next checks the job records its end
+    tracking_notes.count_try(output, message)
+    uri = store_uri(from_dict(config), output, os.environ)
+    if uri not in stores:
+        stores[uri] = MlflowStore(uri, output)
+    command = message["command"]
+    tags = {names.HOST: command["host"], names.PID: str(command["pid"]), names.STARTED: str(command["started"])}
+    open_run(stores[uri], {**message, "again": True}, tags).finish()
+
+
+def command_tags(parent: int) -> dict[str, str]:
+    """The tags of a run: the command's process `parent`, the user, and the version of the code."""
+    tags = {
+        names.HOST: socket.gethostname(),
+        names.PID: str(parent),
+        names.STARTED: str(started(parent)),
+        "mlflow.source.name": "run.py",
+        "mlflow.user": _user(),
+    }
+    if (code := provenance.code()).commit:
+        tags["mlflow.source.git.commit"] = code.commit
+        tags["zlab.git_dirty"] = str(code.dirty).lower()
+    return tags
+
+
+def _user() -> str:
+    """The user's name, or the number if this machine has no name for it, as in many containers."""
+    with contextlib.suppress(KeyError, OSError):  # KeyError before Python 3.13
+        return getpass.getuser()
+    return str(os.getuid())

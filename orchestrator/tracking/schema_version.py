@@ -1,0 +1,110 @@
+"""Whether MLflow's version that is installed can use a database. Read without importing mlflow, and changes nothing.
+
+[Note: silent migrations]
+MLflow checks the version of a database only if no table is missing. A database of an earlier version lacks tables, so
+that opening it migrates it, also while runs of the earlier version write to it. Hence the version is compared here
+before anything of ours opens a database.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sqlite3
+from contextlib import closing
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import unquote
+
+SQLITE = "sqlite:///"
+QUERY = "SELECT version_num FROM alembic_version"
+CONNECT_S = 5
+_REVISION = re.compile(r'^(down_)?revision\b.*?= *["\'](\w+)["\']', re.MULTILINE)
+
+
+def problem(uri: str) -> str | None:
+    """Why the store cannot be used, in one line with what to type; None if it can, and for a store that is a server,
+    does not exist yet, or gives no answer: those are told by MLflow itself."""
+    if not is_database(uri):
+        return None
+    try:
+        found = _version(uri)
+    except ImportError as error:
+        return f"{without_password(uri)} needs a driver that is not installed: {error}      fix: {_driver_fix(uri)}"
+    known = _known()
+    if found is None or found == _newest(known):
+        return None
+    here = f"the installed MLflow {metadata.version('mlflow')} expects {_newest(known)}"
+    where = f"{without_password(uri)}: its tables have version {found}, {here}"
+    if found in known:
+        how = "end everything that uses it, copy it, and type: python -m mlflow db upgrade"
+        return f"{where}; {how} '{without_password(uri)}', or take another: tracking.uri=..., tracking=none"
+    return f"{where}; a later MLflow made it: install that, or take another store: tracking.uri=..., tracking=none"
+
+
+def is_database(uri: str) -> bool:
+    """Whether MLflow opens this store itself, not through a server."""
+    return uri.split(":")[0].split("+")[0] in ("sqlite", "postgresql", "mysql", "mssql")
+
+
+def without_password(uri: str) -> str:
+    """The address, fit to be shown."""
+    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", uri)
+
+
+def _driver_fix(uri: str) -> str:
+    if uri.startswith("postgresql://"):
+        return f"tracking.uri={without_password(uri).replace('postgresql:', 'postgresql+psycopg:', 1)}"
+    return "pip install 'zero-lab[postgres]'" if uri.startswith("postgresql") else "install the driver of its address"
+
+
+def _version(uri: str) -> str | None:
+    """The version of the tables; None for a store without them, and for one that cannot be read."""
+    if uri.startswith(SQLITE):
+        path = Path(unquote(uri.removeprefix(SQLITE).partition("?")[0])).absolute()
+        if not path.is_file():
+            return None
+        try:
+            with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+                row = connection.execute(QUERY).fetchone()
+        except sqlite3.Error:
+            return None
+        return None if row is None else str(row[0])
+    return _version_by_driver(uri)
+
+
+def _version_by_driver(uri: str) -> str | None:
+    import sqlalchemy  # imported here: only a database that is no file needs it
+
+    arguments = {"connect_timeout": CONNECT_S} if uri.startswith("postgresql") else {}
+    try:
+        engine = sqlalchemy.create_engine(uri, connect_args=arguments)
+    except sqlalchemy.exc.NoSuchModuleError as error:
+        raise ImportError(str(error)) from None
+    try:
+        with engine.connect() as connection:
+            found = connection.execute(sqlalchemy.text(QUERY)).scalar()
+    except sqlalchemy.exc.SQLAlchemyError:
+        return None
+    finally:
+        engine.dispose()
+    return None if found is None else str(found)
+
+
+@cache
+def _known() -> dict[str, str]:
+    """The versions that the installed MLflow can migrate from, each with the one before it; "" for the first."""
+    spec = importlib.util.find_spec("mlflow")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    known: dict[str, str] = {}
+    for file in (Path(folders[0]) / "store" / "db_migrations" / "versions").glob("*.py") if folders else ():
+        names = {bool(down): name for down, name in _REVISION.findall(file.read_text(encoding="utf-8"))}
+        if False in names:
+            known[names[False]] = names.get(True, "")
+    return known
+
+
+def _newest(known: dict[str, str]) -> str:
+    (newest,) = known.keys() - set(known.values())
+    return newest

@@ -1,0 +1,102 @@
+"""A sweep in MLflow, from its records: its page, the runs of points whose answers were kept, and its summary run."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from orchestrator.records.record_file import read_or_warn
+from orchestrator.records.record_shapes import STATE, SWEEP
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, standings
+from orchestrator.report import comparison, ranking
+from orchestrator.tracking import chart_page, names
+from orchestrator.tracking.followed_run import is_complete, open_run
+from orchestrator.tracking.store import MlflowStore
+from orchestrator.tracking.sweep_names import SweepNames
+
+
+class SweepRuns:
+    """The runs of one sweep in a store. `tags`: of the command that writes them. BadRecord without a readable plan."""
+
+    def __init__(self, store: MlflowStore, sweep: SweepPaths, tags: Mapping[str, str]) -> None:
+        self._store, self._sweep, self._tags = store, sweep, tags
+        self._names = SweepNames(sweep)
+        self.experiment = self._names.experiment
+
+    def prepare(self) -> None:
+        """Writes the page of the sweep."""
+        page = chart_page.view(self._names.settings, self._sweep.name, self._names.points)
+        self._store.describe(self.experiment, {chart_page.tag_of(self._sweep.name): page})
+
+    def missing(self) -> Iterator[tuple[Standing, bool]]:
+        """The ended points whose runs are not complete, and whether each has a run."""
+        mine = {names.SWEEP: self._sweep.name, names.KIND: "point"}
+        runs = self._store.runs(self.experiment, mine, searched_by=names.SWEEP)
+        there = {run.data.tags.get(names.ATTEMPT): run for run in runs}
+        for standing in standings(self._sweep):
+            if standing.attempt is None or not standing.state.final:
+                continue
+            run = there.get(str(standing.attempt.root))
+            if run is None or not is_complete(run, standing.attempt):
+                yield standing, run is not None
+
+    def write(self, standing: Standing) -> None:
+        """Writes the run of an ended point."""
+        assert standing.attempt is not None
+        planned = standing.planned
+        message = {"attempt": str(standing.attempt.root), "label": planned.label, "point": planned.point}
+        message |= {"experiment": self.experiment, "sweep": self._sweep.name}
+        details = {"varied": self._names.values_of(planned.label), "kept": _kept_since(planned, standing.attempt)}
+        open_run(self._store, {**message, **details, "again": True}, self._tags).finish()
+
+    def summarize(self) -> tuple[str, bool]:
+        """Writes the summary run with the report, which is made again from the records, and describes the experiment.
+
+        Returns its id, and whether it is new. A second writing changes the same run.
+        """
+        comparison.write(self._sweep, with_png=True)
+        mine = {names.KIND: "summary", names.SWEEP: self._sweep.name}
+        known = self._store.run_of(self.experiment, mine, searched_by=names.SWEEP)
+        name = f"summary of {self._sweep.name}"
+        run = known or self._store.create_run(self.experiment, name, {**self._tags, **mine})
+        table, facts = comparison.markdown(self._sweep), self._facts()
+        self._store.set_tags(run, {names.NOTE: table, **facts})
+        self._store.log_params(run, {key: ", ".join(levels) for key, levels in self._names.levels.items()})
+        for path in (self._sweep.page, self._sweep.picture, self._sweep.report, self._sweep.results):
+            if path.is_file():
+                self._store.client.log_artifact(run, str(path))
+        if self._sweep.pictures.is_dir():
+            self._store.client.log_artifacts(run, str(self._sweep.pictures), self._sweep.pictures.name)
+        if self._store.client.get_run(run).info.status != "FINISHED":
+            self._store.client.set_terminated(run, status="FINISHED")
+        self._store.describe(self.experiment, {names.NOTE: f"{_sentence(facts)}\n\n{table}"})
+        return run, known is None
+
+    def _facts(self) -> dict[str, str]:
+        record = read_or_warn(self._sweep.sweep, SWEEP) or {}
+        ranked = comparison.ranked(self._sweep)
+        counts = Counter(row.entry.state for row in ranked)
+        best = [row.entry.label for row in ranked if row.place == 1]
+        return {
+            names.COMMAND: shlex.join(record.get("command") or ()) or "a batch that a program proposed",
+            names.COUNTS: ", ".join(f"{count} {state}" for state, count in counts.items()),
+            names.RANK_BY: record.get("rank_by") or ranking.DEFAULT_METRIC,
+            **({names.BEST: ", ".join(best)} if best else {}),
+        }
+
+
+def _sentence(facts: Mapping[str, str]) -> str:
+    best = f"; first by {facts[names.RANK_BY]}: {facts[names.BEST]}" if names.BEST in facts else ""
+    return f"`{facts[names.COMMAND]}`: {facts[names.COUNTS]}{best}"
+
+
+def _kept_since(planned: Planned, attempt: AttemptPaths) -> str:
+    """The date of an answer that an earlier command had; empty for a point that this sweep ran."""
+    if planned.decision is RunState.queued:
+        return ""
+    ended = (read_or_warn(attempt.state, STATE) or {}).get("time", 0)
+    return time.strftime("%Y-%m-%d", time.localtime(ended))

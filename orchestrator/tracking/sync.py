@@ -1,0 +1,153 @@
+"""Writes what a store lacks of an output folder, from its records. A second time it finds nothing to write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.schema import TrackingKind, from_dict
+from orchestrator.machine.locks import locked
+from orchestrator.records.record_file import read_or_warn
+from orchestrator.records.record_shapes import STATE
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import SweepPaths, all_sweeps, controller_pid, plan_of, standings
+from orchestrator.tracking import names
+from orchestrator.tracking import notes as tracking_notes
+from orchestrator.tracking.feed import store_uri
+from orchestrator.tracking.followed_run import command_tags, complete_one, is_complete, open_run, reconcile
+from orchestrator.tracking.store import MlflowStore
+from orchestrator.tracking.sweep_names import experiment_of
+from orchestrator.tracking.sweep_runs import SweepRuns
+
+SINGLE = "single runs"
+
+
+@dataclass
+class Synced:
+    """What was done for a sweep, or for the runs in no sweep.
+
+    experiment, summary: the ids of the sweep's experiment and of its summary run. added, completed: numbers of runs,
+    the summary counted. left: why nothing was done, or not everything. failed: an error kept it from being done.
+    """
+
+    what: str
+    experiment: str = ""
+    summary: str = ""
+    added: int = 0
+    completed: int = 0
+    left: str = ""
+    failed: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def sync(output: Path, uri: str = "", sweeps: Sequence[SweepPaths] = ()) -> Iterator[Synced]:
+    """Completes these sweeps in their stores; without `sweeps`, all of the output that are tracked, and the runs in no
+    sweep. `uri`: the store to write to, instead of that of each run's configuration.
+
+    One line for each sweep, the oldest first. What cannot be done is said in its line.
+    """
+    stores = _Stores(output, uri)
+    tags = command_tags(os.getpid())
+    with locked(output / ".tracking.lock"):  # one process at a time completes runs
+        for sweep in sweeps or reversed(all_sweeps(output)):
+            done = Synced(sweep.name)
+            try:
+                _sync_sweep(sweep, stores, tags, done, is_named=bool(sweeps))
+            except Exception as error:
+                done.left, done.failed = _first_line(error), True
+            yield done
+        if not sweeps:
+            done = Synced(SINGLE)
+            try:
+                _sync_single(output, stores, tags, done)
+            except Exception as error:
+                done.left, done.failed = _first_line(error), True
+            yield done
+
+
+class _Stores:
+    """The stores of runs, each opened once."""
+
+    def __init__(self, output: Path, uri: str) -> None:
+        self._output, self._uri = output, uri
+        self.open: dict[str, MlflowStore] = {}
+
+    def of(self, config: Mapping[str, Any]) -> MlflowStore:
+        uri = self._uri or store_uri(from_dict(config), self._output, os.environ)
+        if uri not in self.open:
+            self.open[uri] = MlflowStore(uri, self._output)
+        return self.open[uri]
+
+    def takes(self, config: Mapping[str, Any]) -> bool:
+        """Whether runs of this configuration are tracked."""
+        return bool(self._uri) or from_dict(config).tracking.kind is not TrackingKind.none
+
+
+def _sync_sweep(sweep: SweepPaths, stores: _Stores, tags: Mapping[str, str], done: Synced, *, is_named: bool) -> None:
+    configs = [point.config for point in plan_of(sweep) if point.config]
+    if not configs or not (is_named or stores.takes(configs[0])):
+        done.left = "it was not tracked: name it to write it" if configs else "none of its points can run"
+        return
+    store = stores.of(configs[0])
+    runs = SweepRuns(store, sweep, tags)
+    done.experiment = store.experiment(runs.experiment)
+    runs.prepare()
+    if controller_pid(sweep) is not None:
+        done.left = f"{sweep.name} runs, and its own tracker writes it"
+        return
+    reconcile(store, runs.experiment)
+    for standing, is_there in runs.missing():
+        runs.write(standing)
+        done.completed += is_there
+        done.added += not is_there
+    done.summary, is_new = runs.summarize()
+    done.added += is_new
+
+
+def _sync_single(output: Path, stores: _Stores, tags: Mapping[str, str], done: Synced) -> None:
+    """The runs in no sweep: those that commands left, and the last measured attempt of each point."""
+    for message in tracking_notes.left_behind(output, tries=None):
+        complete_one(output, message, stores.open)
+        done.completed += 1
+    in_sweeps = {str(point.attempt.root) for point in _all_standings(output) if point.attempt is not None}
+    complete: dict[str, dict[str, Any]] = {}
+    for point in sorted((output / "points").glob("*")):
+        attempt = _last_measured(point)
+        config = None if attempt is None else read_or_warn(attempt.config)
+        if attempt is None or config is None or str(attempt.root) in in_sweeps or not stores.takes(config):
+            continue
+        store, experiment = stores.of(config), experiment_of(from_dict(config), None)
+        if experiment not in complete:
+            reconcile(store, experiment)
+            complete[experiment] = {run.data.tags.get(names.ATTEMPT): run for run in store.runs(experiment)}
+        run = complete[experiment].get(str(attempt.root))
+        if run is not None and is_complete(run, attempt):
+            continue
+        label = str((read_or_warn(attempt.state, STATE) or {}).get("label", point.name))
+        message = {"attempt": str(attempt.root), "label": label, "point": point.name, "experiment": experiment}
+        open_run(store, {**message, "again": True}, tags).finish()
+        done.completed += run is not None
+        done.added += run is None
+
+
+def _all_standings(output: Path) -> Iterator[Any]:
+    for sweep in all_sweeps(output):
+        yield from standings(sweep)
+
+
+def _last_measured(point: Path) -> AttemptPaths | None:
+    for root in sorted((point / "attempts").glob("*"), reverse=True):
+        state = (read_or_warn(AttemptPaths(root).state, STATE) or {}).get("state")
+        if state is not None and RunState(state).measured:
+            return AttemptPaths(root)
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
