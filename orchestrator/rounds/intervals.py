@@ -79,13 +79,13 @@ def shows_difference(larger: Sequence[float], smaller: Sequence[float], *, turns
     turns: whether the two took turns, so that their rounds belong together; rivals: the points that are held against
     the best one, of which one of these is.
     """
-    sides = [[math.log(value) for value in side] for side in (larger, smaller)]
+    above, below = ([math.log(value) for value in side] for side in (larger, smaller))
     if turns:
-        gaps = [high - low for high, low in zip(*sides, strict=True)]
+        gaps = [high - low for high, low in zip(above, below, strict=True)]
         error, freedom = statistics.stdev(gaps) / math.sqrt(len(gaps)), len(gaps) - 1
     else:
-        error, freedom = _welch(*sides)
-    gap = statistics.mean(sides[0]) - statistics.mean(sides[1])
+        error, freedom = _welch(above, below)
+    gap = statistics.mean(above) - statistics.mean(below)
     return gap - student.quantile(1 - MISTAKEN / rivals, freedom) * error > math.log(1 + EQUAL)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,34 +9,21 @@ import numpy as np
 import torch
 
 from orchestrator.config.schema import DataKind, RunConfig, Tokenizer
+from orchestrator.worker.micro_batches import MicroBatches
 from orchestrator.workloads.data import IGNORED_LABEL, TokenData
 from orchestrator.workloads.models import prepare_to_generate
-from orchestrator.workloads.sources import Example, IntArray
+from orchestrator.workloads.sources import Example
 from orchestrator.workloads.tokenizer import Texts, texts_of
 from zero_runtime.runtime import ZeroRuntime
 
-Losses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 POSITION_KEYS = ("max_position_embeddings", "n_positions")
 
 
 class HeldOut:
-    """The validations of one rank. All ranks must make the same calls.
+    """The validations of one rank. All ranks must make the same calls."""
 
-    losses: the sum of the losses of a micro-batch, given token ids and labels on the device. count: the number of
-    labels of this rank's part of the sequences.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        runtime: ZeroRuntime,
-        data: TokenData,
-        losses: Losses,
-        count: Callable[[IntArray], int],
-        on_device: Callable[[Any], torch.Tensor],
-    ) -> None:
-        self._runtime, self._data = runtime, data
-        self._losses, self._count, self._on_device = losses, count, on_device
+    def __init__(self, config: RunConfig, runtime: ZeroRuntime, data: TokenData, mine: MicroBatches) -> None:
+        self._runtime, self._data, self._mine = runtime, data, mine
         self._micro = config.batch.micro
         self._every = config.train.eval_every if config.trains_to_the_end else None
         self._rank, self._world = runtime.collectives.batch_rank, runtime.collectives.batch_world
@@ -66,8 +52,8 @@ class HeldOut:
                 batch.labels[np.arange(position, position + self._micro) >= self._data.validation_samples] = (
                     IGNORED_LABEL
                 )
-                total += self._losses(self._on_device(batch.input_ids), self._on_device(batch.labels))
-                tokens += self._count(batch.labels)
+                total += self._mine.losses(self._mine.on_device(batch.input_ids), self._mine.on_device(batch.labels))
+                tokens += self._mine.count(batch.labels)
         counted = self._runtime.sum_over_ranks(tokens).clamp(min=1)
         collectives = self._runtime.collectives
         loss = float(collectives.sum_over_data_(total) / counted)

@@ -21,6 +21,7 @@ from orchestrator.worker import evaluate, measure, predicted, profile
 from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.faults import Faults
 from orchestrator.worker.held_out import HeldOut, examples_of
+from orchestrator.worker.micro_batches import MicroBatches
 from orchestrator.worker.result import RunFacts, combined, full_numel
 from orchestrator.worker.rounds import MeasuredRounds
 from orchestrator.worker.saving import Progress, Saving
@@ -33,9 +34,7 @@ from orchestrator.worker.setup import (
     refuse_different_data,
 )
 from orchestrator.worker.stopping import StopSignals
-from orchestrator.workloads.data import IGNORED_LABEL, TokenData, slice_for_rank
-from orchestrator.workloads.models import token_losses
-from orchestrator.workloads.sources import IntArray
+from orchestrator.workloads.data import TokenData
 from zero_runtime.accounting import saving_trouble
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.errors import NonFiniteError
@@ -44,7 +43,6 @@ from zero_runtime.memory.dtype_audit import DTypeAudit
 from zero_runtime.phase_clock import Lap
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport
-from zero_runtime.tensor_parallel.division import head_of
 from zero_runtime.watch.watch import WatchSettings
 from zero_runtime.world import WorldSettings, join_world, leave_world
 
@@ -90,8 +88,7 @@ class RankRun:
         self._faults = Faults.from_env()
         self._data: TokenData = build_data(config)
         self._runtime = runtime
-        self._head, self._tensor = head_of(runtime.model), tensor
-        self._batch_rank, self._batch_world = runtime.collectives.batch_rank, runtime.collectives.batch_world
+        self._batches, self._tensor = MicroBatches(config, runtime, self._data), tensor
         self._kept = recomputation.memory
         steps = config.steps(self._data.train_samples)
         assert steps is not None  # the rules' end of training
@@ -109,7 +106,7 @@ class RankRun:
             EnergyMeter(energy_counters(self._device)),
         )
         self._saving = Saving(attempt, config, runtime, self._data.hash, steps=steps, restarted=rank.restarts > 0)
-        self._held_out = HeldOut(config, runtime, self._data, self._losses, self._count, self._on_device)
+        self._held_out = HeldOut(config, runtime, self._data, self._batches)
         self._training: dict[str, Any] | None = None
         self._unread: Callable[[], None] | None = None
         self._first = self._census_step = 0
@@ -246,7 +243,7 @@ class RankRun:
     def _train_step(self, step: int) -> tuple[StepReport, float]:
         runtime, clock = self._runtime, self._runtime.clock
         with clock.phase("data"):
-            batches, count = self._micro_batches()
+            batches, count = self._batches.of_step(self._progress.samples)
             tokens = runtime.sum_over_ranks(count).clamp(min=1)
         # The schedule does not count skipped steps, nor the updates that another library made before this run.
         rates = self._schedule.rates(runtime.updates - self._saving.first_update)
@@ -275,47 +272,13 @@ class RankRun:
         for index, (ids, labels) in enumerate(batches):
             activations = ActivationCensus(runtime) if counting else None
             with clock.phase("forward"), activations or contextlib.nullcontext():
-                loss = self._losses(ids, labels) / tokens
+                loss = self._batches.losses(ids, labels) / tokens
             if activations is not None:
                 self._readings.activations_bytes = max(self._readings.activations_bytes, activations.bytes)
             keeps = self._config.zero.reduce_at_boundary and index < len(batches) - 1
             with clock.phase("backward"), runtime.no_sync() if keeps else contextlib.nullcontext():
                 runtime.backward(loss)
             del loss
-
-    def _losses(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The sum of the losses of a micro-batch's tokens, or of this rank's part of them."""
-        tile, sequence = self._config.loss.tile_tokens, self._runtime.sequence
-        return token_losses(self._runtime.model, ids, labels, tile, self._head, sequence)
-
-    def _micro_batches(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
-        """This rank's slice of the step's global batch, split into micro-batches of [micro, seq] int64.
-
-        Also the number of the tokens of its sequences, or of its parts of them, that have a label, counted on the host:
-        a GPU would have to be waited for.
-        """
-        size = self._config.batch.global_size
-        assert size is not None
-        offset, count = slice_for_rank(size, self._batch_rank, self._batch_world)
-        ids, labels = self._data.train_batch(self._progress.samples + offset, count)
-        micro = self._config.batch.micro
-        parts = [
-            (self._on_device(ids[start : start + micro]), self._on_device(labels[start : start + micro]))
-            for start in range(0, count, micro)
-        ]
-        return parts, self._count(labels)
-
-    def _count(self, labels: IntArray) -> int:
-        """The labels of this rank's part of the sequences."""
-        degree, rank = self._runtime.sequence.degree, self._runtime.sequence.rank
-        length = labels.shape[1] // degree
-        return int((labels[:, rank * length : (rank + 1) * length] != IGNORED_LABEL).sum())
-
-    def _on_device(self, array: Any) -> torch.Tensor:
-        """The array on the device. On a GPU the host does not wait for the copy: it is from pinned memory, which
-        torch gives to no other tensor before the copy has ended."""
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._on_cuda else tensor
 
     def _note_step(self, step: int, report: StepReport, lr: float) -> None:
         assert self._config.batch.global_size is not None

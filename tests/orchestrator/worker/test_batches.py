@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.worker.train import RankRun
+from orchestrator.worker.micro_batches import MicroBatches
 from orchestrator.workloads.data import IGNORED_LABEL
 
 
-def rank_on(device: str) -> RankRun:
-    run = object.__new__(RankRun)
-    run._device, run._on_cuda = torch.device(device), device == "cuda"
-    return run
+def batches_on(device: str, **parts: Any) -> MicroBatches:
+    batches = object.__new__(MicroBatches)
+    batches._runtime = SimpleNamespace(device=torch.device(device), **parts)  # type: ignore[assignment]
+    return batches
 
 
 def test_on_a_gpu_batches_are_copied_from_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,20 +32,19 @@ def test_on_a_gpu_batches_are_copied_from_pinned_memory_without_waiting(monkeypa
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(torch.Tensor, "to", to)
-    rank_on("cuda")._on_device(np.array([[1, 2]]))
+    batches_on("cuda").on_device(np.array([[1, 2]]))
     assert asked == [("pin_memory", [[1, 2]]), ("cuda", True)]
 
 
 def test_on_a_cpu_a_batch_is_not_copied() -> None:
     array = np.array([[1, 2]])
-    assert rank_on("cpu")._on_device(array).data_ptr() == array.ctypes.data
+    assert batches_on("cpu").on_device(array).data_ptr() == array.ctypes.data
 
 
 @pytest.mark.parametrize(("degree", "rank", "count"), [(1, 0, 3), (2, 0, 1), (2, 1, 2)])
 def test_tokens_with_a_label_are_counted_from_this_ranks_part_of_the_hosts_array(
     degree: int, rank: int, count: int
 ) -> None:
-    run = rank_on("cpu")
-    run._runtime = SimpleNamespace(sequence=SimpleNamespace(degree=degree, rank=rank))  # type: ignore[assignment]
+    batches = batches_on("cpu", sequence=SimpleNamespace(degree=degree, rank=rank))
     row = [1, IGNORED_LABEL, 2, 3]
-    assert run._count(np.array([row, [IGNORED_LABEL] * 4])) == count
+    assert batches.count(np.array([row, [IGNORED_LABEL] * 4])) == count
