@@ -10,7 +10,14 @@ import signal
 import tempfile
 
 import pytest
-from harness import attack_counts, left_out, ranks
+from harness import attack_counts, left_out, ranks, slowest_files
+
+# These tests wait for limits of time more than they work, and at the end of a run one process would wait alone.
+FIRST = "tests/zero_runtime/watch/"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    slowest_files.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,9 +25,15 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(left_out)
     config.pluginmanager.register(attack_counts)
+    if count := config.getoption(slowest_files.OPTION):
+        config.pluginmanager.register(slowest_files.SlowestFiles(count))
     ranks.prepare_fork_server()
     # Separate slots: other work on this machine neither waits for the tests nor makes them wait.
     os.environ["ZLAB_LOCKS"] = tempfile.mkdtemp(prefix="zlab-locks-")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,13 @@ def run_alone(function: Callable[..., Any], *args: Any, timeout_s: float = HANG_
 
 def _await_all(processes: list[Any], deadline: float) -> None:
     """Return when all have ended, or one second after one has failed, because its peers would wait for it forever."""
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-        if any(process.exitcode not in (None, 0) for process in processes):
-            time.sleep(1.0)
-            return
-        time.sleep(0.01)
+    running = {process.sentinel: process for process in processes}
+    while running and (left_s := deadline - time.monotonic()) > 0:
+        for sentinel in connection.wait(list(running), left_s):
+            ended = running.pop(sentinel)
+            ended.join()
+            if ended.exitcode != 0:
+                deadline = min(deadline, time.monotonic() + 1.0)
 
 
 def _let_senders_first() -> None:

@@ -12,6 +12,7 @@ import stub_distributed
 
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo
+from orchestrator.records import turns
 from orchestrator.records.record_file import append_event, read_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker.faults import Faults
@@ -20,6 +21,7 @@ from zero_runtime.errors import RankMemoryError
 
 
 def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
+    turns.LOOK_S = 0.02  # how often a rank looks for its turn is no promise, and waiting is idle
     config = from_dict(read_json(attempt.config) or {})
     write_environment(attempt.root, rank.rank)
     print(f"rank {rank.rank} of {rank.world} is here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from itertools import chain, pairwise, product
 
 import pytest
@@ -12,13 +13,17 @@ from zero_runtime.flat_layout import SHARD_ALIGNMENT_NUMEL, FlatLayout
 A = SHARD_ALIGNMENT_NUMEL
 # Empty, 0-dim, one element, and sizes around the alignment of a shard.
 SHAPES = [(0,), (3, 0), (), (1,), (A - 1,), (A,), (A + 1,), (5, 7, 3)]
-LAYOUTS = [
-    FlatLayout.build([(f"p{i}", shape) for i, shape in enumerate(shapes)], shard_count=shards, world=world)
-    for count in range(4)
-    for shapes in product(SHAPES, repeat=count)
-    for world in (1, 2, 3, 8)
-    for shards in {1, world}
-]
+
+
+@cache
+def layouts() -> list[FlatLayout]:
+    return [
+        FlatLayout.build([(f"p{i}", shape) for i, shape in enumerate(shapes)], shard_count=shards, world=world)
+        for count in range(4)
+        for shapes in product(SHAPES, repeat=count)
+        for world in (1, 2, 3, 8)
+        for shards in {1, world}
+    ]
 
 
 def test_each_block_holds_the_same_elements_of_one_parameter_in_every_layout() -> None:
@@ -42,7 +47,7 @@ def test_each_block_holds_the_same_elements_of_one_parameter_in_every_layout() -
 
 
 def test_segments_follow_each_other_in_the_order_given() -> None:
-    for layout in LAYOUTS:
+    for layout in layouts():
         offset = 0
         for index, segment in enumerate(layout.segments):
             assert (segment.name, segment.offset) == (f"p{index}", offset)
@@ -52,7 +57,7 @@ def test_segments_follow_each_other_in_the_order_given() -> None:
 
 
 def test_the_pieces_of_all_shards_cover_every_element_exactly_once_and_no_padding() -> None:
-    for layout in LAYOUTS:
+    for layout in layouts():
         offsets = {segment.name: segment.offset for segment in layout.segments}
         covered: list[int] = []
         for shard in range(layout.shard_count):
@@ -66,7 +71,7 @@ def test_the_pieces_of_all_shards_cover_every_element_exactly_once_and_no_paddin
 
 
 def test_a_piece_stays_inside_its_parameter() -> None:
-    for layout in LAYOUTS:
+    for layout in layouts():
         numel = {segment.name: segment.numel for segment in layout.segments}
         for shard in range(layout.shard_count):
             for piece in layout.pieces(shard):
@@ -74,7 +79,7 @@ def test_a_piece_stays_inside_its_parameter() -> None:
 
 
 def test_segments_pieces_and_shards_select_the_same_elements() -> None:
-    for layout in LAYOUTS:
+    for layout in layouts():
         flat = list(range(layout.padded_numel))
         shards = [layout.shard_of(flat, shard) for shard in range(layout.shard_count)]
         assert list(chain(*shards)) == flat
@@ -89,7 +94,7 @@ def test_segments_pieces_and_shards_select_the_same_elements() -> None:
 
 
 def test_shards_are_aligned_equal_in_size_and_cover_the_padded_tensor() -> None:
-    for layout in LAYOUTS:
+    for layout in layouts():
         assert layout.shard_numel * layout.shard_count == layout.padded_numel
         assert layout.shard_numel % A == 0
         ranges = [layout.shard_range(shard) for shard in range(layout.shard_count)]
