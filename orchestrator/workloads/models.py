@@ -153,7 +153,7 @@ def _tiled_losses(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tenso
     finally:
         del head.forward  # restores the forward of the class
         if divided is not None:
-            head.forward = divided
+            head.forward = divided  # type: ignore[method-assign]
     if loss is not losses[0]:
         raise ValueError(
             f"loss=tiled: expected {type(model).__name__} to return the output of its head unchanged, "

@@ -157,7 +157,7 @@ ROOMS = {
         "parameter_reads": "guarded_parameter unit",
         "module_hooks": "parameter_reads pure unit",
         "offload": "agreement collectives process_identity pure shard_location unit",
-        "optim": "collectives dtypes offload pure unit",
+        "optim": "collectives dtypes offload pure tensor_parallel unit",
         "activations": "offload pure tensor_parallel unit_planner",
         "gather_turns": "collectives pure unit unit_parameters",
         "generation": "",

@@ -137,7 +137,7 @@ class AskedDTypes:
         The loss of a divided head sends fp32 numbers of each token.
         """
         computed = self.precision.compute or self.precision.param
-        asked = {SLICE_SUM: computed, TRADED_PARTS: computed, LOSS_NUMBERS: "fp32"}
+        asked: dict[str, str | None] = {SLICE_SUM: computed, TRADED_PARTS: computed, LOSS_NUMBERS: "fp32"}
         asked |= {ALL_TO_ALL: self.whole, MATRIX_SLICES: self.whole}
         return asked.get(component)
 

@@ -162,9 +162,9 @@ def working_bytes(matrices: Sequence[OwnedMatrix], shard_count: int, itemsize: i
             held[part.holder] += part.numel
     if not any(matrix.gathered_numel for matrix in matrices):
         return (max(map(sum, zip(held, owned, strict=True))) + WORKING * largest) * itemsize
-    # With slices: two copies of what is sent to the other owners and what comes from them, and its joined form; then
-    # that, of which one matrix at a time is the input of a step.
+    # With slices: what is sent to the other owners, a copy of it, and what comes from them, of which the joined form is
+    # made when the copy is gone; then that alone, of which one matrix at a time is the input of a step.
     return itemsize * max(
-        mine + theirs + max(2 * theirs + 2 * full, full + (WORKING - 1) * largest_full)
+        mine + theirs + max(2 * theirs + full, theirs + 2 * full, full + (WORKING - 1) * largest_full)
         for mine, theirs, full in zip(held, owned, owned_full, strict=True)
     )

@@ -41,10 +41,10 @@ class MuonRule:
         self._collectives = collectives
         self._rank = collectives.shard_rank
         self._adamw = ElementwiseRule(config.adamw)
-        layouts = [held.unit.layout for held in helds if _has_matrices(held)]
-        splits = {name: split for held in helds for name, split in held.unit.slices.splits.items()}
+        with_matrices = [held.unit for held in helds if isinstance(held.unit, Unit) and held.unit.matrices]
+        splits = {name: split for unit in with_matrices for name, split in unit.slices.splits.items()}
         full_shapes = {name: split.shape for name, split in splits.items()}
-        self._matrices = owned_matrices(layouts, collectives.shard_count, full_shapes)
+        self._matrices = owned_matrices([unit.layout for unit in with_matrices], collectives.shard_count, full_shapes)
         self._splits = {matrix.name: splits[matrix.name] for matrix in self._matrices if matrix.name in splits}
         self._numel = sum(matrix.numel for matrix in self._matrices)
         self._dtype = TORCH_DTYPE[config.ns_dtype]
