@@ -2,8 +2,9 @@
 
 `python benchmarks/lossy_margins.py [--seeds N] [--keep FOLDER [--only-kept]] [--write]`. Rows, text and oracles:
 lossy_rows.py. `--keep`: a folder of what each row gave for each seed, so that a command that was ended is resumed, and
-of changed rows only those are trained again; `--only-kept` trains nothing. `--write` writes
-results/lossy_margins_cpu_DATE.md and .json. Exit code 1 if a row is not within its margin, or if one of WORSE is.
+of changed rows only those are trained again (after other changes, delete it); `--only-kept` trains nothing. `--write`
+writes results/lossy_margins_cpu_DATE.md and .json. Exit code 1 if a row is not within its margin, or if one of WORSE
+is not outside.
 
 [Note: margins]
 A difference is a row's validation loss less the oracle's of the same seed. Its interval holds the mean difference over
@@ -90,14 +91,14 @@ class Judged(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """The standard deviation over seeds of a paired difference, and its degrees of freedom, at least 8."""
+    """The standard deviation over seeds of a paired difference, and its degrees of freedom, at least 7."""
 
     deviation: float
     freedom: int
 
     @property
     def student(self) -> float:
-        """Student's t that one in twenty exceeds: its expansion in 1 / freedom, wrong by less than 0.003 from 8 on."""
+        """Student's t that one in twenty exceeds: its expansion in 1 / freedom, wrong by less than 0.004 from 7 on."""
         z, over = statistics.NormalDist().inv_cdf(0.95), 1 / self.freedom
         return z + (z**3 + z) / 4 * over + (5 * z**5 + 16 * z**3 + 3 * z) / 96 * over**2
 
@@ -117,6 +118,8 @@ def spread_of(share: float, seeds: Sequence[Seed]) -> Spread:
     names = [name for name in seeds[0]["rows"] if ROWS[name].share == share and name not in (*WORSE, UNROUNDED)]
     variances = [statistics.variance(differences(name, seeds)) for name in names]
     finite = [one for one in variances if math.isfinite(one)]
+    if not finite:
+        return Spread(math.inf, 8)  # nothing is decided
     return Spread(math.sqrt(statistics.fmean(finite)), len(finite) * (len(seeds) - 1))
 
 
