@@ -55,7 +55,7 @@ def tree() -> Tree:
         ("model=[gpt2]", "Did you mean 'model=gpt2'?"),
         ("resources.device=gpu", "Did you mean 'cuda'?"),
         ("precision=BF16", "Did you mean 'bf16'?"),
-        ("steps=100", "Did you mean 'measure.steps' (a whole number)?"),
+        ("steps=100", "Did you mean 'measure.steps' (a whole number, or null)?"),
         ("epochs=1", "Did you mean 'train.epochs'"),
         ("resources.gpus=8", "Did you mean 'resources.ranks'"),
         ("dtype=bf16", "Did you mean 'precision=bf16'?"),

@@ -130,7 +130,7 @@ def test_steps_before_a_resume_are_not_shown_as_steps_of_the_resumed_run() -> No
 
 def test_a_training_shows_its_steps_its_validations_and_what_was_lowest_so_far() -> None:
     screen, out = show()
-    config = replace(CONFIG, measure=Measure(2, None), train=Train(epochs=1.5, eval_every=50))
+    config = replace(CONFIG, measure=Measure(warmup_steps=2, steps=None), train=Train(epochs=1.5, eval_every=50))
     screen.plan("a", config, "here")
     screen.begin(config)
     screen.event({"event": "validation", "step": 50, "loss": 4.5, "best": True, "earlier": True})
@@ -176,7 +176,7 @@ def test_the_summary_of_a_training_has_its_length_its_best_validation_and_its_ex
 
 
 def test_a_training_ends_with_one_line_and_the_commands_that_use_the_best_checkpoint() -> None:
-    config = to_dict(replace(CONFIG, measure=Measure(2, None), train=Train(max_steps=300)))
+    config = to_dict(replace(CONFIG, measure=Measure(warmup_steps=2, steps=None), train=Train(max_steps=300)))
     typed = ["measure=train", "train.max_steps=300", "checkpoint=sharded"]
     rows = trained.closing_rows(typed, config, trained_result())
     assert [row.name for row in rows] == ["done", "next", "", "go on"]

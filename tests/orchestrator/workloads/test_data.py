@@ -188,7 +188,7 @@ def test_synthetic_tokens_can_be_learned() -> None:
     ("kind", "changes", "message"),
     [
         ("stdlib", {"vocab_size": 255}, "at least 256 .* found 255"),
-        ("books", {}, "stdlib, text or synthetic, found 'books'"),
+        ("books", {}, "stdlib, text, pairs or synthetic, found 'books'"),
         ("text", {}, "data.path: expected a file or a folder for data=text"),
         ("synthetic", {"path": Path("x")}, "data.path: expected none for data=synthetic, found x"),
         ("text", {"path": Path("/nowhere/at/all")}, "none at /nowhere/at/all"),
