@@ -69,7 +69,10 @@ class HeldOut:
                 total += self._losses(self._on_device(batch.input_ids), self._on_device(batch.labels))
                 tokens += self._count(batch.labels)
         counted = self._runtime.sum_over_ranks(tokens).clamp(min=1)
-        return float(self._runtime.collectives.sum_over_data_(total) / counted)
+        collectives = self._runtime.collectives
+        loss = float(collectives.sum_over_data_(total) / counted)
+        # Whether it is the lowest decides about a save, in which all ranks take part: all go by one rank's bits.
+        return float(collectives.gather_objects(loss)[0])
 
 
 def generated(runtime: ZeroRuntime, ids: list[int], new_tokens: int, end: int | None = None) -> list[int]:

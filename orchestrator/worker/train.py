@@ -167,7 +167,10 @@ class RankRun:
         self._runtime.reset_ledger()
         for one in examples if self._rank.rank == 0 else ():
             self._tell("example", **one)
-            print(f"example: {one['prompt']['text']!r} -> {one['answer']['text']!r}", flush=True)
+            prompt, answer = (
+                part["ids"] if part["text"] is None else part["text"] for part in (one["prompt"], one["answer"])
+            )
+            print(f"example: {prompt!r} -> {answer!r}", flush=True)
         samples = self._progress.samples
         self._training = {
             "epochs": samples / self._data.train_samples,

@@ -13,7 +13,7 @@ from stub_worker import make_result, step_event
 
 from orchestrator.config.schema import Measure, Train, to_dict
 from orchestrator.records.record_shapes import RESULT, misfit
-from orchestrator.report import ranking, trained
+from orchestrator.report import ranking, sweep_table, trained
 from orchestrator.report.ranking import Entry
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
@@ -237,3 +237,19 @@ def test_no_colour_is_printed_if_the_environment_disables_it(name: str, monkeypa
     out = io.StringIO()
     Screen(Console(file=out, force_terminal=True)).warn("careful")
     assert out.getvalue() == "warning: careful\n" or "\x1b[3" not in out.getvalue()
+
+
+def test_a_sweep_of_trainings_is_ranked_by_what_they_learned_and_followed_by_weights() -> None:
+    config = to_dict(replace(CONFIG, measure=Measure(warmup_steps=2, steps=None), train=Train(max_steps=300)))
+    entries = [
+        Entry(label, "ok", {**trained_result(), "rounds": []}, overrides=("measure=train",), config=config)
+        for label in "ab"
+    ]
+    rows = ranking.rank(entries)
+    assert ranking.conclusion(rows).endswith("a training has one: rank_by loss_validation")
+    assert "export-weights /c/step-00000200" in ranking.next_after_sweep(rows)
+    step = {**step_event(51, 2), "of": 300}
+    assert sweep_table.progress([step], config) == "training 51/300"
+    validation = {"event": "validation", "step": 50, "loss": 3.0}
+    assert sweep_table.progress([step, validation], config) == "training 51/300"
+    assert sweep_table.progress([{**step, "step": 300}], config) == "ending"
