@@ -204,6 +204,10 @@ def table(ranked: Sequence[Ranked]) -> Table:
     if perplexities := perplexity_texts({row.entry.label: row.entry.result for row in ranked}):
         header = (*header, "perplexity")
         rows = [(*cells, perplexities[row.entry.label]) for cells, row in zip(rows, ranked, strict=True)]
+    if trains(ranked):
+        header = (*header, "loss held out")
+        held = [(row.entry.result or {}).get("loss", {}).get("validation") for row in ranked]
+        rows = [(*cells, ABSENT if one is None else loss(one)) for cells, one in zip(rows, held, strict=True)]
     if any(lossy_words(row.entry.config) for row in ranked):
         header = (*header, *LOSSY_HEADER)
         entries = [row.entry for row in ranked]

@@ -24,7 +24,6 @@ from sweep_runs import COMMAND, attempts, left_behind, points, states, the_sweep
 
 from orchestrator import cli
 from orchestrator.commands import verbs
-from orchestrator.commands.line import sweep_request
 from orchestrator.commands.sweep import SweepRequest, run_quietly, run_sweep, watch
 from orchestrator.config.strict import Broken
 from orchestrator.machine import hardware
@@ -449,16 +448,3 @@ def test_missing_sweeps_and_invalid_retry_states_are_reported(
 ) -> None:
     assert verbs.main([*words, "--output", str(tmp_path)]) == 2
     assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("line", "metric"),
-    [
-        ("-m measure=train train.max_steps=5 seed=1,2", "loss_validation"),
-        ("-m measure=train train.max_steps=5 measure.validation_batches=0 seed=1,2", ""),
-        ("-m measure=quick,standard", ""),
-    ],
-)
-def test_points_that_train_to_an_end_are_compared_by_what_they_learned(line: str, metric: str) -> None:
-    request, _ = sweep_request(line.split())
-    assert request.rank_by == metric

@@ -14,6 +14,7 @@ from harness.sft_files import loss_by_hand, make_sft_files
 from points import config_of, config_of_line
 from test_resume import WORLD, Try
 
+from orchestrator.commands.line import sweep_request
 from orchestrator.config.optimizer import Scheduler
 from orchestrator.config.schema import Measure, RunConfig, Train
 from orchestrator.records.record_file import EventTail, require_json
@@ -189,3 +190,16 @@ def test_epochs_are_whole_steps_rounded_up(epochs: float, samples: int, steps: i
     config = replace(config, batch=replace(config.batch, global_size=4))
     assert config.steps() is None
     assert config.steps(samples) == steps
+
+
+@pytest.mark.parametrize(
+    ("line", "metric"),
+    [
+        ("-m measure=train train.max_steps=5 seed=1,2", "loss_validation"),
+        ("-m measure=train train.max_steps=5 measure.validation_batches=0 seed=1,2", ""),
+        ("-m measure=quick,standard", ""),
+    ],
+)
+def test_points_that_train_to_an_end_are_compared_by_what_they_learned(line: str, metric: str) -> None:
+    request, _ = sweep_request(line.split())
+    assert request.rank_by == metric
