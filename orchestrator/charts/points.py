@@ -40,7 +40,7 @@ class LineSeries:
     key: int | None = None
     spreads: tuple[tuple[float, float], ...] = ()
     end: tuple[float, float] | None = None  # a further value, drawn as a larger mark
-    beside: tuple[tuple[float, float], ...] = ()  # a second curve of the same series, dashed
+    beside: tuple[tuple[float, float], ...] = ()  # a second curve of the same series, dotted
     width: float = 1.8
 
 
@@ -109,8 +109,8 @@ def curves(plane: Plane, lines: Sequence[LineSeries]) -> Picture:
         if len(drawn) > 1:
             shapes.append(Stroke(drawn, style.colour, line.width, style.dash, line.key, line.name))
         if len(line.beside) > 1:
-            dashed = tuple((xs.at(x), ys.at(y)) for x, y in line.beside)
-            shapes.append(Stroke(dashed, style.colour, line.width, (4, 3), line.key, line.name))
+            dotted = tuple((xs.at(x), ys.at(y)) for x, y in line.beside)
+            shapes.append(Stroke(dotted, style.colour, line.width, (1.5, 3), line.key, line.name))
         for (x, _), (low, high) in zip(line.points, line.spreads, strict=False):
             shapes += whisker((xs.at(x), ys.at(low)), (xs.at(x), ys.at(high)), style.colour, line.key)
         if len(drawn) <= MOST_MARKS and len(lines) <= MOST_MARKS:

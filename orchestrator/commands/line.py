@@ -119,9 +119,9 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: Scene) -> 
     all_points, problems = judged(composition, scene)
     if scene.world is not None:
         problems.insert(0, "a sweep starts its own processes: run it without torchrun or srun")
-    metric = composition.sweep.rank_by
     wishes = _wishes(asked)
     points = [point for point in all_points if isinstance(point, Point)]
+    metric = composition.sweep.rank_by or (ranking.OF_TRAINING if _are_trained(points) else "")
     sweep_problems = [ranking.metric_problem(metric) if metric else None, _places_problem(points)]
     sweep_problems.append(_anchor_problem(wishes.anchor, points))
     problems = [*filter(None, sweep_problems), *problems]
@@ -143,6 +143,12 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: Scene) -> 
         detach="--detach" in asked.flags,
         as_json="--json" in asked.flags,
     )
+
+
+def _are_trained(points: Sequence[Point]) -> bool:
+    """Whether all points train to an end and validate: what they learn is then what they are compared by."""
+    configs = [point.config for point in points]
+    return all(one.trains_to_the_end and one.measure.validation_batches != 0 for one in configs) and bool(configs)
 
 
 def _check_fault(points: Sequence[Point]) -> None:

@@ -127,7 +127,7 @@ def learning(points: Sequence[ReportPoint]) -> Figure | None:
     if any(len(point.steps) > MOST_STEPS for point in curved):
         caption += f" Of a long training, at most {MOST_STEPS:,} steps, evenly spread."
     if any(len(point.validations) > 1 for point in named):
-        caption += " Dashed: that loss during training."
+        caption += " Dotted: that loss during training."
     if by_tokens:
         caption += " The points differ in tokens per step, so the axis counts tokens."
     return Figure("learning", drawn.curves(plane, lines), caption)

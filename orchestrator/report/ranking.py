@@ -47,6 +47,7 @@ def speed(result: dict[str, Any]) -> RoundsEstimate | None:
 
 
 # The settings of an evaluation that generation does not have: in part they would contradict its own data.
+OF_TRAINING = "loss_validation"  # the metric of a sweep whose points train to an end
 OF_EVALUATION = ("measure", "data", "batch")
 STANDARD = "measure=standard"
 DEFAULT_METRIC = "tokens_per_second"
@@ -225,6 +226,10 @@ def table(ranked: Sequence[Ranked]) -> Table:
     for name, cells in _known_columns(ranked).items():
         header = (*header, name)
         rows = [(*row, cell) for row, cell in zip(rows, cells, strict=True)]
+    if trains(ranked):
+        header = (*header, "loss held out")
+        held = [(row.entry.result or {}).get("loss", {}).get("validation") for row in ranked]
+        rows = [(*cells, ABSENT if one is None else loss(one)) for cells, one in zip(rows, held, strict=True)]
     if any(lossy_words(row.entry.config) for row in ranked):
         header = (*header, *LOSSY_HEADER)
         entries = [row.entry for row in ranked]
@@ -328,7 +333,7 @@ def conclusion(ranked: Sequence[Ranked]) -> str:
         text = f"not ranked: each point was measured in {found} round{'' if rounds == {1} else 's'}, and differences "
         more = f"{STANDARD} has more"
         if evaluates(ranked) or trains(ranked):
-            metric = "perplexity" if evaluates(ranked) else "loss_validation"
+            metric = "perplexity" if evaluates(ranked) else OF_TRAINING
             more = f"{'an evaluation' if evaluates(ranked) else 'a training'} has one: rank_by {metric}"
         return f"{text}between speeds show from {LEAST}; {more}"
     best = placed[0].entry

@@ -245,13 +245,13 @@ def test_the_curves_of_a_training_have_its_validations_and_a_bounded_number_of_s
     held = ((1000, 4.9), (3000, 4.5), (4999, 4.1))
     figure = plane_figures.learning([replace(point, steps=steps, validations=held)])
     assert figure is not None
-    assert "Dashed: that loss during training" in figure.caption
-    curve, dashed = (
+    assert "Dotted: that loss during training" in figure.caption
+    curve, dotted = (
         shape for shape in figure.picture.shapes if isinstance(shape, Stroke) and shape.key == point.number
     )
     assert plane_figures.MOST_STEPS / 2 < len(curve.points) <= plane_figures.MOST_STEPS + 1
-    assert len(dashed.points) == len(held)
-    assert curve.points[-1][0] == dashed.points[-1][0]  # both end at the last step
+    assert len(dotted.points) == len(held)
+    assert curve.points[-1][0] == dotted.points[-1][0]  # both end at the last step
 
 
 def test_numbers_that_no_bar_can_show_are_drawn_as_nothing() -> None:

@@ -249,6 +249,8 @@ def test_a_sweep_of_trainings_is_ranked_by_what_they_learned_and_followed_by_wei
     rows = ranking.rank(entries)
     assert ranking.conclusion(rows).endswith("a training has one: rank_by loss_validation")
     assert "export-weights /c/step-00000200" in ranking.next_after_sweep(rows)
+    compared = ranking.table(rows)
+    assert (compared.header[-1], compared.rows[0][-1]) == ("loss held out", "5.3000")
     step = {**step_event(51, 2), "of": 300}
     assert progress([step], config).words == "training 51/300"
     validation = {"event": "validation", "step": 50, "loss": 3.0}

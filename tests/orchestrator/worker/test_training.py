@@ -14,17 +14,20 @@ from harness.sft_files import loss_by_hand, make_sft_files
 from points import config_of, config_of_line
 from test_resume import WORLD, Try
 
+from orchestrator.commands.line import sweep_request
+from orchestrator.config.optimizer import Scheduler
 from orchestrator.config.schema import Measure, RunConfig, Train
 from orchestrator.records.record_file import EventTail, require_json
 from orchestrator.records.record_shapes import RESULT
 from orchestrator.worker.saving import Best, Saving
 from orchestrator.workloads.data import TokenData
+from zero_runtime.optim.lr_settings import CosineSettings
 
 STEPS = 12
 
 
 def trained(steps: int = STEPS, **train: Any) -> RunConfig:
-    """Two tiny blocks whose rate is so large that their validation loss goes up and down."""
+    """Two tiny blocks whose rate rises until they lose what they learned: the first validation is the best one."""
     config = config_of(STEPS, every=5)
     return replace(
         config,
@@ -32,6 +35,7 @@ def trained(steps: int = STEPS, **train: Any) -> RunConfig:
         train=Train(max_steps=steps, **{"eval_every": 2, "examples": 3, "new_tokens": 4} | train),
         checkpoint=replace(config.checkpoint, keep_last=1),
         optimizer=replace(config.optimizer, lr=0.3),
+        scheduler=Scheduler(CosineSettings(warmup_steps=5, min_lr_ratio=1.0)),
     )
 
 
@@ -76,6 +80,7 @@ def test_a_killed_training_continues_with_the_bits_and_the_curves_of_an_uninterr
     for key in ("epochs", "tokens", "learned_tokens", "validations", "examples"):
         assert facts[0][key] == facts[1][key]
     best = min(validations(whole), key=lambda one: one[1])
+    assert best[0] < 5 < STEPS - config.checkpoint.keep_last, "else this test would not show that it is kept"
     assert [(one["best"]["step"], one["best"]["loss"]) for one in facts] == [best, best]
     for one, said in zip((whole, last), facts, strict=True):
         assert {folder.name for folder in one.paths.checkpoints.iterdir()} == {
@@ -87,9 +92,11 @@ def test_a_killed_training_continues_with_the_bits_and_the_curves_of_an_uninterr
 
 @pytest.mark.full
 def test_validation_and_examples_change_no_bit_of_training(tmp_path: Path) -> None:
+    """At stage 3, where a validation gathers; one is before the last step, whose messages the result has."""
     plain = trained(eval_every=None, keep_best=False, examples=0)
+    plain = replace(plain, zero=replace(plain.zero, stage=3))
     bare = Try(tmp_path / "bare", replace(plain, measure=replace(plain.measure, validation_batches=0)))
-    watched = Try(tmp_path / "watched", trained())
+    watched = Try(tmp_path / "watched", replace(plain, train=trained(eval_every=1).train))
     assert (bare.wait(), watched.wait()) == ([0, 0], [0, 0])
     assert bare.curve() == watched.curve()
     assert states_of(bare, STEPS) == states_of(watched, STEPS)
@@ -183,3 +190,16 @@ def test_epochs_are_whole_steps_rounded_up(epochs: float, samples: int, steps: i
     config = replace(config, batch=replace(config.batch, global_size=4))
     assert config.steps() is None
     assert config.steps(samples) == steps
+
+
+@pytest.mark.parametrize(
+    ("line", "metric"),
+    [
+        ("-m measure=train train.max_steps=5 seed=1,2", "loss_validation"),
+        ("-m measure=train train.max_steps=5 measure.validation_batches=0 seed=1,2", ""),
+        ("-m measure=quick,standard", ""),
+    ],
+)
+def test_points_that_train_to_an_end_are_compared_by_what_they_learned(line: str, metric: str) -> None:
+    request, _ = sweep_request(line.split())
+    assert request.rank_by == metric
