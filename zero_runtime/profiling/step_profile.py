@@ -22,7 +22,7 @@ from zero_runtime.memory.census import live_storages
 from zero_runtime.profiling import timeline, trace
 from zero_runtime.profiling.flops import FlopsByModule, ModuleFlops
 from zero_runtime.profiling.ranges import StepRanges
-from zero_runtime.profiling.timeline import COMPONENTS, Held, Sample, StartBlock, alike
+from zero_runtime.profiling.timeline import COMPONENTS, BlockOwner, Sample, StartBlock, alike
 from zero_runtime.profiling.trace import BACKWARD, FORWARD, OUTSIDE, RECOMPUTE, SAMPLE
 from zero_runtime.runtime import ZeroRuntime
 
@@ -141,24 +141,24 @@ class _Samples:
 
     def __init__(self, runtime: ZeroRuntime) -> None:
         self._runtime = runtime
-        self.found: list[dict[int, Held]] = []
+        self.found: list[dict[int, BlockOwner]] = []
 
     def take(self) -> None:
         """Samples the tensors of units, and marks the moment in the trace."""
         with record_function(f"{SAMPLE}{len(self.found)}"):
             self.found.append(self._of_units())
 
-    def _of_units(self) -> dict[int, Held]:
-        held: dict[int, Held] = {}
+    def _of_units(self) -> dict[int, BlockOwner]:
+        held: dict[int, BlockOwner] = {}
         for unit in self._runtime.units:
             for component, tensors in unit.state_tensors().items():
                 for tensor in tensors:
-                    self._add(held, tensor, Held(_OF_UNITS[component], unit.name))
+                    self._add(held, tensor, BlockOwner(_OF_UNITS[component], unit.name))
             for tensor in unit.message_tensors():
-                self._add(held, tensor, Held("messages", unit.name))
+                self._add(held, tensor, BlockOwner("messages", unit.name))
         return held
 
-    def _add(self, held: dict[int, Held], tensor: torch.Tensor, what: Held) -> None:
+    def _add(self, held: dict[int, BlockOwner], tensor: torch.Tensor, what: BlockOwner) -> None:
         if tensor.device.type == self._runtime.device.type and (address := tensor.untyped_storage().data_ptr()):
             held.setdefault(address, what)
 
@@ -167,14 +167,14 @@ class _Samples:
         runtime, held = self._runtime, self._of_units()
         for unit in runtime.units:
             for tensor in runtime.optimizer.tensors_of(unit).values():
-                self._add(held, tensor, Held("optimizer_states", unit.name))
+                self._add(held, tensor, BlockOwner("optimizer_states", unit.name))
         for found in (state_tensors(runtime), host_tensors(runtime)):
             for component, tensors in found.items():
                 for tensor in tensors:
-                    self._add(held, tensor, Held(_OF_ALL.get(component, "other"), ""))
+                    self._add(held, tensor, BlockOwner(_OF_ALL.get(component, "other"), ""))
         for tensor in runtime.model.buffers():
-            self._add(held, tensor, Held("other", "buffers"))
-        rest = Held("other", "")
+            self._add(held, tensor, BlockOwner("other", "buffers"))
+        rest = BlockOwner("other", "")
         return [
             StartBlock(address, nbytes, held.get(address, rest))
             for address, nbytes in live_storages(runtime.device.type).items()
@@ -182,7 +182,7 @@ class _Samples:
 
 
 def _memory(
-    read: trace.TraceStep, device: str, start: list[StartBlock], found: list[dict[int, Held]]
+    read: trace.TraceStep, device: str, start: list[StartBlock], found: list[dict[int, BlockOwner]]
 ) -> dict[str, Any]:
     events, times = trace.memory_events(read, device), trace.sample_times(read)
     phases = trace.phase_times(read, ("data", FORWARD, BACKWARD, "optimizer"))
