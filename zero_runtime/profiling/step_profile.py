@@ -2,6 +2,11 @@
 
 Neither belongs among the steps of a measurement: counting makes the first several times slower, and the ranges of the
 second cost some microseconds for each call of a module and each operation.
+
+[Note: no message across the end of a profile]
+torch writes the end of a collective into the profile under which it was issued, also if that has ended: into memory
+that was freed. A step may end while full parameters are gathered for the next one, so these gathers are waited for
+before a profile ends.
 """
 
 from __future__ import annotations
@@ -46,6 +51,7 @@ def profile_step(runtime: ZeroRuntime, step: Step, file: Path) -> dict[str, Any]
     with _history(runtime.device, file), profile(activities=_activities(runtime.device), profile_memory=True) as made:
         with ranges:
             step()
+        _end_messages(runtime)
         if runtime.device.type == "cuda":
             torch.cuda.synchronize(runtime.device)
     read = trace.read_step(_written(made, file), ranges.module_of)
@@ -64,9 +70,17 @@ def _counted(runtime: ZeroRuntime, step: Step) -> dict[str | None, ModuleFlops]:
     that were allocated under a profile."""
     ranges = StepRanges(runtime.model, runtime.clock)
     counter = FlopsByModule(ranges)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True), ranges, counter:
-        step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
+        with ranges, counter:
+            step()
+        _end_messages(runtime)
     return counter.by_module
+
+
+def _end_messages(runtime: ZeroRuntime) -> None:
+    """See [Note: no message across the end of a profile]."""
+    for unit in runtime.units:
+        unit.wait_messages()
 
 
 def _activities(device: torch.device) -> list[ProfilerActivity]:
