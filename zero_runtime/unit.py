@@ -398,6 +398,12 @@ class Unit:
             "optimizer": [] if self.master_shard is None else [self.master_shard],
         }
 
+    def wait_messages(self) -> None:
+        """Block until no gather or exchange of parameters is under way. Starts none."""
+        self._parameters.end_gather()
+        if self._parameters.group_shard is not None:
+            self._parameters.group_shard.wait()
+
     def message_tensors(self) -> list[torch.Tensor]:
         """Tensors of collectives under way. Those that are states too are in `state_tensors`."""
         gather = self._parameters.gather

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.charts.palette import LIGHT
-from orchestrator.charts.shapes import Area, Label, Marker, Picture, Region, Shape, Stroke
+from orchestrator.charts.shapes import Area, FilledOutline, Label, Marker, Picture, Shape, Stroke
 from orchestrator.charts.svg import outline_of
 
 DPI = 100
@@ -45,7 +45,7 @@ def png(picture: Picture, factor: float = 1.0) -> bytes:
 def _artists(shape: Shape) -> list[Any]:
     if isinstance(shape, Area):
         return _area(shape)
-    if isinstance(shape, Region):
+    if isinstance(shape, FilledOutline):
         return _region(shape)
     if isinstance(shape, Stroke):
         return [_line(shape.points, shape.colour, shape.width, shape.dash)]
@@ -80,7 +80,7 @@ def _area(area: Area) -> list[Any]:
     return [filled, Rectangle(*place, fill=False, hatch=hatch, edgecolor=HATCH_COLOUR, linewidth=0)]
 
 
-def _region(region: Region) -> list[Any]:
+def _region(region: FilledOutline) -> list[Any]:
     from matplotlib.patches import Polygon
 
     edge = LIGHT[region.outline] if region.outline else "none"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from orchestrator.charts.bar_data import BarPart
 from orchestrator.charts.frame import AXIS_HEIGHT, WIDTH, LegendEntry, axis_below, axis_left, head
 from orchestrator.charts.scale import AxisUnit, Scale
-from orchestrator.charts.shapes import SMALL_PX, Label, Marker, Picture, Region, Shape, Stroke, text_width
+from orchestrator.charts.shapes import SMALL_PX, FilledOutline, Label, Marker, Picture, Shape, Stroke, text_width
 
 HEIGHT = 300.0
 LEFT, RIGHT = 78.0, WIDTH - 18
@@ -51,7 +51,7 @@ def stacked_areas(chart: StackedAreas) -> Picture:
         above = [low + value for low, value in zip(below, values, strict=True)]
         outline = [*_steps(chart, above, xs, ys), *reversed(_steps(chart, below, xs, ys))]
         tip = f"{part.name}: at most {max(values) / chart.y_unit.divisor:,.4g} {chart.y_unit.name}"
-        shapes.append(Region(tuple(outline), part.paint, "paper", tip=tip))
+        shapes.append(FilledOutline(tuple(outline), part.paint, "paper", tip=tip))
         below = above
     shapes += _spans(chart, xs, top, bottom)
     if chart.peak is not None:

@@ -29,7 +29,7 @@ class Area(NamedTuple):
     tip: str = ""
 
 
-class Region(NamedTuple):
+class FilledOutline(NamedTuple):
     """An area with any outline. points: its corners in turn."""
 
     points: tuple[tuple[float, float], ...]
@@ -78,7 +78,7 @@ class Label(NamedTuple):
     tip: str = ""
 
 
-Shape = Area | Region | Stroke | Marker | Label
+Shape = Area | FilledOutline | Stroke | Marker | Label
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def shortened(text: str, most: int) -> str:
 
 def moved(shape: Shape, right: float, down: float) -> Shape:
     """The shape at another place."""
-    if isinstance(shape, Stroke | Region):
+    if isinstance(shape, Stroke | FilledOutline):
         return shape._replace(points=tuple((x + right, y + down) for x, y in shape.points))
     return shape._replace(x=shape.x + right, y=shape.y + down)
 

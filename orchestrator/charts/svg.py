@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 
 from orchestrator.charts.palette import DARK, HATCHES, LIGHT
-from orchestrator.charts.shapes import Area, Label, Marker, Picture, Region, Shape, Stroke
+from orchestrator.charts.shapes import Area, FilledOutline, Label, Marker, Picture, Shape, Stroke
 
 FONT = "system-ui, 'DejaVu Sans', Verdana, sans-serif"
 HATCH_NAMES = dict(zip(HATCHES, ("rising", "falling", "dots", "crossed", "level"), strict=True))
@@ -79,7 +79,7 @@ def _n(value: float) -> str:
 def _shape(shape: Shape) -> str:
     if isinstance(shape, Area):
         return _area(shape)
-    if isinstance(shape, Region):
+    if isinstance(shape, FilledOutline):
         return _region(shape)
     if isinstance(shape, Stroke):
         points = " ".join(f"{_n(x)},{_n(y)}" for x, y in shape.points)
@@ -106,7 +106,7 @@ def _area(area: Area) -> str:
     return text
 
 
-def _region(region: Region) -> str:
+def _region(region: FilledOutline) -> str:
     corners = " ".join(f"{_n(x)},{_n(y)}" for x, y in region.points)
     edge = f" s-{region.outline}" if region.outline else ""
     drawn = f'polygon points="{corners}" class="f-{region.paint.colour}{edge}" stroke-width="0.6"'

@@ -26,7 +26,8 @@ class Cluster:
     """Where the jobs run.
 
     `exclusive`: run the points of a sweep one at a time (local), or each on nodes that it does not share (slurm), so
-    that no point disturbs the measurements of another. `usd_per_gpu_hour`: the price for the cost estimate of a plan.
+    that no point disturbs the measurements of another. `usd_per_gpu_hour`: the price for the cost estimate of a plan,
+    and for the costs of rows on GPUs without hardware.price_per_hour.
 
     The other keys are for slurm, and null leaves them to the defaults of the site. `partition`, `account`, `qos`,
     `constraint`, `exclude`: as for sbatch. `setup`: shell lines that the job runs before its ranks start, such as

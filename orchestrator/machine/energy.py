@@ -19,7 +19,7 @@ from typing import Any, Protocol
 POWERCAP = Path("/sys/class/powercap")
 
 
-class Counter(Protocol):
+class EnergyCounter(Protocol):
     """A counter of energy. name: equal for two ranks exactly if they read the same counter. wraps_j: where it starts
     from 0 again; None: never."""
 
@@ -58,7 +58,7 @@ class PackageCounter:
         return int(self.file.read_text(encoding="ascii")) / 1e6
 
 
-def gpu_counters(uuid: str) -> list[Counter]:
+def gpu_counters(uuid: str) -> list[EnergyCounter]:
     """The counter of the GPU with this UUID, as NVML writes it; none without the package pynvml or without NVML."""
     try:
         nvml: Any = importlib.import_module("pynvml")
@@ -73,9 +73,9 @@ def gpu_counters(uuid: str) -> list[Counter]:
     return [counter]
 
 
-def package_counters(powercap: Path = POWERCAP) -> list[Counter]:
+def package_counters(powercap: Path = POWERCAP) -> list[EnergyCounter]:
     """The counters of all packages of processors; none unless all of them can be read."""
-    found: list[Counter] = []
+    found: list[EnergyCounter] = []
     try:
         for folder in sorted(powercap.glob("intel-rapl:*")):
             zone = (folder / "name").read_text(encoding="ascii").strip()
@@ -93,7 +93,7 @@ def package_counters(powercap: Path = POWERCAP) -> list[Counter]:
 class EnergyMeter:
     """Measures the energy of counters from `begin` to `end`."""
 
-    def __init__(self, counters: Sequence[Counter] = ()) -> None:
+    def __init__(self, counters: Sequence[EnergyCounter] = ()) -> None:
         self._counters = counters
         self._before: dict[str, float] = {}
 

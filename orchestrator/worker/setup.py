@@ -15,7 +15,7 @@ from torch import nn
 from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokenizer
 from orchestrator.config.state_groups import Offload
 from orchestrator.launch.environment import set_kernel_cache
-from orchestrator.machine.energy import Counter, gpu_counters, package_counters
+from orchestrator.machine.energy import EnergyCounter, gpu_counters, package_counters
 from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.records.run_record import scratch_path
 from orchestrator.worker.sliced import check_sequences, messages_of, slices_of, tensor_parallel
@@ -56,7 +56,7 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
     return device
 
 
-def energy_counters(device: torch.device) -> list[Counter]:
+def energy_counters(device: torch.device) -> list[EnergyCounter]:
     """The counters of energy that a rank with this device can read."""
     if device.type != "cuda":
         return package_counters()

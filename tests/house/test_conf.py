@@ -15,7 +15,7 @@ import yaml
 from orchestrator.compose import arguments, compose
 from orchestrator.compose.settable import WHOLE_FILES
 from orchestrator.config.cluster import Cluster
-from orchestrator.config.hardware import GpuNode
+from orchestrator.config.hardware import PRICE, GpuNode
 from orchestrator.config.parts import keys_of_kind, kinds_of
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import build, hints_of
@@ -59,7 +59,7 @@ NOT_FOR: dict[str, Collection[str]] = {
     "checkpoint/none": ("every", "keep_last", "keep_every", "background"),
     "tracking/none": ("uri", "experiment"),
     "cluster/local": SLURM,
-    "hardware/auto": {*hints_of(GpuNode)} - {"name"},
+    "hardware/auto": {*hints_of(GpuNode)} - {"name", *PRICE},
 }
 # Settings that an option needs in addition: for example, data=text and model=pretrained alone have no path.
 NEEDS = {

@@ -2,6 +2,11 @@
 
 Neither belongs among the steps of a measurement: counting makes the first several times slower, and the ranges of the
 second cost some microseconds for each call of a module and each operation.
+
+[Note: no message across the end of a profile]
+torch writes the end of a collective into the profile under which it was issued, also if that has ended: into memory
+that was freed. A step may end while full parameters are gathered for the next one, so these gathers are waited for
+before a profile ends.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from zero_runtime.memory.census import live_storages
 from zero_runtime.profiling import timeline, trace
 from zero_runtime.profiling.flops import FlopsByModule, ModuleFlops
 from zero_runtime.profiling.ranges import StepRanges
-from zero_runtime.profiling.timeline import COMPONENTS, Held, Sample, StartBlock, alike
+from zero_runtime.profiling.timeline import COMPONENTS, BlockOwner, Sample, StartBlock, alike
 from zero_runtime.profiling.trace import BACKWARD, FORWARD, OUTSIDE, RECOMPUTE, SAMPLE
 from zero_runtime.runtime import ZeroRuntime
 
@@ -46,6 +51,7 @@ def profile_step(runtime: ZeroRuntime, step: Step, file: Path) -> dict[str, Any]
     with _history(runtime.device, file), profile(activities=_activities(runtime.device), profile_memory=True) as made:
         with ranges:
             step()
+        _end_messages(runtime)
         if runtime.device.type == "cuda":
             torch.cuda.synchronize(runtime.device)
     read = trace.read_step(_written(made, file), ranges.module_of)
@@ -64,9 +70,17 @@ def _counted(runtime: ZeroRuntime, step: Step) -> dict[str | None, ModuleFlops]:
     that were allocated under a profile."""
     ranges = StepRanges(runtime.model, runtime.clock)
     counter = FlopsByModule(ranges)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True), ranges, counter:
-        step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
+        with ranges, counter:
+            step()
+        _end_messages(runtime)
     return counter.by_module
+
+
+def _end_messages(runtime: ZeroRuntime) -> None:
+    """See [Note: no message across the end of a profile]."""
+    for unit in runtime.units:
+        unit.wait_messages()
 
 
 def _activities(device: torch.device) -> list[ProfilerActivity]:
@@ -141,24 +155,24 @@ class _Samples:
 
     def __init__(self, runtime: ZeroRuntime) -> None:
         self._runtime = runtime
-        self.found: list[dict[int, Held]] = []
+        self.found: list[dict[int, BlockOwner]] = []
 
     def take(self) -> None:
         """Samples the tensors of units, and marks the moment in the trace."""
         with record_function(f"{SAMPLE}{len(self.found)}"):
             self.found.append(self._of_units())
 
-    def _of_units(self) -> dict[int, Held]:
-        held: dict[int, Held] = {}
+    def _of_units(self) -> dict[int, BlockOwner]:
+        held: dict[int, BlockOwner] = {}
         for unit in self._runtime.units:
             for component, tensors in unit.state_tensors().items():
                 for tensor in tensors:
-                    self._add(held, tensor, Held(_OF_UNITS[component], unit.name))
+                    self._add(held, tensor, BlockOwner(_OF_UNITS[component], unit.name))
             for tensor in unit.message_tensors():
-                self._add(held, tensor, Held("messages", unit.name))
+                self._add(held, tensor, BlockOwner("messages", unit.name))
         return held
 
-    def _add(self, held: dict[int, Held], tensor: torch.Tensor, what: Held) -> None:
+    def _add(self, held: dict[int, BlockOwner], tensor: torch.Tensor, what: BlockOwner) -> None:
         if tensor.device.type == self._runtime.device.type and (address := tensor.untyped_storage().data_ptr()):
             held.setdefault(address, what)
 
@@ -167,14 +181,14 @@ class _Samples:
         runtime, held = self._runtime, self._of_units()
         for unit in runtime.units:
             for tensor in runtime.optimizer.tensors_of(unit).values():
-                self._add(held, tensor, Held("optimizer_states", unit.name))
+                self._add(held, tensor, BlockOwner("optimizer_states", unit.name))
         for found in (state_tensors(runtime), host_tensors(runtime)):
             for component, tensors in found.items():
                 for tensor in tensors:
-                    self._add(held, tensor, Held(_OF_ALL.get(component, "other"), ""))
+                    self._add(held, tensor, BlockOwner(_OF_ALL.get(component, "other"), ""))
         for tensor in runtime.model.buffers():
-            self._add(held, tensor, Held("other", "buffers"))
-        rest = Held("other", "")
+            self._add(held, tensor, BlockOwner("other", "buffers"))
+        rest = BlockOwner("other", "")
         return [
             StartBlock(address, nbytes, held.get(address, rest))
             for address, nbytes in live_storages(runtime.device.type).items()
@@ -182,7 +196,7 @@ class _Samples:
 
 
 def _memory(
-    read: trace.TraceStep, device: str, start: list[StartBlock], found: list[dict[int, Held]]
+    read: trace.TraceStep, device: str, start: list[StartBlock], found: list[dict[int, BlockOwner]]
 ) -> dict[str, Any]:
     events, times = trace.memory_events(read, device), trace.sample_times(read)
     phases = trace.phase_times(read, ("data", FORWARD, BACKWARD, "optimizer"))

@@ -33,7 +33,7 @@ COLUMNS = 240  # of a timeline: more than a picture's pixels can show apart
 HOLDERS = 16
 
 
-class Held(NamedTuple):
+class BlockOwner(NamedTuple):
     """What a block of memory is. name: the unit or module that it belongs to; may be empty."""
 
     component: str
@@ -45,18 +45,18 @@ class StartBlock(NamedTuple):
 
     address: int
     nbytes: int
-    held: Held
+    held: BlockOwner
 
 
 class Sample(NamedTuple):
     """The runtime's own tensors at a moment, by address."""
 
     at_us: float
-    held: Mapping[int, Held]
+    held: Mapping[int, BlockOwner]
 
 
 @dataclass
-class Block:
+class TimedBlock:
     """Memory from its allocation to its release. died_us: None while it lives. context: of its allocation."""
 
     address: int
@@ -65,10 +65,10 @@ class Block:
     context: Context
     died_us: float | None = None
     died_in: Context = NOWHERE
-    held: Held | None = None
+    held: BlockOwner | None = None
 
 
-class Peak(NamedTuple):
+class PeakMoment(NamedTuple):
     """The moment of the most memory."""
 
     at_us: float
@@ -80,31 +80,33 @@ class Timeline(NamedTuple):
     """columns: the moment of the most memory in each of equal parts of the step, with the bytes by component."""
 
     columns: list[tuple[float, dict[str, int]]]
-    peak: Peak
-    at_peak: list[Block]
+    peak: PeakMoment
+    at_peak: list[TimedBlock]
 
 
-def blocks_of(start: Sequence[StartBlock], events: Sequence[MemoryEvent], start_us: float) -> list[Block]:
+def blocks_of(start: Sequence[StartBlock], events: Sequence[MemoryEvent], start_us: float) -> list[TimedBlock]:
     """All blocks of the step. The release of a block whose allocation is not known counts for nothing."""
-    found = [Block(one.address, one.nbytes, start_us, NOWHERE, held=one.held) for one in start]
+    found = [TimedBlock(one.address, one.nbytes, start_us, NOWHERE, held=one.held) for one in start]
     live = {block.address: block for block in found}
     for event in events:
         before = live.pop(event.address, None)
         if before is not None:  # also if its memory is given out again without a release that was seen
             before.died_us, before.died_in = event.at_us, event.context
         if event.nbytes > 0:
-            block = Block(event.address, event.nbytes, event.at_us, event.context)
+            block = TimedBlock(event.address, event.nbytes, event.at_us, event.context)
             live[event.address] = block
             found.append(block)
     return found
 
 
-def name_blocks(blocks: Sequence[Block], samples: Sequence[Sample], forwards: Sequence[tuple[float, float]]) -> None:
+def name_blocks(
+    blocks: Sequence[TimedBlock], samples: Sequence[Sample], forwards: Sequence[tuple[float, float]]
+) -> None:
     """Sets `held` of all blocks that have none. forwards: when the forwards of the step began and ended.
 
     See [Note: components of a profile].
     """
-    by_address: dict[int, list[tuple[float, Held]]] = {}
+    by_address: dict[int, list[tuple[float, BlockOwner]]] = {}
     for sample in samples:
         for address, held in sample.held.items():
             by_address.setdefault(address, []).append((sample.at_us, held))
@@ -113,26 +115,26 @@ def name_blocks(blocks: Sequence[Block], samples: Sequence[Sample], forwards: Se
             block.held = _sampled(block, by_address.get(block.address, ())) or _by_context(block, forwards)
 
 
-def _sampled(block: Block, seen: Sequence[tuple[float, Held]]) -> Held | None:
+def _sampled(block: TimedBlock, seen: Sequence[tuple[float, BlockOwner]]) -> BlockOwner | None:
     """What it was seen as; the result of a reduction is first a message, and a gradient from its end on."""
     found = [held for at, held in seen if at >= block.born_us and (block.died_us is None or at < block.died_us)]
     return next((held for held in found if held.component != MESSAGES), found[0] if found else None)
 
 
-def _by_context(block: Block, forwards: Sequence[tuple[float, float]]) -> Held:
+def _by_context(block: TimedBlock, forwards: Sequence[tuple[float, float]]) -> BlockOwner:
     context, name = block.context, block.context.module or ""
     if context.phase == COMMUNICATION:
-        return Held(MESSAGES, name)
+        return BlockOwner(MESSAGES, name)
     if context.way == RECOMPUTE:
-        return Held("activations" if block.died_in.way == BACKWARD else "temporary", name)
+        return BlockOwner("activations" if block.died_in.way == BACKWARD else "temporary", name)
     end_us = next((end for start, end in forwards if start <= block.born_us < end), None)
     if context.phase == FORWARD and end_us is not None and (block.died_us is None or block.died_us >= end_us):
-        return Held("activations", name)
-    return Held("temporary", name)
+        return BlockOwner("activations", name)
+    return BlockOwner("temporary", name)
 
 
 def timeline_of(
-    blocks: Sequence[Block], start_us: float, end_us: float, columns: int = COLUMNS, unseen: int = 0
+    blocks: Sequence[TimedBlock], start_us: float, end_us: float, columns: int = COLUMNS, unseen: int = 0
 ) -> Timeline:
     """The named blocks over time. unseen: bytes that the allocator counts besides them, as "other"."""
     changes = sorted(
@@ -145,7 +147,7 @@ def timeline_of(
         if block.born_us <= start_us:
             held[_component(block)] += block.nbytes
     total = sum(held.values())
-    peak = Peak(start_us, total, NOWHERE)
+    peak = PeakMoment(start_us, total, NOWHERE)
     width = (end_us - start_us) / columns or 1.0
     found: list[tuple[float, dict[str, int]]] = []
     highest = (start_us, total, dict(held))
@@ -160,31 +162,31 @@ def timeline_of(
         if total > highest[1]:
             highest = (at_us, total, dict(held))
         if total > peak.nbytes:
-            peak = Peak(at_us, total, block.context)
+            peak = PeakMoment(at_us, total, block.context)
     while len(found) < columns:
         found.append((highest[0], highest[2]))
         highest = (start_us + len(found) * width, total, dict(held))
     return Timeline(found, peak, [block for block in blocks if _lives_at(block, peak.at_us)])
 
 
-def _lives_at(block: Block, at_us: float) -> bool:
+def _lives_at(block: TimedBlock, at_us: float) -> bool:
     return block.born_us <= at_us and (block.died_us is None or block.died_us > at_us)
 
 
-def _component(block: Block) -> str:
+def _component(block: TimedBlock) -> str:
     assert block.held is not None, "name_blocks names all"
     return block.held.component
 
 
-def holders(blocks: Sequence[Block], most: int = HOLDERS) -> list[dict[str, Any]]:
+def holders(blocks: Sequence[TimedBlock], most: int = HOLDERS) -> list[dict[str, Any]]:
     """The blocks by component and name, the largest first; the numbers of layers are not told apart.
 
     Each has component, name, bytes, tensors (their number) and largest_bytes.
     """
-    groups: dict[Held, list[int]] = {}
+    groups: dict[BlockOwner, list[int]] = {}
     for block in blocks:
         assert block.held is not None
-        groups.setdefault(Held(block.held.component, alike(block.held.name)), []).append(block.nbytes)
+        groups.setdefault(BlockOwner(block.held.component, alike(block.held.name)), []).append(block.nbytes)
     found = [
         {**held._asdict(), "bytes": sum(sizes), "tensors": len(sizes), "largest_bytes": max(sizes)}
         for held, sizes in groups.items()

@@ -13,7 +13,7 @@ import pytest
 from made_sweep import write_sweep
 
 from orchestrator.charts import raster, svg
-from orchestrator.charts.shapes import Label, Region
+from orchestrator.charts.shapes import FilledOutline, Label
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.record_shapes import PROFILE, misfit
 from orchestrator.records.run_record import AttemptPaths
@@ -140,7 +140,7 @@ def test_a_sweep_without_profiles_has_no_section_of_them(tmp_path: Path) -> None
 
 def test_the_timeline_stacks_its_layers_up_to_the_peak_and_names_phases_with_room(tmp_path: Path) -> None:
     figure = over_time(one_point(tmp_path), 1)
-    regions = [shape for shape in figure.picture.shapes if isinstance(shape, Region)]
+    regions = [shape for shape in figure.picture.shapes if isinstance(shape, FilledOutline)]
     assert len(regions) == 2, "layers without any bytes are left out"
     lower, upper = ({y for _, y in region.points} for region in regions)
     assert max(lower) > max(upper), "the activations stand on the parameters"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from zero_runtime.profiling.timeline import (
-    Block,
-    Held,
+    BlockOwner,
     Sample,
     StartBlock,
+    TimedBlock,
     alike,
     blocks_of,
     holders,
@@ -18,21 +18,23 @@ from zero_runtime.profiling.trace import BACKWARD, COMMUNICATION, FORWARD, RECOM
 IN_FORWARD = Context("forward", "mlp", FORWARD)
 IN_BACKWARD = Context("backward", "mlp", BACKWARD)
 RECOMPUTING = Context("backward", "mlp", RECOMPUTE)
-WEIGHTS = Held("parameters", "blocks.0")
+WEIGHTS = BlockOwner("parameters", "blocks.0")
 
 
 def event(at_us: float, address: int, nbytes: int, context: Context = IN_FORWARD) -> MemoryEvent:
     return MemoryEvent(at_us, address, nbytes, 0, context)
 
 
-def named(*events: MemoryEvent, samples: tuple[Sample, ...] = (), start: tuple[StartBlock, ...] = ()) -> list[Block]:
+def named(
+    *events: MemoryEvent, samples: tuple[Sample, ...] = (), start: tuple[StartBlock, ...] = ()
+) -> list[TimedBlock]:
     """The blocks of a step from 0 to 100 us, whose forward takes its first 50."""
     blocks = blocks_of(start, list(events), 0.0)
     name_blocks(blocks, samples, [(0.0, 50.0)])
     return blocks
 
 
-def components(blocks: list[Block]) -> list[str]:
+def components(blocks: list[TimedBlock]) -> list[str]:
     return [block.held.component for block in blocks if block.held]
 
 
@@ -49,14 +51,14 @@ def test_what_a_recomputation_makes_is_an_activation_if_the_backward_after_it_re
 
 
 def test_a_tensor_of_the_runtime_names_the_block_that_lives_at_its_address_while_it_is_seen() -> None:
-    samples = (Sample(15.0, {1: WEIGHTS}), Sample(55.0, {1: Held("gradients", "blocks.0")}))
+    samples = (Sample(15.0, {1: WEIGHTS}), Sample(55.0, {1: BlockOwner("gradients", "blocks.0")}))
     blocks = named(event(10, 1, 8), event(20, 1, -8), event(30, 1, 8), event(70, 1, -8), samples=samples)
     assert components(blocks) == ["parameters", "gradients"]
     assert components(named(event(56, 1, 8, IN_BACKWARD), samples=samples)) == ["temporary"], "it came afterwards"
 
 
 def test_the_result_of_a_reduction_is_a_gradient_although_it_was_a_message_first() -> None:
-    samples = (Sample(15.0, {1: Held("messages", "b")}), Sample(25.0, {1: Held("gradients", "b")}))
+    samples = (Sample(15.0, {1: BlockOwner("messages", "b")}), Sample(25.0, {1: BlockOwner("gradients", "b")}))
     assert components(named(event(10, 1, 8), samples=samples)) == ["gradients"]
     assert components(named(event(10, 1, 8), event(20, 1, -8), samples=samples)) == ["messages"]
 
@@ -84,9 +86,10 @@ def test_the_columns_keep_the_highest_moment_of_each_part_of_the_step() -> None:
 
 def test_holders_join_the_same_module_of_all_layers() -> None:
     blocks = [
-        Block(at, size, 0.0, IN_FORWARD, held=Held("activations", f"h.{at}.mlp")) for at, size in ((0, 3), (11, 5))
+        TimedBlock(at, size, 0.0, IN_FORWARD, held=BlockOwner("activations", f"h.{at}.mlp"))
+        for at, size in ((0, 3), (11, 5))
     ]
-    blocks.append(Block(9, 7, 0.0, IN_FORWARD, held=WEIGHTS))
+    blocks.append(TimedBlock(9, 7, 0.0, IN_FORWARD, held=WEIGHTS))
     assert holders(blocks, 1) == [
         {"component": "activations", "name": "h.*.mlp", "bytes": 8, "tensors": 2, "largest_bytes": 5}
     ]
