@@ -231,7 +231,7 @@ class Measure:
 @dataclass(frozen=True)
 class Tracking:
     """Where a run is tracked. `uri`: null = an SQLite file next to the outputs. `experiment`: the name of an MLflow
-    experiment; null = a name made from the model's."""
+    experiment; null = one for each sweep, and for single runs one named by the model."""
 
     kind: TrackingKind = TrackingKind.mlflow
     uri: str | None = None

@@ -428,3 +428,38 @@ def test_the_dashboard_finds_its_experiments_whatever_characters_are_in_the_path
         store.execute("CREATE TABLE experiment_tags (key TEXT, value TEXT, experiment_id INTEGER)")
         store.execute("INSERT INTO experiments VALUES (3, 'zlab/tiny', 'active')")
     assert dashboard.links(store_path(output)) == [dashboard.Page("zlab/tiny", "3", "zlab")]
+
+
+class Away:
+    """A client whose store answers nothing until it is back; then that of a real store."""
+
+    def __init__(self, client: Any) -> None:
+        self.client, self.is_back = client, False
+
+    def __getattr__(self, name: str) -> Any:
+        if not self.is_back:
+            raise OSError("connection refused")
+        return getattr(self.client, name)
+
+
+def test_what_a_store_that_is_away_did_not_take_is_written_when_it_is_back(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt = recorded(scene, "away", RunState.ok)
+    message = {"attempt": str(attempt.paths.root), "label": "away", "point": attempt.point}
+    message |= {"experiment": scene.experiment, "sweep": scene.sweep.name}
+    tracking_notes.note(scene.output, message)
+    uri = f"sqlite:///{store_path(scene.output)}"
+    follower = tracking.Follower(uri, scene.output, os.getpid())
+    follower._store = store = MlflowStore(uri, scene.output)
+    store.experiment(scene.experiment)
+    store.client = away = Away(store.client)
+    for do in ("begin", "end"):
+        follower.handle({"do": do, **message})
+    follower.tick()
+    assert scene.run("away") is None
+    assert capsys.readouterr().out.count("connection refused") == 1, "one warning"
+    away.is_back = True
+    follower.tick()
+    assert_is_whole(scene, "away")
+    assert not tracking_notes.is_noted(scene.output, message["attempt"])
