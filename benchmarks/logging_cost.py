@@ -46,7 +46,7 @@ SIZE = GptSize(layers=2, width=128, heads=4, vocab=1024, seq=128, micro=4)
 
 
 @dataclass
-class Turns:
+class LoggingTurns:
     """Seconds of a mean step in each turn, with logging and without; of the turns with logging also their length, the
     time of the writes and the tracker's CPU time, in seconds."""
 
@@ -94,7 +94,7 @@ def trainer() -> Callable[[], float]:
     return step
 
 
-def measured(pairs: int, turn_s: float, output: Path) -> Turns:
+def measured(pairs: int, turn_s: float, output: Path) -> LoggingTurns:
     """Makes the turns, after a warm-up of one turn of each kind."""
     config = RunConfig(model=Model("gpt", "llama", {}), output=str(output), tracking=Tracking(TrackingKind.mlflow))
     tracker = start_tracker(config, output)
@@ -113,8 +113,8 @@ def measured(pairs: int, turn_s: float, output: Path) -> Turns:
             print(warning, file=sys.stderr)
 
 
-def _turns(pairs: int, turn_s: float, attempt: Attempt, tracker: Tracker) -> Turns:
-    step, writer, found = trainer(), EventWriter(attempt.paths.metrics, in_background=False), Turns()
+def _turns(pairs: int, turn_s: float, attempt: Attempt, tracker: Tracker) -> LoggingTurns:
+    step, writer, found = trainer(), EventWriter(attempt.paths.metrics, in_background=False), LoggingTurns()
     child = psutil.Process(tracker.pid)
     number = 0
 

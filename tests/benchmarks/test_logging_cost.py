@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from benchmarks import logging_cost
-from benchmarks.logging_cost import Turns
+from benchmarks.logging_cost import LoggingTurns
 
 
 def test_the_writes_and_the_tracker_add_up_to_a_share_of_the_step() -> None:
-    turns = Turns([0.1005] * 6, [0.1] * 6, steps=1000, seconds=100.0, writing=0.2, tracking=0.4)
+    turns = LoggingTurns([0.1005] * 6, [0.1] * 6, steps=1000, seconds=100.0, writing=0.2, tracking=0.4)
     assert turns.accounted(2) == pytest.approx(0.002 + 0.002)
     assert turns.holds(2)
     assert "paired turns: logging costs +0.50 %" in turns.lines(2)[1]
 
 
 def test_a_cost_of_a_hundredth_by_either_account_fails() -> None:
-    slow = Turns([0.102] * 6, [0.1] * 6, steps=1000, seconds=100.0, writing=0.2, tracking=0.4)
-    busy = Turns([0.1] * 6, [0.1] * 6, steps=1000, seconds=100.0, writing=0.2, tracking=1.8)
+    slow = LoggingTurns([0.102] * 6, [0.1] * 6, steps=1000, seconds=100.0, writing=0.2, tracking=0.4)
+    busy = LoggingTurns([0.1] * 6, [0.1] * 6, steps=1000, seconds=100.0, writing=0.2, tracking=1.8)
     assert (slow.holds(2), busy.holds(2)) == (False, False)
 
 
