@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     """The exit code of `zlab ui`. Returns when the server has ended."""
     asked = parser().parse_args(argv)
     output, name = Path(asked.output), asked.sweep
-    if name and name != "last" and Path(name).is_dir() and not (Path(name) / "plan.json").exists():
+    if name and name != "last" and Path(name).is_dir() and not SweepPaths(Path(name)).plan.exists():
         output, name = Path(name), ""  # the folder of outputs, as in earlier versions
     try:
         sweep = find_sweep(str(output), name) if name else None

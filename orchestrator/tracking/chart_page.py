@@ -52,11 +52,13 @@ def tag_of(sweep: str) -> str:
     return f"mlflow.sharedViewState.{key_of(sweep)}"
 
 
-def view(settings: Sequence[str] = _AXES, sweep: str = "", points: int = 0) -> str:
+def view(settings: Sequence[str] = (), sweep: str = "", points: int = 0) -> str:
     """The value of the tag: the page of all points in the experiment, or with `sweep` of that sweep's.
 
-    settings: the parameters that are axes and columns. points: how many runs the cards have room for.
+    settings: the parameters that are axes and columns; without any, those of most interest. points: how many runs the
+    cards have room for.
     """
+    settings = settings or _AXES
     axes = list(settings[:MOST_AXES])
     x, y = ({"key": name, "type": "METRIC"} for name in (_PEAK, _SPEED))
     charts = [

@@ -73,6 +73,11 @@ class Tracker:
         self._sweep: dict[str, Any] = {}
         self._summary: dict[str, Any] = {}
 
+    @property
+    def pid(self) -> int | None:
+        """The child's process."""
+        return None if self._process is None else self._process.pid
+
     def open(self, config: RunConfig, sweep: SweepPaths | None = None) -> None:
         """Opens the experiment of the run, or of the sweep with its page and the points that were kept."""
         names_ = self._names_of(sweep)

@@ -27,16 +27,16 @@ STATUS = {
 }
 
 
-class Unit(NamedTuple):
+class MetricUnit(NamedTuple):
     """What a metric counts. `end`: how the names of metrics with this unit end; empty for numbers without one."""
 
     text: str
     end: str
 
 
-TOKENS_PER_S = Unit("tokens/s", "_per_second")
-MS, MEBIBYTES, NONE = Unit("ms", "_ms"), Unit("MiB (2^20 bytes)", "_mib"), Unit("", "")
-MEBIBYTES_PER_STEP = Unit("MiB (2^20 bytes) a step", "_mib_per_step")
+TOKENS_PER_S = MetricUnit("tokens/s", "_per_second")
+MS, MEBIBYTES, NONE = MetricUnit("ms", "_ms"), MetricUnit("MiB (2^20 bytes)", "_mib"), MetricUnit("", "")
+MEBIBYTES_PER_STEP = MetricUnit("MiB (2^20 bytes) a step", "_mib_per_step")
 _OF_RANKS = "of all ranks together"
 _MEMORY_KINDS = {
     "rss": "of the process",
@@ -53,7 +53,7 @@ _PHASES = {
     "other": "everything else",
 }
 # Every metric, with its unit and its meaning. `*` stands for a component and a dtype, which depend on the settings.
-METRICS: Mapping[str, tuple[Unit, str]] = {
+METRICS: Mapping[str, tuple[MetricUnit, str]] = {
     "train/loss": (NONE, "mean loss of a token, of each step"),
     "train/learning_rate": (NONE, "of each step"),
     "train/grad_norm": (NONE, "norm of the gradient before it is clipped, of each step"),

@@ -44,6 +44,7 @@ class Follower:
         self._sweep: SweepRuns | None = None
         self._kept: list[Standing] = []  # points whose runs are written one at a tick
         self._warned: set[str] = set()
+        self._error: Exception | None = None  # the last one
         self._tags = command_tags(parent)
 
     def handle(self, message: Mapping[str, Any]) -> None:
@@ -59,7 +60,7 @@ class Follower:
         while self._left:
             message = self._left[0]
             done = self._guarded(str(message.get("attempt", "")), partial(actions[message["do"]], message))
-            if not done and not self._answers():
+            if not done and self._is_away():
                 self._left[0] = {**message, "again": True}
                 return
             self._left.pop(0)
@@ -91,6 +92,7 @@ class Follower:
         try:
             action()
         except Exception as error:  # a tracker must never end a run, whatever its store does
+            self._error = error
             if attempt not in self._warned:
                 self._warned.add(attempt)
                 first = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -98,15 +100,15 @@ class Follower:
             return False
         return True
 
-    def _answers(self) -> bool:
-        """Whether the store answers at all."""
+    def _is_away(self) -> bool:
+        """Whether the store that refused a message answers nothing at all, and may take it later."""
         if self._store is None:
-            return True  # it cannot be opened, and would not be with the next message
+            return isinstance(self._error, OSError)  # what else it cannot be opened for stays so
         try:
             self._store.client.search_experiments(max_results=1)
         except Exception:
-            return False
-        return True
+            return True
+        return False
 
     def _opened(self, experiment: str) -> MlflowStore:
         self._store = self._store or MlflowStore(self._uri, self._output)

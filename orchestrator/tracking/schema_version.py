@@ -25,7 +25,15 @@ _REVISION = re.compile(r'^(down_)?revision\b.*?= *["\'](\w+)["\']', re.MULTILINE
 
 def problem(uri: str) -> str | None:
     """Why the store cannot be used, in one line with what to type; None if it can, and for a store that is a server,
-    does not exist yet, or gives no answer: those are told by MLflow itself."""
+    does not exist yet, or gives no answer: those are told when they are used."""
+    try:
+        return checked(uri)
+    except OSError:
+        return None
+
+
+def checked(uri: str) -> str | None:
+    """The same; OSError if a database gives no answer, for which MLflow would wait minutes."""
     if not is_database(uri):
         return None
     try:
@@ -54,13 +62,14 @@ def without_password(uri: str) -> str:
 
 
 def _driver_fix(uri: str) -> str:
-    if uri.startswith("postgresql://"):
-        return f"tracking.uri={without_password(uri).replace('postgresql:', 'postgresql+psycopg:', 1)}"
+    scheme, _, rest = without_password(uri).partition("://")
+    if scheme in ("postgresql", "postgresql+psycopg2"):
+        return f"tracking.uri=postgresql+psycopg://{rest}"
     return "pip install 'zero-lab[postgres]'" if uri.startswith("postgresql") else "install the driver of its address"
 
 
 def _version(uri: str) -> str | None:
-    """The version of the tables; None for a store without them, and for one that cannot be read."""
+    """The version of the tables; None for a store without them, and for a file that cannot be read."""
     if uri.startswith(SQLITE):
         path = Path(unquote(uri.removeprefix(SQLITE).partition("?")[0])).absolute()
         if not path.is_file():
@@ -85,8 +94,11 @@ def _version_by_driver(uri: str) -> str | None:
     try:
         with engine.connect() as connection:
             found = connection.execute(sqlalchemy.text(QUERY)).scalar()
-    except sqlalchemy.exc.SQLAlchemyError:
+    except sqlalchemy.exc.ProgrammingError:  # it has no such table
         return None
+    except sqlalchemy.exc.SQLAlchemyError as error:
+        first = str(error).splitlines()[0]
+        raise OSError(f"{without_password(uri)} does not answer: {first}") from None
     finally:
         engine.dispose()
     return None if found is None else str(found)

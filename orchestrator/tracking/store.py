@@ -22,10 +22,11 @@ class MlflowStore:
     """An MLflow client for our experiments. Creates each one once, with its chart page.
 
     StoreError if the store is a database of another version, which opening it could migrate under running jobs.
+    OSError if a database does not answer.
     """
 
     def __init__(self, uri: str, output: Path) -> None:
-        if problem := schema_version.problem(uri):
+        if problem := schema_version.checked(uri):
             raise StoreError(problem)
         import mlflow  # imported here: it takes seconds, and `ui` does not need it
         from mlflow.entities import Metric, Param, RunTag

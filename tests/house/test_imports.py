@@ -85,7 +85,7 @@ IMPORTERS = {
     "hydra": {"orchestrator/compose/compose.py", PLUGIN},
     "omegaconf": {"orchestrator/compose/compose.py"},
     "submitit": {"orchestrator/launch/local_executor.py", "orchestrator/slurm/executor.py"},
-    "mlflow": {"orchestrator/tracking/process.py"},
+    "mlflow": {"orchestrator/tracking/store.py"},
     "matplotlib": {"orchestrator/charts/raster.py"},
     "transformers": {
         "orchestrator/workloads/models.py",
@@ -111,7 +111,7 @@ ROOMS = {
         "records": "config machine workloads",
         "foreign": "compose config text",
         "plan": "compose config machine records rounds text",
-        "tracking": "config machine records",
+        "tracking": "config machine records report",
         "report": "charts config exit_codes records rounds text",
         "launch": "config machine plan records report rounds text tracking",
         "slurm": "config launch machine records tracking",

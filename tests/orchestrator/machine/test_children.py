@@ -107,7 +107,9 @@ def test_the_dashboards_server_runs_in_the_root_folder(
 ) -> None:
     output = tmp_path_factory.mktemp("output")
     monkeypatch.chdir(trapped)
-    assert dashboard.server_command(output, 5000, "127.0.0.1")[:3] == children.words("mlflow", "server")[:3]
+    assert (
+        dashboard.server_command("sqlite:///x", output, 5000, "127.0.0.1")[:3] == children.words("mlflow", "server")[:3]
+    )
     code = "import os; print(os.getcwd())"
     log = output / "log"
     dashboard._until_interrupt([sys.executable, "-c", code], {}, log, dashboard.Screen())

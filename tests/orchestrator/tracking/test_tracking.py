@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,7 +32,7 @@ from orchestrator.tracking import chart_page, followed_run, names
 from orchestrator.tracking import feed as tracking_feed
 from orchestrator.tracking import notes as tracking_notes
 from orchestrator.tracking import process as tracking
-from orchestrator.tracking.feed import Tracker, start_tracker, store_uri
+from orchestrator.tracking.feed import Tracker, start_tracker
 from orchestrator.tracking.store import MlflowStore
 
 HERE = Path(__file__).parents[1]
@@ -370,30 +368,6 @@ def test_the_sweep_has_its_page_and_the_dashboard_links_to_it(scene: Scene) -> N
     assert f"viewStateShareKey=zlab-{scene.sweep.name}" in address
 
 
-def test_a_page_of_many_settings_and_points_is_no_longer_than_a_tag() -> None:
-    settings = [f"optimizer.setting_with_a_long_name_{number}" for number in range(40)]
-    assert len(chart_page.view(settings, "2026-11-23_21-24-57_a_long_name_of_a_sweep", 200)) < 20_000
-
-
-def test_every_chart_shows_a_metric_that_is_logged() -> None:
-    config = make_config(Path("outputs"))
-    validation = names.step_metrics({"event": "validation", "step": 1, "loss": 5.3})
-    logged = {**names.step_metrics(step_event(1, 0)), **validation, **names.summary_metrics(make_result(config))}
-    drawn = set(re.findall(r'"(?:metricKey|key)": "([^"]+)"', chart_page.view()))
-    assert drawn
-    assert drawn - {"memory/allocated_mib"} <= set(logged), "which is of GPUs"
-    assert {*drawn} <= set(names.METRICS)
-
-
-def test_metric_names_are_valid_in_mlflow_and_non_finite_values_are_left_out() -> None:
-    result = make_result(make_config(Path("outputs")))
-    result["loss"]["last"] = float("inf")
-    found = names.summary_metrics(result)
-    assert "summary/loss_last" not in found
-    assert "summary/peak_allocated_mib" not in found
-    assert all(re.fullmatch(r"[\w\-.:/ ]+", name) for name in found)
-
-
 @pytest.mark.full
 def test_a_broken_store_causes_a_warning_and_the_run_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
@@ -419,19 +393,6 @@ def test_without_tracking_no_process_is_started(tmp_path: Path, monkeypatch: pyt
     assert tracker.warnings() == []
 
 
-def test_the_store_is_the_configured_one_then_the_environments_then_a_file_in_the_output(
-    tmp_path: Path,
-) -> None:
-    from dataclasses import replace
-
-    config = make_config(tmp_path)
-    asked = replace(config, tracking=replace(config.tracking, uri="http://asked"))
-    environ = {"MLFLOW_TRACKING_URI": "http://mine"}
-    assert store_uri(asked, tmp_path, environ) == "http://asked"
-    assert store_uri(config, tmp_path, environ) == "http://mine"
-    assert store_uri(config, tmp_path, {}) == f"sqlite:///{tmp_path}/mlflow.db"
-
-
 def test_the_commands_process_imports_neither_torch_nor_mlflow_nor_numpy() -> None:
     heavy = "{'torch', 'mlflow', 'numpy', 'transformers'}"
     text = f"import sys, orchestrator.commands.run, orchestrator.commands.join; print({heavy} & set(sys.modules))"
@@ -439,19 +400,36 @@ def test_the_commands_process_imports_neither_torch_nor_mlflow_nor_numpy() -> No
     assert answer.stdout.strip() == "set()"
 
 
-def test_the_stores_uri_names_its_file_whatever_characters_are_in_the_path(tmp_path: Path) -> None:
-    from sqlalchemy.engine import make_url
+class Away:
+    """A client whose store answers nothing until it is back; then that of a real store."""
 
-    for name in ("plain", "a#1", "a?b=c", "a%20b", "50%", "tab\t", "line\n", "sp ace", "ünï", "'\"$;&=+@:"):
-        assert make_url(names.local_uri(tmp_path / name)).database == str(store_path(tmp_path / name))
-    assert names.local_uri("/a b#ü") == "sqlite:////a b#ü/mlflow.db"
+    def __init__(self, client: Any) -> None:
+        self.client, self.is_back = client, False
+
+    def __getattr__(self, name: str) -> Any:
+        if not self.is_back:
+            raise OSError("connection refused")
+        return getattr(self.client, name)
 
 
-def test_the_dashboard_finds_its_experiments_whatever_characters_are_in_the_path(tmp_path: Path) -> None:
-    output = tmp_path / "a#1?b%20c\n"
-    output.mkdir()
-    with sqlite3.connect(store_path(output)) as store:
-        store.execute("CREATE TABLE experiments (experiment_id INTEGER, name TEXT, lifecycle_stage TEXT)")
-        store.execute("CREATE TABLE experiment_tags (key TEXT, value TEXT, experiment_id INTEGER)")
-        store.execute("INSERT INTO experiments VALUES (3, 'zlab/tiny', 'active')")
-    assert dashboard.links(store_path(output)) == [dashboard.Page("zlab/tiny", "3", "zlab")]
+def test_what_a_store_that_is_away_did_not_take_is_written_when_it_is_back(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt = recorded(scene, "away", RunState.ok)
+    message = {"attempt": str(attempt.paths.root), "label": "away", "point": attempt.point}
+    message |= {"experiment": scene.experiment, "sweep": scene.sweep.name}
+    tracking_notes.note(scene.output, message)
+    uri = f"sqlite:///{store_path(scene.output)}"
+    follower = tracking.Follower(uri, scene.output, os.getpid())
+    follower._store = store = MlflowStore(uri, scene.output)
+    store.experiment(scene.experiment)
+    store.client = away = Away(store.client)
+    for do in ("begin", "end"):
+        follower.handle({"do": do, **message})
+    follower.tick()
+    assert scene.run("away") is None
+    assert capsys.readouterr().out.count("connection refused") == 1, "one warning"
+    away.is_back = True
+    follower.tick()
+    assert_is_whole(scene, "away")
+    assert not tracking_notes.is_noted(scene.output, message["attempt"])
