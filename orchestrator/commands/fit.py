@@ -6,7 +6,7 @@ import json
 import os
 import re
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from orchestrator.commands import fit_estimator, fit_peers
@@ -63,16 +63,16 @@ def main(argv: Sequence[str]) -> int:
             raise Refusal([f"{fit_estimator.FLAG} prints its own tables: leave out --table, --as, --explain and --all"])
         return fit_estimator.main(asked.estimator, words, as_json=asked.json)
     over = _columns(asked.table)
-    line = _counts_of(words)
+    line = _name_of(words_that_count(words), asked.table, asked.explain)
     with memory_cache.started_ahead(needed=may_be_lean(words) and memory_cache.stored(line) is None):
         code = _answer(asked, overrides, over)
     memory_cache.store(line, {"answered": True})
     return code
 
 
-def _counts_of(words: Sequence[str]) -> str:
-    """The name under which the cache knows that what these words count has been counted before."""
-    return f"line-{memory_cache.hash_of(sorted(words_that_count(words)))}"
+def _name_of(words: Collection[str], *more: str | None) -> str:
+    """The name under which the cache knows that what such a line counts has been counted before."""
+    return f"line-{memory_cache.hash_of(sorted(words), more)}"
 
 
 def words_that_count(words: Sequence[str]) -> set[str]:

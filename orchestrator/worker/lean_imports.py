@@ -5,8 +5,9 @@ Most of the seconds that a count takes on an idle machine were those of imports 
 which torch and transformers import to exempt functions from compilation; transformers' own package, which reads the
 sources of all of its models for the names in them, twice; and optional libraries. Optional ones are left out as where
 they are not installed. The packages take their modules' place as `PostponedPackage`s: modules within them are
-imported as always, and the package itself is when something asks for a name that only it has. So nothing fails that
-would work with the package: it takes as long as it would have taken. Nothing may be imported while a step is traced,
+imported as always, and the package itself is when something asks for a name that only it has, which then takes as long
+as it would have taken. (A module of `torch._dynamo` other than those named here cannot be imported before its package:
+somebody who compiles asks for the package.) Nothing may be imported while a step is traced,
 since modules make tensors too: what fake tensors need is imported here, and activations.py looks for the rest.
 """
 
@@ -34,12 +35,17 @@ class PostponedPackage(ModuleType):
             raise ModuleNotFoundError(f"there is no package {name}", name=name)
         self.__spec__, self.__file__, self.__package__ = spec, spec.origin, name
         self.__path__ = spec.submodule_search_locations
-        vars(self).update(given, _is_postponed=True)
+        vars(self).update(given, _is_postponed=True, _is_open=True)
+
+    def close(self) -> None:
+        """From now on the package's own file is executed before a module is imported because it is an attribute: for
+        packages whose modules import each other in circles, which end well in one order."""
+        self._is_open = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if self._is_postponed and importlib.util.find_spec(f"{self.__name__}.{name}") is not None:
+        if self._is_postponed and self._is_open and importlib.util.find_spec(f"{self.__name__}.{name}") is not None:
             return importlib.import_module(f"{self.__name__}.{name}")
         if self._is_postponed:
             self._is_postponed = False
@@ -62,7 +68,7 @@ def import_lean() -> None:
     import torch
 
     # Nothing is compiled here, so that a function that is exempt from it is the function itself.
-    torch._dynamo = _postpone(
+    torch._dynamo = dynamo = _postpone(
         "torch._dynamo",
         disable=_unchanged,
         assume_constant_result=_unchanged,
@@ -71,11 +77,12 @@ def import_lean() -> None:
     )
     for name in TRACING:
         importlib.import_module(name)
+    dynamo.close()
     transformers = _postpone("transformers", __version__=version("transformers"))
     transformers.models = _postpone("transformers.models")  # type: ignore[attr-defined]
 
 
-def _postpone(name: str, **given: Any) -> ModuleType:
+def _postpone(name: str, **given: Any) -> PostponedPackage:
     sys.modules[name] = postponed = PostponedPackage(name, **given)
     return postponed
 

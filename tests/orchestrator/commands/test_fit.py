@@ -121,7 +121,7 @@ def test_rows_that_do_not_fit_are_shown_on_request_at_a_micro_batch_of_one(say: 
     assert "at the largest micro-batch that fits, or at 1" in out
     rows = [line.split() for line in out.splitlines() if line.startswith("stage")]
     assert len(rows) == 18
-    assert {row[1] for row in rows} == {"-"}
+    assert all(row[1].startswith(("-", "0-")) for row in rows)  # 0-6: 6 if libraries take the least of their range
 
 
 def test_offload_that_exceeds_the_host_s_memory_does_not_fit(say: Say) -> None:
