@@ -283,8 +283,8 @@ class Train:
 class Tracking:
     """Where a run is tracked.
 
-    `uri`: null = an SQLite file next to the outputs. `experiment`: the name of an MLflow experiment; null = one for each
-    sweep, and for single runs one named by the model.
+    `uri`: null = an SQLite file next to the outputs. `experiment`: the name of an MLflow experiment; null = one for
+    each sweep, and for single runs one named by the model.
     """
 
     kind: TrackingKind = TrackingKind.mlflow

@@ -138,7 +138,7 @@ def build(cls: type, data: object, path: str = "", known: dict[object, Built] | 
     return made, list(broken)
 
 
-def _key(cls: type, data: object, path: str) -> object:
+def _key(cls: type, data: Any, path: str) -> object:
     """What decides the result of `build`, or None: all bytes of the data, in which 1, 1.0 and true differ."""
     try:
         return cls, path, marshal.dumps(data, 2)
