@@ -10,8 +10,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from harness.patience import HANG_S
 
 # Modules that a rank would otherwise spend most of its time importing. orchestrator.workloads.models comes before
 # transformers, because it sets transformers to offline mode. An architecture that is missing here is imported again in
-# each test that builds it.
+# each test that builds it. Names are found from the folder in which the tests were started, the repository's.
 PRELOAD = [
     *("torch", "torch.distributed", "numpy", "pytest", "safetensors.torch"),
     *("orchestrator.workloads.models", "orchestrator.worker.train", "zero_runtime.checkpoint.background"),
@@ -42,6 +43,11 @@ def prepare_fork_server() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(RANK_THREADS))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     mp.set_forkserver_preload(PRELOAD)
+
+
+def start_fork_server() -> None:
+    """Start it now instead of at its first use, so that it imports beside other work. Does not wait for it."""
+    forkserver.ensure_running()
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = HANG_S) -> list[Any]:
@@ -85,12 +91,13 @@ def _await_all(processes: list[Any], deadline: float) -> None:
 
 
 def _let_senders_first() -> None:
-    """Lower the priority of gloo's own threads: while a sender holds a lock they ask for it without a pause, and on two
-    cores that may be the core that the sender waits for. It took a quarter of the processor's time of such tests."""
+    """Lower the priority of gloo's own threads: while a sender holds a lock, they ask for it without a pause, and on
+    few cores they do so on the core that the sender waits for."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
     for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().strip() == GLOO_LOOP:
-            own = os.getpriority(os.PRIO_PROCESS, 0)
-            os.setpriority(os.PRIO_PROCESS, int(task.name), own + LOWER_BY)  # above 19 counts as 19
+        with suppress(OSError):  # a thread that has ended
+            if (task / "comm").read_text().strip() == GLOO_LOOP:
+                os.setpriority(os.PRIO_PROCESS, int(task.name), own + LOWER_BY)  # above 19 counts as 19
 
 
 def _collect(folder: str, world: int) -> list[Any]:

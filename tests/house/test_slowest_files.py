@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 from harness.slowest_files import SlowestFiles
 
 
@@ -14,6 +15,6 @@ def test_the_seconds_of_a_files_tests_are_summed_and_the_slowest_files_come_firs
     assert plugin.lines() == ["    2.0 s  a.py", "    1.5 s  b.py"]
 
 
-def test_nothing_is_printed_unless_it_is_asked_for(request) -> None:  # type: ignore[no-untyped-def]
+def test_nothing_is_printed_unless_it_is_asked_for(request: pytest.FixtureRequest) -> None:
     asked = request.config.getoption("slowest_files")
     assert any(isinstance(one, SlowestFiles) for one in request.config.pluginmanager.get_plugins()) is bool(asked)
