@@ -4,11 +4,12 @@
 Most of the seconds that a count takes on an idle machine were those of imports that it does not use: `torch._dynamo`,
 which torch and transformers import to exempt functions from compilation; transformers' own package, which reads the
 sources of all of its models for the names in them, twice; and optional libraries. Optional ones are left out as where
-they are not installed. The packages take their modules' place as `PostponedPackage`s: modules within them are
-imported as always, and the package itself is when something asks for a name that only it has, which then takes as long
-as it would have taken. The modules of `torch._dynamo` import each other in circles that end well in one order alone, so
-that it cannot be executed late: where an import fails, memory_cache.py asks a process with all imports. Nothing may be imported while a step is traced,
-since modules make tensors too: what fake tensors need is imported here, and activations.py looks for the rest.
+they are not installed. The packages take their modules' place as `PostponedPackage`s: modules within them are imported
+as always, and the package itself is when something asks for a name that only it has, which then takes as long as it
+would have taken. The modules of `torch._dynamo` import each other in circles that end well in one order alone, so that
+it cannot be executed late: where an import fails, memory_cache.py asks a process with all imports. Nothing may be
+imported while a step is traced, since modules make tensors too: what fake tensors need is imported here, and
+activations.py looks for the rest.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ TRACING = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo.source", "tor
 
 class PostponedPackage(ModuleType):
     """Takes the place of a package whose own file has not been executed yet. given: names that it has until then."""
+
+    _is_postponed: bool
 
     def __init__(self, name: str, /, **given: Any) -> None:
         super().__init__(name)
