@@ -1,7 +1,7 @@
 """Imports what a count of shapes and activations needs, and as little else as possible.
 
 [Note: lean imports]
-Most of the seconds that a count takes on an idle machine were those of imports that it does not use: `torch._dynamo`,
+A third of the time of a count's imports went into packages that it does not use: `torch._dynamo`,
 which torch and transformers import to exempt functions from compilation; transformers' own package, which reads the
 sources of all of its models for the names in them, twice; and optional libraries. Optional ones are left out as where
 they are not installed. The packages take their modules' place as `PostponedPackage`s: modules within them are imported
