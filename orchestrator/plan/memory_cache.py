@@ -33,6 +33,7 @@ TELL_S = 2.0
 LIBRARIES = ("torch", "transformers", "peft")  # whose code affects the answers
 ANSWERING = ("zero_runtime", "orchestrator/worker", "orchestrator/workloads")  # the packages that answer
 LEAN = "lean"  # see orchestrator/worker/lean_imports.py
+LACKING = ("ImportError", "ModuleNotFoundError", "AttributeError")
 TRACE, WORK = "trace-", "work-"  # the starts of the keys of traces, and of the work of their segments
 Tell = Callable[[str], None]
 Answer = Mapping[str, Any]
@@ -157,7 +158,7 @@ def answers(
         "activations": [{key: to_dict(config) for key, config in family.items()} for family in families.values()],
     }
     total = len(asked["units"]) + sum(map(len, families.values()))
-    for key, answer in _ask_child(asked, total, tell, within_s) if total else ():
+    for key, answer in _asked(asked, total, tell, within_s) if total else ():
         if answer is not None:
             if not answer.get("passing"):
                 store(key, answer)
@@ -209,13 +210,33 @@ def _traces_of(known: dict[str, Answer]) -> dict[str, Answer]:
     return traces
 
 
+def _asked(asked: Mapping[str, Any], total: int, tell: Tell | None, within_s: float) -> Iterator[tuple[str, Any]]:
+    """The child's answers. What a lean child could not import is asked again, of one that imports everything."""
+    lean, end, failed = not _has_adapter(asked), time.monotonic() + within_s, set()
+    for key, answer in _ask_child(asked, total, tell, within_s, lean):
+        if lean and _lacks_import(answer):
+            failed.add(key)
+        else:
+            yield key, answer
+    if failed:
+        units = {key: one for key, one in asked["units"].items() if key in failed}
+        families = [family for family in asked["activations"] if failed & family.keys()]
+        again = {"units": units, "activations": families}
+        yield from _ask_child(again, total, tell, end - time.monotonic(), False)
+
+
+def _lacks_import(answer: Mapping[str, Any] | None) -> bool:
+    """Whether something may have been missing that a lean child leaves out."""
+    return answer is None or str(answer.get("unknown", "")).startswith(LACKING)
+
+
 def _ask_child(
-    asked: Mapping[str, Any], total: int, tell: Tell | None, within_s: float = math.inf
+    asked: Mapping[str, Any], total: int, tell: Tell | None, within_s: float = math.inf, lean: bool = False
 ) -> Iterator[tuple[str, Any]]:
     """The child's answers as they arrive. The child is killed if it is silent for SILENCE_S, or after `within_s`."""
     lines: SimpleQueue[str | None] = SimpleQueue()
     try:
-        child = _child(lean=not _has_adapter(asked))
+        child = _child(lean=lean)
     except OSError:
         return
     # The thread blocks on the child's pipes, so that this one can check for silence.

@@ -1,14 +1,15 @@
 """Imports what a count of shapes and activations needs, and as little else as possible.
 
 [Note: lean imports]
-Most of the seconds that a count takes on an idle machine were those of imports that it does not use: `torch._dynamo`,
+A third of the time of a count's imports went into packages that it does not use: `torch._dynamo`,
 which torch and transformers import to exempt functions from compilation; transformers' own package, which reads the
 sources of all of its models for the names in them, twice; and optional libraries. Optional ones are left out as where
-they are not installed. The packages take their modules' place as `PostponedPackage`s: modules within them are
-imported as always, and the package itself is when something asks for a name that only it has, which then takes as long
-as it would have taken. (A module of `torch._dynamo` other than those named here cannot be imported before its package:
-somebody who compiles asks for the package.) Nothing may be imported while a step is traced,
-since modules make tensors too: what fake tensors need is imported here, and activations.py looks for the rest.
+they are not installed. The packages take their modules' place as `PostponedPackage`s: modules within them are imported
+as always, and the package itself is when something asks for a name that only it has, which then takes as long as it
+would have taken. The modules of `torch._dynamo` import each other in circles that end well in one order alone, so that
+it cannot be executed late: where an import fails, memory_cache.py asks a process with all imports. Nothing may be
+imported while a step is traced, since modules make tensors too: what fake tensors need is imported here, and
+activations.py looks for the rest.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ TRACING = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo.source", "tor
 class PostponedPackage(ModuleType):
     """Takes the place of a package whose own file has not been executed yet. given: names that it has until then."""
 
+    _is_postponed: bool
+
     def __init__(self, name: str, /, **given: Any) -> None:
         super().__init__(name)
         spec = importlib.util.find_spec(name)
@@ -35,17 +38,12 @@ class PostponedPackage(ModuleType):
             raise ModuleNotFoundError(f"there is no package {name}", name=name)
         self.__spec__, self.__file__, self.__package__ = spec, spec.origin, name
         self.__path__ = spec.submodule_search_locations
-        vars(self).update(given, _is_postponed=True, _is_open=True)
-
-    def close(self) -> None:
-        """From now on the package's own file is executed before a module is imported because it is an attribute: for
-        packages whose modules import each other in circles, which end well in one order."""
-        self._is_open = False
+        vars(self).update(given, _is_postponed=True)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if self._is_postponed and self._is_open and importlib.util.find_spec(f"{self.__name__}.{name}") is not None:
+        if self._is_postponed and importlib.util.find_spec(f"{self.__name__}.{name}") is not None:
             return importlib.import_module(f"{self.__name__}.{name}")
         if self._is_postponed:
             self._is_postponed = False
@@ -68,7 +66,7 @@ def import_lean() -> None:
     import torch
 
     # Nothing is compiled here, so that a function that is exempt from it is the function itself.
-    torch._dynamo = dynamo = _postpone(
+    torch._dynamo = _postpone(
         "torch._dynamo",
         disable=_unchanged,
         assume_constant_result=_unchanged,
@@ -77,7 +75,6 @@ def import_lean() -> None:
     )
     for name in TRACING:
         importlib.import_module(name)
-    dynamo.close()
     transformers = _postpone("transformers", __version__=version("transformers"))
     transformers.models = _postpone("transformers.models")  # type: ignore[attr-defined]
 

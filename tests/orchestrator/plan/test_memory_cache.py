@@ -88,3 +88,22 @@ def test_adapters_are_found_in_all_that_is_asked() -> None:
     assert not memory_cache._has_adapter({"units": {"a": plain}, "activations": [{"b": plain}]})
     assert memory_cache._has_adapter({"units": {"a": lora}, "activations": []})
     assert memory_cache._has_adapter({"units": {}, "activations": [{"a": plain, "b": lora}]})
+
+
+@pytest.mark.parametrize("first", [None, {"unknown": "ImportError: no"}, {"unknown": "AttributeError: no"}])
+def test_what_a_lean_child_could_not_import_is_asked_of_a_complete_one(
+    monkeypatch: pytest.MonkeyPatch, first: dict[str, str] | None
+) -> None:
+    plain = {"adapter": {"kind": "none"}}
+    asked = {"units": {"a": plain, "b": plain}, "activations": [{"c": plain}, {"d": plain}]}
+    found: list[tuple[list[str], bool]] = []
+
+    def child(request: dict[str, Any], *more: Any) -> Iterator[tuple[str, Any]]:
+        keys = [*request["units"], *(key for family in request["activations"] for key in family)]
+        found.append((keys, more[-1]))
+        yield from ((key, first if len(found) == 1 and key in "ac" else {"unknown": "ValueError"}) for key in keys)
+
+    monkeypatch.setattr(memory_cache, "_ask_child", child)
+    answers = list(memory_cache._asked(asked, 4, None, 10.0))
+    assert sorted(answers) == [(key, {"unknown": "ValueError"}) for key in "abcd"]
+    assert found == [(["a", "b", "c", "d"], True), (["a", "c"], False)]
