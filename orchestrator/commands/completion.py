@@ -65,4 +65,4 @@ def _sweeps(words: Sequence[str]) -> list[str]:
     """The names of the sweeps in the output folder of the line, the oldest first."""
     named = [after for word, after in pairwise(words) if word == "--output"]
     folder = Path((named or [os.environ.get(OUTPUT, DEFAULT_OUTPUT)])[0]) / "sweeps"
-    return sorted(path.name for path in folder.glob("*") if path.is_dir()) if folder.is_dir() else []
+    return sorted(path.name for path in folder.glob("[!.]*") if path.is_dir()) if folder.is_dir() else []

@@ -37,7 +37,8 @@ def answer(asked: Arguments) -> int:
     if "--help" in asked.flags:
         added = asked.flags.get("--config-dir")
         tree = read_tree(added)
-        if asked.overrides:
+        # Words of a run that is not started yet, as in `zero=stage2 --help`, do not narrow the page.
+        if any("=" not in word for word in asked.overrides):
             print(Topics(tree, added, width_of_terminal()).page(asked.overrides))
         else:
             print(help_page.page(folders.CONF / "config.yaml", tree))

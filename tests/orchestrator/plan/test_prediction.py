@@ -107,7 +107,7 @@ def test_8_bit_optimizer_states_are_predicted_with_the_padding_of_their_blocks(c
 
 def test_a_model_that_cannot_be_built_has_no_prediction_and_the_others_have(told: Told) -> None:
     assert "bad" not in told.labels
-    assert {"stage0-fp32", "stage3-bf16", "micro2-none", "micro8-full"} <= told.labels
+    assert {"stage0-fp32", "stage3-bf16", "micro2-recompute_none", "micro8-recompute_full"} <= told.labels
 
 
 GIB = 1 << 30
@@ -208,7 +208,12 @@ def test_a_plan_shows_a_ranks_states_its_activations_and_its_total_need(cache: N
     found = points(f"{SIZES} output={tmp_path}")
     predicted = prediction.predict(found)
     kept = {label: one.activations.kept for label, one in predicted.items() if one.activations}
-    assert kept["micro4-full"] < kept["micro2-none"] < kept["micro4-none"] < kept["micro8-none"]
+    assert (
+        kept["micro4-recompute_full"]
+        < kept["micro2-recompute_none"]
+        < kept["micro4-recompute_none"]
+        < kept["micro8-recompute_none"]
+    )
     for one in predicted.values():
         assert one.activations is not None
         assert one.ceiling_bytes is not None

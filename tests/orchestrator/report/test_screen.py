@@ -262,7 +262,7 @@ def test_a_table_on_a_narrow_terminal_names_the_columns_that_it_leaves_out_and_c
     names = ("point", "tokens/s", "states/rank", "note")
     table = Table(names, (("stage3-recompute_full", "12,345", "16.0 MiB", "waits for its turn, " * 3),))
     table = table._replace(drops=("states/rank",), texts=("note",))
-    for width in (60, 80):
+    for width in (70, 80):
         screen, out = show(terminal=True, width=width)
         screen.table(table)
         lines = out.getvalue().splitlines()
@@ -270,8 +270,8 @@ def test_a_table_on_a_narrow_terminal_names_the_columns_that_it_leaves_out_and_c
         assert "stage3-recompute_full" in lines[1]
         assert "12,345" in lines[1]
         assert "…" not in out.getvalue()
-        left_out = "left out at 60 columns: states/rank; `| cat` shows all"
-        assert (left_out in out.getvalue()) == (width == 60)
+        left_out = "left out at 70 columns: states/rank; `| cat` shows all"
+        assert (left_out in out.getvalue()) == (width == 70)
 
 
 def test_a_name_that_is_wider_than_the_terminal_wraps() -> None:
