@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT)]
 
 from benchmarks.gpt import Gpt, GptSize  # noqa: E402
 from benchmarks.stages_report import cpu_name  # noqa: E402
-from orchestrator.config.schema import Model, RunConfig, Tracking, TrackingKind, to_dict  # noqa: E402
+from orchestrator.config.schema import Model, Resources, RunConfig, Tracking, TrackingKind, to_dict  # noqa: E402
 from orchestrator.records.run_record import Attempt, new_attempt  # noqa: E402
 from orchestrator.records.run_state import RunState  # noqa: E402
 from orchestrator.rounds.intervals import ratio_of_turns  # noqa: E402
@@ -96,7 +96,12 @@ def trainer() -> Callable[[], float]:
 
 def measured(pairs: int, turn_s: float, output: Path) -> LoggingTurns:
     """Makes the turns, after a warm-up of one turn of each kind."""
-    config = RunConfig(model=Model("gpt", "llama", {}), output=str(output), tracking=Tracking(TrackingKind.mlflow))
+    config = RunConfig(
+        model=Model("gpt", "llama", {}),
+        output=str(output),
+        resources=Resources(ranks=1),
+        tracking=Tracking(TrackingKind.mlflow),
+    )
     tracker = start_tracker(config, output)
     tracker.wait_for_store()
     attempt = new_attempt(output, to_dict(config), "logging", "cpu")

@@ -11,7 +11,6 @@ import base64
 import json
 import os
 import select
-import shlex
 import shutil
 import subprocess
 import sys
@@ -28,6 +27,13 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
     "--remote-debugging-pipe",
 )
+# The browser reads commands from descriptor 3 and answers on 4. Shells redirect no descriptors above 9.
+PLUMBER = (
+    "import fcntl, os, sys; "
+    "ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]; "
+    "[os.dup2(end, number) for number, end in zip((3, 4), ends)]; "
+    "os.execv(sys.argv[3], sys.argv[3:])"
+)
 ANSWER_S = 120.0
 # MLflow opens its assistant over a quarter of the first page that a browser shows; a person closes it once.
 CLOSED_ASSISTANT = 'localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true")'
@@ -42,10 +48,10 @@ class Browser:
         ours_in, theirs_out = os.pipe()
         theirs_in, ours_out = os.pipe()
         words = [str(CHROMIUM), *FLAGS, f"--user-data-dir={self._folder}", f"--window-size={width},{height}"]
-        line = f"exec {shlex.join(words)} 3<&{theirs_in} 4>&{theirs_out}"
+        start = [sys.executable, "-S", "-c", PLUMBER, str(theirs_in), str(theirs_out), *words]
         quiet = subprocess.DEVNULL
         self._process = subprocess.Popen(
-            ["sh", "-c", line], pass_fds=(theirs_in, theirs_out), stdin=quiet, stdout=quiet, stderr=quiet
+            start, pass_fds=(theirs_in, theirs_out), stdin=quiet, stdout=quiet, stderr=quiet
         )
         os.close(theirs_in)
         os.close(theirs_out)
@@ -91,7 +97,7 @@ class Browser:
         while b"\0" not in self._unread:
             readable, _, _ = select.select([self._in], [], [], max(0.0, deadline - time.monotonic()))
             chunk = os.read(self._in, 1 << 20) if readable else b""
-            assert chunk, f"the browser did not answer within {ANSWER_S:g} s"
+            assert chunk, f"the browser has ended, or did not answer within {ANSWER_S:g} s"
             self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\0")
         message: dict[str, Any] = json.loads(line)
