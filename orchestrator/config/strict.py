@@ -141,7 +141,7 @@ def build(cls: type, data: object, path: str = "", known: dict[object, Built] | 
 def _key(cls: type, data: Any, path: str) -> object:
     """What decides the result of `build`, or None: all bytes of the data, in which 1, 1.0 and true differ."""
     try:
-        return cls, path, marshal.dumps(data, 2)  # type: ignore[arg-type]  # what it cannot write is a ValueError
+        return cls, path, marshal.dumps(data, 2)
     except ValueError:
         return None
 
