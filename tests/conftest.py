@@ -39,8 +39,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # a collection visits what tests make, not a million objects of the libraries, which stay anyway
     atexit.register(gc.unfreeze)  # nanobind would report the frozen objects as leaked
-    if hasattr(session.config, "workerinput"):  # of pytest-xdist, whose runs are long; others may need no ranks
-        ranks.start_fork_server()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

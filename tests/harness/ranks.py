@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import connection, forkserver
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,6 @@ def prepare_fork_server() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(RANK_THREADS))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     mp.set_forkserver_preload(PRELOAD)
-
-
-def start_fork_server() -> None:
-    """Start it now instead of at its first use, so that it imports beside other work. Does not wait for it."""
-    forkserver.ensure_running()
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = HANG_S) -> list[Any]:
