@@ -82,7 +82,8 @@ class Controller:
             self._cancel("the sweep's controller was stopped")
             for lane in self._lanes:
                 lane.lease.release()
-            comparison.write(self._sweep)
+            # The tracker only reads the sweep's folder: if it is killed, it leaves no half-written file there.
+            comparison.write(self._sweep, with_png=self._tracker.pid is not None)
             self._tracker.summary(self._sweep)
         finally:
             self._tracker.close()

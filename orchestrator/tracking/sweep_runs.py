@@ -54,11 +54,10 @@ class SweepRuns:
         open_run(self._store, {**message, **details, "again": True}, self._tags).finish()
 
     def summarize(self) -> tuple[str, bool]:
-        """Writes the summary run with the report, which is made again from the records, and describes the experiment.
+        """Writes the summary run with the files of the report that are there, and describes the experiment.
 
         Returns its id, and whether it is new. A second writing changes the same run.
         """
-        comparison.write(self._sweep, with_png=True)
         mine = {names.KIND: "summary", names.SWEEP: self._sweep.name}
         known = self._store.run_of(self.experiment, mine, searched_by=names.SWEEP)
         name = f"summary of {self._sweep.name}"

@@ -15,6 +15,7 @@ from orchestrator.records.record_shapes import STATE
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import SweepPaths, all_sweeps, controller_pid, plan_of, standings
+from orchestrator.report import comparison
 from orchestrator.tracking import names
 from orchestrator.tracking import notes as tracking_notes
 from orchestrator.tracking.feed import store_uri
@@ -106,6 +107,7 @@ def _sync_sweep(sweep: SweepPaths, stores: _Stores, tags: Mapping[str, str], don
         runs.write(standing)
         done.completed += is_there
         done.added += not is_there
+    comparison.write(sweep, with_png=True)
     done.summary, is_new = runs.summarize()
     done.added += is_new
 

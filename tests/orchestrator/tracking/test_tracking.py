@@ -27,6 +27,7 @@ from orchestrator.records.record_file import append_event, require_json, write_j
 from orchestrator.records.run_record import Attempt, AttemptPaths, new_attempt, store_path, tracking_path
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, SweepPaths, open_sweep, tell
+from orchestrator.report import comparison
 from orchestrator.report.screen import Screen
 from orchestrator.tracking import chart_page, followed_run, names
 from orchestrator.tracking import feed as tracking_feed
@@ -159,6 +160,7 @@ def test_a_failed_run_ends_as_failed_and_a_run_whose_command_died_ends_as_killed
     failed.move(RunState.error, rank=1, message="why")
     tracker.end(failed)
     scene.begin(tracker, "left")
+    comparison.write(scene.sweep, with_png=True)
     tracker.summary(scene.sweep)
     tracker.close()  # closes its stdin, as a kill of the command does
     assert tracker.warnings() == []
@@ -318,6 +320,7 @@ def test_a_summary_that_a_killed_tracker_began_is_completed_by_its_successor(
         found = scene.client.get_experiment_by_name(experiment)
         return list(scene.client.search_runs([found.experiment_id], f"attributes.run_name = 'summary of {other.name}'"))
 
+    comparison.write(other)
     monkeypatch.setattr(first._store.client, "log_artifact", killed)
     first.handle(message)
     assert [one.info.status for one in summaries()] == ["RUNNING"]
