@@ -212,6 +212,7 @@ METRICS = Events(
         "example": EXAMPLE,
         "waiting": {"turn": int},
         "repeating": {"rounds": [int]},
+        "profiling": {},
     },
 )
 

@@ -234,7 +234,9 @@ def _recorded(point: Point, *, as_json: bool, admission: object) -> int:
     return 0
 
 
-def _counted(asked: Mapping[str, Any], total: int, tell: object, within_s: float) -> Iterator[tuple[str, Any]]:
+def _counted(
+    asked: Mapping[str, Any], total: int, tell: object, within_s: float, lean: bool
+) -> Iterator[tuple[str, Any]]:
     """What the child process would answer for one small model."""
     yield from ((key, UNITS) for key in asked["units"])
     for family in asked["activations"]:

@@ -174,7 +174,7 @@ ROOMS = {
         "memory": "accounting activations dtypes guarded_parameter ledger module_hooks offload pure runtime unit "
         "unit_planner",
         "timing": "activations collectives memory module_hooks pure runtime settings unit_planner",
-        "profiling": "accounting memory phase_clock runtime timing",
+        "profiler": "accounting memory phase_clock runtime timing",
         "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit "
         "unit_parameters",
         "deepspeed": "agreement checkpoint dtypes offload own_device pure runtime step_report tensor_source watch "

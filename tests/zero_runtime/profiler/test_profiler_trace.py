@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_runtime.profiling.trace import (
+from zero_runtime.profiler.trace import (
     BACKWARD,
     COMMUNICATION,
     FORWARD,

@@ -18,7 +18,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_runtime.profiling.ranges import StepRanges
+from zero_runtime.profiler.ranges import StepRanges
 from zero_runtime.timing.work_counter import product_of
 
 COUNTED_PHASES = ("forward", "backward")

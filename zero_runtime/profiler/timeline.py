@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from zero_runtime.profiling.trace import BACKWARD, COMMUNICATION, FORWARD, RECOMPUTE, Context, MemoryEvent
+from zero_runtime.profiler.trace import BACKWARD, COMMUNICATION, FORWARD, RECOMPUTE, Context, MemoryEvent
 
 COMPONENTS = (
     "parameters",

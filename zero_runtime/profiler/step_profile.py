@@ -24,11 +24,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from zero_runtime.accounting import host_tensors, state_tensors
 from zero_runtime.memory.census import live_storages
-from zero_runtime.profiling import timeline, trace
-from zero_runtime.profiling.flops import FlopsByModule, ModuleFlops
-from zero_runtime.profiling.ranges import StepRanges
-from zero_runtime.profiling.timeline import COMPONENTS, BlockOwner, Sample, StartBlock, alike
-from zero_runtime.profiling.trace import BACKWARD, FORWARD, OUTSIDE, RECOMPUTE, SAMPLE
+from zero_runtime.profiler import timeline, trace
+from zero_runtime.profiler.flops import FlopsByModule, ModuleFlops
+from zero_runtime.profiler.ranges import StepRanges
+from zero_runtime.profiler.timeline import COMPONENTS, BlockOwner, Sample, StartBlock, alike
+from zero_runtime.profiler.trace import BACKWARD, FORWARD, OUTSIDE, RECOMPUTE, SAMPLE
 from zero_runtime.runtime import ZeroRuntime
 
 Step = Callable[[], None]  # one whole training step, which starts and ends the runtime's clock

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_runtime.profiling.timeline import (
+from zero_runtime.profiler.timeline import (
     BlockOwner,
     Sample,
     StartBlock,
@@ -13,7 +13,7 @@ from zero_runtime.profiling.timeline import (
     name_blocks,
     timeline_of,
 )
-from zero_runtime.profiling.trace import BACKWARD, COMMUNICATION, FORWARD, RECOMPUTE, Context, MemoryEvent
+from zero_runtime.profiler.trace import BACKWARD, COMMUNICATION, FORWARD, RECOMPUTE, Context, MemoryEvent
 
 IN_FORWARD = Context("forward", "mlp", FORWARD)
 IN_BACKWARD = Context("backward", "mlp", BACKWARD)

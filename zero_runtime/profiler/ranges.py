@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from zero_runtime.phase_clock import PhaseClock
-from zero_runtime.profiling.trace import MODULE, PHASE, STEP
+from zero_runtime.profiler.trace import MODULE, PHASE, STEP
 
 ROOT = "(root)"  # the model itself, which has no name
 

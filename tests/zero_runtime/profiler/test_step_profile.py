@@ -18,7 +18,7 @@ from orchestrator.worker.setup import build_runtime
 from orchestrator.workloads.models import token_losses
 from zero_runtime.memory.activation_count import ONE_NUMBER_BYTES
 from zero_runtime.memory.census import ActivationCensus, take_census
-from zero_runtime.profiling import step_profile
+from zero_runtime.profiler import step_profile
 from zero_runtime.runtime import ZeroRuntime
 
 MICRO, SEQ, LAYERS, WIDTH, INNER, VOCAB = 2, 64, 2, 96, 128, 256
