@@ -71,6 +71,25 @@ def _block_numel(spec: UnitSpec, config: OptimizerConfig, settings: RuntimeSetti
     return math.lcm(config.block_numel if spec.trainable else 1, aligned)
 
 
+def check_together(
+    plan: ZeroPlan,
+    precision: MixedPrecision,
+    config: OptimizerConfig,
+    settings: RuntimeSettings,
+    device_type: str,
+) -> None:
+    """Raise ConfigError for settings that do not go together, as far as that depends neither on the model nor on ranks.
+
+    To be called before process groups are made: a rank that refuses and ends while another one still connects would
+    leave it with an error of the connection.
+    """
+    settings.offload.check(plan, device_type)
+    settings.wire.check_plan(plan)
+    config.check_run(plan, settings.clip_norm, settings.wire)
+    settings.wire.check_precision(plan, precision)
+    check_scaled(settings.wire, scales_loss=settings.loss_scale != UNSCALED)
+
+
 class UnitBuilder:
     """Builds the units of one model; all ranks must build together.
 
@@ -105,12 +124,8 @@ class UnitBuilder:
                 self._precision, settings.unit_numel, settings.keep_dtype, config.matrix_patterns, slices=self._slices
             ),
         )
-        settings.offload.check(self._plan, self._device.type)
-        settings.wire.check_plan(self._plan)
-        config.check_run(self._plan, settings.clip_norm, settings.wire)
         for spec in specs:
             settings.wire.check_precision(self._plan, spec.precision)
-        check_scaled(settings.wire, scales_loss=settings.loss_scale != UNSCALED)
         offloaded = offloaded_shards(settings.offload, specs, self._device.type)
         self._check_room(specs, offloaded, config)
         units = [

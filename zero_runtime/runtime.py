@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zero_runtime import accounting, non_finite, whole_tensors
-from zero_runtime.build import UnitBuilder
+from zero_runtime.build import UnitBuilder, check_together
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.gather_turns import GatherTurns
@@ -49,13 +49,12 @@ __all__ = ["RuntimeSettings", "ZeroRuntime"]
 
 
 def _collectives_of(plan: ZeroPlan, settings: RuntimeSettings, clock: PhaseClock) -> Collectives:
-    tensor = settings.tensor_parallel
-    data_world = tensor.data_world(world_size())
+    data_world = settings.tensor_parallel.data_world(world_size())
     return Collectives(
         plan.shard_count(data_world),
         clock,
         settings.watch,
-        tensor_degree=tensor.degree,
+        tensor_degree=settings.tensor_parallel.degree,
         sequence_degree=settings.sequence_parallel.degree,
         group_ranks=plan.group_ranks(data_world),
     )
@@ -67,6 +66,7 @@ def _checked_plan(
     precision: MixedPrecision,
     optimizer: OptimizerConfig | None,
     settings: RuntimeSettings,
+    device_type: str,
 ) -> ZeroPlan:
     """The plan to follow. ConfigError, before the model is changed, for settings that do not go together."""
     tensor = settings.tensor_parallel
@@ -74,8 +74,10 @@ def _checked_plan(
     if settings.sequence_parallel.degree > 1:
         settings.sequence_parallel.check(model, ranks=tensor.data_world(world_size()), tensor_degree=tensor.degree)
     if optimizer is None:
-        return begin_inference(model, plan, precision, settings.offload, settings.wire)
-    check_training(precision)
+        plan = begin_inference(model, plan, precision, settings.offload, settings.wire)
+    else:
+        check_training(precision)
+    check_together(plan, precision, optimizer or NO_OPTIMIZER, settings, device_type)
     return plan
 
 
@@ -100,7 +102,7 @@ class ZeroRuntime:
         settings: RuntimeSettings,
         device: torch.device,
     ) -> None:
-        plan = _checked_plan(model, plan, precision, optimizer, settings)
+        plan = _checked_plan(model, plan, precision, optimizer, settings, device.type)
         self.trains = optimizer is not None
         self.model = model
         self.plan = plan
