@@ -111,7 +111,7 @@ def test_adapters_at_other_stages_and_degrees_equal_plain_torch(stage: int, degr
 @pytest.mark.parametrize(("stage", "degree"), [(0, 2), (1, 2), (2, 2), (3, 2), (1, 4), (3, 4)])
 def test_other_stages_and_degrees_equal_plain_torch(stage: int, degree: int) -> None:
     kinds = (*KINDS, *ODD_KINDS) if degree == 2 else ("gpt2", "neox", "t5", "llama_wide_heads", "neox_tied")
-    runs = [DividedRun(kind, stage, degree, gathers) for kind in kinds for gathers in (True, False)]
+    runs = [DividedRun(kind, stage, degree, gathers_logits=gathers) for kind in kinds for gathers in (True, False)]
     tiled = [kind for kind in kinds if not kind.startswith("t5")]  # whose model scales what the head returns
     check(4, runs + [DividedRun(kind, stage, degree, gathers_logits=False, tile=7) for kind in tiled])
 
