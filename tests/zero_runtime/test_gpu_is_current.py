@@ -50,8 +50,8 @@ def test_a_runtime_makes_its_gpu_current_before_anything_else(
     made_current: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime, "PhaseClock", stop)
-    alone = SimpleNamespace(degree=1)
-    nothing = SimpleNamespace(weights=None, tensor_parallel=alone, sequence_parallel=alone, wire=None)
+    monkeypatch.setattr(runtime, "_checked_plan", lambda model, plan, *others: plan)  # settings need no GPU
+    nothing = SimpleNamespace()
     with pytest.raises(Stopped):
         runtime.ZeroRuntime(nothing, nothing, nothing, nothing, nothing, THIRD)  # type: ignore[arg-type]
     assert made_current == [THIRD]
