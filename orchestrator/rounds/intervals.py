@@ -12,12 +12,11 @@ taken first and its rounds are drawn. The rounds of separate measurements are dr
 
 [Note: equal]
 A difference of up to EQUAL is no difference; nobody chooses a setting for it. Beyond that a point is behind another
-only if its rounds show it. The bootstrap does not tell that: its interval lies within the rounds that there are, and of
-four equal points, simulated with six rounds of large spread, it left one behind in every fifth sweep. So the question
-is answered by Student's t of the logarithms of the ratios (Welch's, with his degrees of freedom, for separate
-measurements), and a sweep makes as many such comparisons as it has rivals of the best point: each has its part of
-MISTAKEN (Bonferroni). Ratios under a changing load have longer tails than normal ones, with which t declares less, not
-more.
+only if its rounds show it. The bootstrap does not tell that: its interval lies within the rounds that there are, and
+each further point is one more chance to leave an equal one behind. So the question is answered by Student's t of the
+logarithms of the ratios (Welch's, with his degrees of freedom, for separate measurements), and a sweep makes as many
+such comparisons as it has rivals of the best point: each has its part of MISTAKEN (Bonferroni). Ratios under a changing
+load have longer tails than normal ones, with which t declares less, not more.
 """
 
 from __future__ import annotations
