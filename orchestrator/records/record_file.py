@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -29,6 +30,7 @@ MOST_BYTES = 1 << 28  # four times a plan of 10,000 points
 LINE_BYTES = 1 << 20
 UNENDED_BYTES = 1 << 26  # reading stops after so many bytes without the end of a line: a bad disk may add a terabyte
 END_BYTES = 1 << 16
+OPEN_S = 1.0  # how long a file of events stays open between events
 QUOTED_BYTES = 200  # of the JSON reader's message that are quoted
 DEEP = "lists or objects nested too deeply"
 OBJECT: Shape = {}
@@ -116,7 +118,10 @@ def _unsealed(data: dict[str, Any]) -> str:
 
 def checksum(data: Mapping[str, Any]) -> str:
     """The checksum of contents, see [Note: sealed]; equal before writing and after reading."""
-    text = json.dumps(data, separators=(",", ":"))
+    return _digest(json.dumps(data, separators=(",", ":")))
+
+
+def _digest(text: str) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
@@ -296,22 +301,65 @@ def append_event(path: Path, event: Mapping[str, object]) -> None:
 
     If a full disk has left half a line at the end, that line is ended first: it is lost, but the new one is not.
     """
-    line = json.dumps(sealed(event), ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+    appender = EventAppender(path)
     try:
-        descriptor = _for_appending(path)
-    except IsADirectoryError:
-        set_aside(path, "a folder")
-        descriptor = _for_appending(path)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = b"\n" + line
-        while line:
-            line = line[os.write(descriptor, line) :]
-    except OSError as error:
-        raise _named(error, path) from error
+        appender.append(event)
     finally:
-        os.close(descriptor)
+        appender.close()
+
+
+class EventAppender:
+    """Appends events as `append_event` does, and keeps the file open for up to OPEN_S: opening and closing it, and
+    looking at its end, take as long as the rest. On a network file system other machines see what was written when the
+    file is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        self._opened = 0.0
+
+    def append(self, event: Mapping[str, object]) -> None:
+        """Appends one line. OSError if it cannot be written; the next call opens the file again."""
+        line = _sealed_line(event)
+        now = time.monotonic()
+        try:
+            if self._descriptor is not None and (now - self._opened >= OPEN_S or _is_removed(self._descriptor)):
+                self.close()
+            if self._descriptor is None:
+                self._descriptor, self._opened = self._open(), now
+                size = os.fstat(self._descriptor).st_size
+                if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                    line = b"\n" + line
+            while line:
+                line = line[os.write(self._descriptor, line) :]
+        except OSError as error:
+            self.close()
+            raise _named(error, self._path) from error
+
+    def _open(self) -> int:
+        try:
+            return _for_appending(self._path)
+        except IsADirectoryError:
+            set_aside(self._path, "a folder")
+            return _for_appending(self._path)
+
+    def close(self) -> None:
+        """Closes the file. The next `append` opens it again."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+
+def _sealed_line(event: Mapping[str, object]) -> bytes:
+    """The event as a line with its checksum. The text whose checksum is taken is the line itself, so that the event is
+    encoded once."""
+    bare = {key: value for key, value in event.items() if key != CHECKSUM}
+    text = json.dumps(bare, separators=(",", ":"))
+    return f'{text[:-1]},"{CHECKSUM}":"{_digest(text)}"}}\n'.encode()
+
+
+def _is_removed(descriptor: int) -> bool:
+    return os.fstat(descriptor).st_nlink == 0
 
 
 def _for_appending(path: Path) -> int:

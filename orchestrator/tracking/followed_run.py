@@ -24,6 +24,12 @@ from orchestrator.tracking import notes as tracking_notes
 from orchestrator.tracking.feed import store_uri
 from orchestrator.tracking.store import MlflowStore
 
+# A value costs the processors about 0.1 ms in MLflow's SQL store (benchmarks/logging_cost.py). So while ranks are being
+# measured, steps that follow each other faster than this wait for the end of their run.
+LIVE_GAP_MS = 100
+
+Point = tuple[str, float, int, int]  # name, value, step, time in ms
+
 
 class FollowedRun:
     """One attempt and its run in MLflow. `catch_up` may be called at any time and any number of times. Values that were
@@ -32,26 +38,40 @@ class FollowedRun:
     def __init__(self, store: MlflowStore, run: str, paths: AttemptPaths) -> None:
         self._store, self.run, self._paths = store, run, paths
         self._tail = EventTail(paths.metrics)
-        self._waiting: list[tuple[str, float, int, int]] = []
+        self._waiting: list[Point] = []
+        self._later: list[Point] = []  # for the end of the run
+        self._live_ms: int | None = None  # time of the last step that was not left for the end
         self._last_steps: dict[str, int] = {}  # of each history
 
     def catch_up(self) -> None:
-        """Writes what the ranks recorded since the last call. A write that fails is repeated in the next call."""
+        """Writes what the ranks recorded since the last call, of fast steps one each LIVE_GAP_MS. A write that fails is
+        repeated in the next call."""
         for event in self._tail.read_new():
             when = int(1000 * event.get("time", 0))
+            points = self._later if self._is_fast(event["event"], when) else self._waiting
             for name, value in names.step_metrics(event).items():
                 # A job that was requeued makes some steps twice, with equal losses; histories have each step once.
                 if event["step"] > self._last_steps.get(name, -1):
                     self._last_steps[name] = event["step"]
-                    self._waiting.append((name, value, event["step"], when))
+                    points.append((name, value, event["step"], when))
         if self._waiting:
             self._store.log_metrics(self.run, self._waiting)
             self._waiting = []
 
+    def _is_fast(self, event: str, when: int) -> bool:
+        """Whether this is a step that came so soon after the last one that was not, that it is left for the end."""
+        if event != "step":
+            return False
+        is_fast = self._live_ms is not None and 0 <= when - self._live_ms < LIVE_GAP_MS
+        self._live_ms = self._live_ms if is_fast else when
+        return is_fast
+
     def finish(self) -> None:
-        """Writes the summary, the artifacts and the final status, from the attempt's state. The status is written last,
-        so that a run with one is complete."""
+        """Writes the steps that were left for the end, the summary, the artifacts and the final status, from the
+        attempt's state. The status is written last, so that a run with one is complete."""
         self.catch_up()
+        self._store.log_metrics(self.run, self._later)
+        self._later = []
         state = read_or_warn(self._paths.state, STATE) or {}
         outcome = _outcome(state)
         result = read_or_warn(self._paths.result, RESULT) if RunState(outcome).measured else None

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from orchestrator.records.record_file import append_event
+from orchestrator.records.record_file import EventAppender
 
 LAST_S = 10.0  # how long a rank that failed waits for its last events to be written
 
@@ -20,7 +20,7 @@ class EventWriter:
     """
 
     def __init__(self, path: Path, *, in_background: bool) -> None:
-        self._path = path
+        self._file = EventAppender(path)
         self._thread = ThreadPoolExecutor(1, "events") if in_background else None
         self._pending: deque[Future[None]] = deque()
 
@@ -28,11 +28,11 @@ class EventWriter:
         """Appends an event with the current time."""
         line = {"event": event, "time": time.time(), **values}
         if self._thread is None:
-            append_event(self._path, line)
+            self._file.append(line)
             return
         while self._pending and self._pending[0].done():
             self._pending.popleft().result()
-        self._pending.append(self._thread.submit(append_event, self._path, line))
+        self._pending.append(self._thread.submit(self._file.append, line))
 
     def flush(self) -> None:
         """Returns when all events are written."""
@@ -42,3 +42,5 @@ class EventWriter:
     def end(self) -> None:
         """Waits for the events of a rank that ends, however it ends: at most LAST_S, and without an error."""
         wait(self._pending, LAST_S)
+        if not self._pending or self._pending[-1].done():
+            self._file.close()

@@ -24,7 +24,7 @@ from orchestrator.commands import ui as dashboard
 from orchestrator.commands.run import run_point
 from orchestrator.config.schema import TrackingKind, to_dict
 from orchestrator.records.record_file import append_event, require_json, write_json_atomic
-from orchestrator.records.run_record import Attempt, AttemptPaths, new_attempt, store_path, tracking_path
+from orchestrator.records.run_record import Attempt, new_attempt, store_path, tracking_path
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, SweepPaths, open_sweep, tell
 from orchestrator.report import comparison
@@ -125,33 +125,6 @@ def test_a_run_is_visible_while_it_runs_and_complete_when_it_has_ended(scene: Sc
     assert wanted.items() <= run.data.tags.items()
     artifacts = {one.path for one in scene.client.list_artifacts(run.info.run_id)}
     assert {"config.json", "result.json"} <= artifacts
-
-
-class Kept:
-    """A store that keeps what is logged."""
-
-    def __init__(self) -> None:
-        self.logged: list[tuple[str, float, int, int]] = []
-
-    def log_metrics(self, run: str, metrics: list[tuple[str, float, int, int]]) -> None:
-        self.logged += metrics
-
-
-def test_histories_have_each_step_once_though_a_requeued_job_makes_some_twice(tmp_path: Path) -> None:
-    store, paths = Kept(), AttemptPaths(tmp_path)
-    run = followed_run.FollowedRun(store, "run", paths)  # type: ignore[arg-type]
-    for steps in ((1, 2, 3), (3, 4)):  # it was killed after step 3, and resumed after step 2
-        for step in steps:
-            append_event(paths.metrics, step_event(step, 0))
-        append_event(paths.metrics, {"event": "validation", "time": 0.0, "step": steps[-1], "loss": 5.0})
-        run.catch_up()
-    run.catch_up()
-    for name, wanted in (("train/loss", [1, 2, 3, 4]), ("validation/loss", [3, 4])):
-        assert [step for logged, _, step, _ in store.logged if logged == name] == wanted
-    again = followed_run.FollowedRun(store, "run", paths)  # type: ignore[arg-type]
-    first, store.logged = store.logged, []
-    again.catch_up()  # of a tracker that replaces a killed one
-    assert sorted(store.logged) == sorted(first)
 
 
 def test_a_failed_run_ends_as_failed_and_a_run_whose_command_died_ends_as_killed(scene: Scene) -> None:
