@@ -34,6 +34,7 @@ OPEN_S = 1.0  # how long a file of events stays open between events
 QUOTED_BYTES = 200  # of the JSON reader's message that are quoted
 DEEP = "lists or objects nested too deeply"
 OBJECT: Shape = {}
+_compact = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make an encoder for each line
 logger = logging.getLogger(__name__)
 
 
@@ -118,7 +119,7 @@ def _unsealed(data: dict[str, Any]) -> str:
 
 def checksum(data: Mapping[str, Any]) -> str:
     """The checksum of contents, see [Note: sealed]; equal before writing and after reading."""
-    return _digest(json.dumps(data, separators=(",", ":")))
+    return _digest(_compact(data))
 
 
 def _digest(text: str) -> str:
@@ -354,7 +355,7 @@ def _sealed_line(event: Mapping[str, object]) -> bytes:
     """The event as a line with its checksum. The text whose checksum is taken is the line itself, so that the event is
     encoded once."""
     bare = {key: value for key, value in event.items() if key != CHECKSUM}
-    text = json.dumps(bare, separators=(",", ":"))
+    text = _compact(bare)
     return f'{text[:-1]},"{CHECKSUM}":"{_digest(text)}"}}\n'.encode()
 
 

@@ -26,7 +26,7 @@ from orchestrator.tracking.store import MlflowStore
 
 # A value costs the processors about 0.1 ms in MLflow's SQL store (benchmarks/logging_cost.py). So while ranks are being
 # measured, steps that follow each other faster than this wait for the end of their run.
-LIVE_GAP_MS = 100
+LIVE_GAP_MS = 200
 
 Point = tuple[str, float, int, int]  # name, value, step, time in ms
 
