@@ -24,7 +24,7 @@ from orchestrator.tracking import notes as tracking_notes
 from orchestrator.tracking.feed import store_uri
 from orchestrator.tracking.store import MlflowStore
 
-# A value costs the processors about 0.1 ms in MLflow's SQL store (benchmarks/logging_cost.py). So while ranks are being
+# A value costs a processor 0.1 to 0.3 ms in MLflow's SQL store (benchmarks/logging_cost.py). So while ranks are being
 # measured, steps that follow each other faster than this wait for the end of their run.
 LIVE_GAP_MS = 200
 
