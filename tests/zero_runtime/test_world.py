@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -153,3 +155,28 @@ def test_joining_with_a_gpu_asks_nccl_for_the_order_of_the_host(
     join_world(tmp_path / "rendezvous", 0, 1, torch.device(device, 0))
     assert seen == [wanted]
     assert at_start.call_args.args == ("nccl" if device == "cuda" else "gloo",)
+
+
+def _policies_after_joining(policy: int) -> tuple[int, dict[str, int]]:
+    """The scheduling classes of this thread, and of gloo's threads by number, after it joined with this class."""
+    os.sched_setscheduler(0, policy, os.sched_param(0))
+    with tempfile.TemporaryDirectory() as folder:
+        with join_world(Path(folder, "rendezvous"), 0, 1, torch.device("cpu")):
+            names = {task.name: (task / "comm").read_text() for task in Path("/proc/self/task").iterdir()}
+            gloo = {number: os.sched_getscheduler(int(number)) for number, name in names.items() if "gloo" in name}
+        dist.destroy_process_group()
+    return os.sched_getscheduler(0), gloo
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux alone has the batch class")
+def test_threads_of_gloo_that_wake_preempt_no_thread_that_sends() -> None:
+    own, gloo = run_alone(_policies_after_joining, os.SCHED_OTHER)
+    assert own == os.SCHED_BATCH
+    assert gloo
+    assert set(gloo.values()) == {os.SCHED_BATCH}
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux alone has the batch class")
+def test_a_class_that_the_caller_chose_stays() -> None:
+    own, _ = run_alone(_policies_after_joining, os.SCHED_IDLE)
+    assert own == os.SCHED_IDLE
