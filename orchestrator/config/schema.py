@@ -225,20 +225,24 @@ class Measure:
     held-out data. With kind eval a step is the forward of one batch of each rank, `steps` is
     their largest number, and the warm-up repeats the first of them. `rounds`: the measured steps are divided into this
     many rounds, or one for each if they are fewer, and the points of a sweep take turns; fewer than 3 rounds do not
-    rank speeds. `profile`: two more steps follow the measured ones and are profiled, which shows where time and memory
-    go."""
+    rank speeds. `min_s`: further rounds follow until all counted steps took this many seconds together; they decide
+    the speed only, not the losses. `profile`: two more steps follow the measured ones and are profiled, which shows
+    where time and memory go."""
 
     kind: MeasureKind = MeasureKind.train
     warmup_steps: int = 5
     steps: int | None = 25
     validation_batches: int | None = 2
     rounds: int = 1
+    min_s: float = 0.0
     profile: bool = False
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "measure")
-        limits.at_least(0, warmup_steps=0, validation_batches=0)
+        limits.at_least(0, warmup_steps=0, validation_batches=0, min_s=0)
         limits.at_least(1, steps=25, rounds=1)
+        if self.rounds <= 1:
+            limits.must("min_s", lambda value: value == 0, "0 without several measure.rounds, to which it adds", 0)
         if self.steps is None:
             limits.must("rounds", lambda value: value <= 1, "1 without measure.steps: training takes no turns", 1)
             limits.must("profile", lambda value: not value, "false without measure.steps: it adds two steps", False)

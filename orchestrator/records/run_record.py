@@ -72,6 +72,7 @@ LATER_KEYS: Mapping[str, Any] = {
     "train.examples": 2,
     "train.new_tokens": 32,
     "measure.profile": False,
+    "measure.min_s": 0.0,
 }
 
 

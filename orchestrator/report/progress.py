@@ -52,15 +52,28 @@ def _words(events: Sequence[Mapping[str, Any]], last: Mapping[str, Any], measure
         return f"training {last['step']}/{of}" if last["step"] < of else "ending"
     warmup, counted = measure["warmup_steps"], measure["steps"]
     if events[-1]["event"] == "waiting":
-        turn, rounds = events[-1]["turn"], measure.get("rounds", 1)
-        return f"waits for its turn, {f'round {turn}/{rounds}' if turn <= rounds else 'to measure a round again'}"
+        return f"waits for its turn, {_turn_words(events, measure.get('rounds', 1))}"
     if last["warmup"]:
         return f"warm-up {last['step']}/{warmup}"
     if any(event["event"] == "repeating" for event in events):
         return "measuring loaded rounds again"
+    if further := _further_rounds(events):
+        return f"measuring {further} further rounds"
     if any(event["event"] == "validation" for event in events) or last["step"] >= warmup + counted:
         return "ending"
     return f"measuring {last['step'] - warmup}/{counted}"
+
+
+def _turn_words(events: Sequence[Mapping[str, Any]], rounds: int) -> str:
+    """What a run that waits for a turn does with it."""
+    if any(event["event"] == "repeating" for event in events):
+        return "to measure a round again"
+    return f"round {events[-1]['turn']}/{rounds + _further_rounds(events)}"
+
+
+def _further_rounds(events: Sequence[Mapping[str, Any]]) -> int:
+    """How many rounds follow the configured ones."""
+    return next((len(event["rounds"]) for event in events if event["event"] == "extending"), 0)
 
 
 def step_numbers(event: Mapping[str, Any]) -> str:

@@ -182,6 +182,8 @@ class _Bar:
             self._say(f"warning: passed over {event['path']}: {event['why']}")
         elif kind == "step" and not event.get("earlier"):  # earlier steps of a resumed run are in its record already
             self._step(event)
+        elif kind == "extending":
+            self._say(f"measuring {len(event['rounds'])} further rounds, as measure.min_s asks")
         elif kind == "repeating":
             rounds = ", ".join(map(str, event["rounds"]))
             self._say(f"measuring again, because other processes took a notable share of the cores: round {rounds}")

@@ -36,7 +36,7 @@ class Used(NamedTuple):
     """Seconds of processor time on one rank's machine during `wall_s`: this rank's own, and per core that of all
     processes. `busy_s` is empty if it cannot be measured there. stalled_s: by resource the seconds in which some
     process waited for it, where the system counts them. beside_s: of the ranks that waited for their turns. joules: by
-    counter of energy."""
+    counter of energy. counted_s: of this rank's clock, in counted steps."""
 
     host: str
     wall_s: float
@@ -45,6 +45,7 @@ class Used(NamedTuple):
     stalled_s: dict[str, float] | None = None
     beside_s: float = 0.0
     joules: dict[str, float] | None = None
+    counted_s: float = 0.0
 
 
 class LoadMeter:

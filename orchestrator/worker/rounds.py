@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from orchestrator.config.schema import Measure
 from orchestrator.machine.energy import EnergyMeter, joules_of_all
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns
@@ -16,6 +18,7 @@ from orchestrator.rounds.recorded import Round, counted, to_repeat, with_repeate
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share, stalled_shares
 
 Tell = Callable[..., None]
+MOST_FURTHER = 18  # rounds for measure.min_s: beyond that they become longer, because each change of turns takes time
 
 
 class MeasuredRounds:
@@ -24,12 +27,17 @@ class MeasuredRounds:
     gather: gives every rank the values of all ranks, in their order. tell: records an event. waiting: called many times
     a second while the rank waits for a turn. step_s: the seconds of all steps so far, to which the caller adds. energy:
     of this rank's device.
+
+    [Note: further rounds]
+    How well a speed is known depends on how long it was measured: the speed of a machine wanders within seconds, and
+    60 steps of 50 ms see three of them. The losses of a sweep are those of equally many steps, so the steps of further
+    rounds are timed and forgotten. Each rank decides how many there are from what rank 0 timed, so all agree.
     """
 
     def __init__(
         self,
         attempt: AttemptPaths,
-        rounds: int,
+        measure: Measure,
         step_s: Sequence[float],
         gather: Callable[[Used], list[Used]],
         tell: Tell,
@@ -37,8 +45,8 @@ class MeasuredRounds:
         energy: EnergyMeter | None = None,
     ) -> None:
         self._turns = Turns(attempt)
-        self._configured = rounds
-        self._asked = rounds if self._turns.number is None else 1
+        self._configured, self._min_s = measure.rounds, measure.min_s
+        self._asked = measure.rounds if self._turns.number is None else 1
         self._step_s, self._gather, self._tell, self._waiting = step_s, gather, tell, waiting
         self._load, self._energy = LoadMeter(), energy or EnergyMeter()
         self._begins: set[int] = set()  # the first steps of the rounds
@@ -46,6 +54,7 @@ class MeasuredRounds:
         self._sizes: dict[int, int] = {}  # steps by the round's number
         self._begun_at = 0.0
         self._first = 0  # of the current round, in step_s
+        self._counted_s, self._counted_steps = 0.0, 0  # on rank 0
         # With those of the attempts that this one continues.
         self.found = [Round(**one) for one in self._turns.earlier]
 
@@ -82,9 +91,11 @@ class MeasuredRounds:
 
     def end(self, number: int) -> None:
         """Ends the current round. A collective."""
-        ranks = self._gather(self._load.end()._replace(joules=self._energy.end()))
         made = self._step_s[self._first :]
         step_ms = [1e3 * seconds for seconds in counted(made, self._asked)]
+        used = self._load.end()._replace(joules=self._energy.end(), counted_s=sum(step_ms) / 1e3)
+        ranks = self._gather(used)
+        self._counted_s, self._counted_steps = self._counted_s + ranks[0].counted_s, self._counted_steps + len(step_ms)
         joules = joules_of_all([rank.joules or {} for rank in ranks])
         per_step = None if joules is None else joules / len(made)
         shares = (others_share(ranks), stalled_shares(ranks))
@@ -92,6 +103,19 @@ class MeasuredRounds:
         is_repeated = any(earlier.number == number for earlier in self.found)
         self.found = with_repeated(self.found, one) if is_repeated else [*self.found, one]
         self._tell("round", number=number, step_ms=one.median_ms, others_share=one.others_share, again=is_repeated)
+
+    def further(self) -> list[tuple[int, int]]:
+        """The number and the steps of each round that is missing for measure.min_s, of all rounds so far. A no-op if
+        the attempt is one of several: each would start its ranks again. See [Note: further rounds]."""
+        missing_s = self._min_s - self._counted_s
+        if self._asked == 1 or missing_s <= 0 or not self._counted_s:
+            return []
+        missing = math.ceil(missing_s * self._counted_steps / self._counted_s)
+        rounds = min(math.ceil(missing / self._counted_steps * self._asked), MOST_FURTHER)
+        steps = math.ceil(missing / rounds) + 1  # the first is not counted
+        further = [(number, steps) for number in range(self._asked + 1, self._asked + rounds + 1)]
+        self._sizes |= dict(further)
+        return further
 
     def to_repeat(self) -> list[tuple[int, int]]:
         """The number and the steps of each round that is measured once more. A measurement in one round is not: it

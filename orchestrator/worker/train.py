@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -98,7 +98,7 @@ class RankRun:
         self._audit = DTypeAudit(runtime, asked_dtypes(config, runtime))
         self._rounds = MeasuredRounds(
             attempt,
-            config.measure.rounds,
+            config.measure,
             self._readings.step_s,
             runtime.collectives.gather_objects,
             self._tell,
@@ -162,7 +162,7 @@ class RankRun:
         if self._config.trains_to_the_end:
             self._conclude_training()
         self._saving.finish(self._progress, self._result)
-        self._repeat_rounds()
+        self._add_rounds()
         result = self._result()
         if self._config.measure.profile and self._rounds.is_last_attempt:
             result |= self._profiled(result)
@@ -200,13 +200,17 @@ class RankRun:
         self._read_last_step()
         self._rounds.end(number)
 
-    def _repeat_rounds(self) -> None:
-        """Measures rounds once more that were next to a notable load. The run is over: what it learned and saved is
-        that of its own steps, and these steps are timed and forgotten."""
-        repeated = self._rounds.to_repeat()
-        if repeated:
-            self._tell("repeating", rounds=[number for number, _ in repeated])
-        for number, steps in repeated:
+    def _add_rounds(self) -> None:
+        """Measures further rounds, and rounds once more that were next to a notable load. The run is over: what it
+        learned and saved is that of its own steps, and these steps are timed and forgotten."""
+        for kind, rounds in (("extending", self._rounds.further), ("repeating", self._rounds.to_repeat)):
+            if added := rounds():
+                self._tell(kind, rounds=[number for number, _ in added])
+                self._time_rounds(added)
+
+    def _time_rounds(self, rounds: Sequence[tuple[int, int]]) -> None:
+        """Measures rounds with these numbers and steps."""
+        for number, steps in rounds:
             self._rounds.begin()
             for _ in range(steps):
                 self._runtime.clock.start()
@@ -217,7 +221,7 @@ class RankRun:
             self._rounds.end(number)
 
     def _profiled(self, result: dict[str, Any]) -> dict[str, Any]:
-        """The profile of further steps, which are forgotten as those of `_repeat_rounds` are."""
+        """The profile of further steps, which are forgotten as those of `_add_rounds` are."""
         self._read_last_step()
         self._tell("profiling")
 

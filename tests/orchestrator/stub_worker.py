@@ -64,9 +64,7 @@ def measured_rounds(attempt: AttemptPaths, config: RunConfig, rank: RankInfo, st
         if rank.rank == 0:
             append_event(attempt.metrics, {"event": event, **values})
 
-    return MeasuredRounds(
-        attempt, config.measure.rounds, steps_s, lambda used: [used._replace(busy_s={})], tell, lambda: None
-    )
+    return MeasuredRounds(attempt, config.measure, steps_s, lambda used: [used._replace(busy_s={})], tell, lambda: None)
 
 
 def step_event(step: int, warmup: int) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from orchestrator.text.units import duration
 
 CONFIG = {"measure": {"warmup_steps": 2, "steps": 8, "rounds": 4}}
 
+EXTENDING, REPEATING = {"event": "extending", "rounds": [5, 6]}, {"event": "repeating", "rounds": [1]}
+
 
 def steps(last: int, **changed: Any) -> list[dict[str, Any]]:
     return [{"event": "ready"}, *({**step_event(step, 2), **changed} for step in range(1, last + 1))]
@@ -36,8 +38,10 @@ def test_one_slow_step_does_not_change_the_pace() -> None:
         ([{"event": "ready"}], "ready"),
         (steps(1), "warm-up 1/2"),
         ([*steps(4), {"event": "waiting", "turn": 2}], "waits for its turn, round 2/4"),
-        ([*steps(4), {"event": "waiting", "turn": 5}], "waits for its turn, to measure a round again"),
-        ([*steps(10), {"event": "repeating", "rounds": [1]}], "measuring loaded rounds again"),
+        ([*steps(10), EXTENDING], "measuring 2 further rounds"),
+        ([*steps(10), EXTENDING, {"event": "waiting", "turn": 5}], "waits for its turn, round 5/6"),
+        ([*steps(10), EXTENDING, REPEATING], "measuring loaded rounds again"),
+        ([*steps(10), REPEATING, {"event": "waiting", "turn": 5}], "waits for its turn, to measure a round again"),
         (steps(10), "ending"),
     ],
 )

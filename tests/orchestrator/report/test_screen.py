@@ -203,6 +203,14 @@ def test_rounds_that_are_measured_again_are_announced() -> None:
     assert "measuring again, because other processes took a notable share of the cores: round 2, 5" in out.getvalue()
 
 
+def test_further_rounds_are_announced() -> None:
+    screen, out = show()
+    screen.begin(CONFIG)
+    screen.event({"event": "extending", "rounds": [7, 8, 9]})
+    screen.end()
+    assert "measuring 3 further rounds, as measure.min_s asks" in out.getvalue()
+
+
 def test_a_command_to_copy_stays_on_one_line_on_a_narrow_terminal() -> None:
     screen, out = show(terminal=True, width=60)
     command = "python run.py -m zero=stage0,stage1,stage2,stage3 model.config.n_layer=3 --output a/folder/elsewhere"

@@ -9,23 +9,24 @@ from typing import Any
 import pytest
 from harness.patience import wait_until
 
+from orchestrator.config.schema import Measure
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns, grant, open_turns
 from orchestrator.rounds.recorded import NOTABLE_SHARE
 from orchestrator.worker.machine_load import Used
-from orchestrator.worker.rounds import MeasuredRounds
+from orchestrator.worker.rounds import MOST_FURTHER, MeasuredRounds
 
 
 class Rank:
     """A rank whose steps take as many seconds as `steps` says. shares: the load of each round in turn."""
 
-    def __init__(self, folder: Path, rounds: int, shares: list[float] | None = None) -> None:
+    def __init__(self, folder: Path, rounds: int, shares: list[float] | None = None, min_s: float = 0.0) -> None:
         self.steps: list[float] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self._shares = list(shares or [])
         self.rounds = MeasuredRounds(
             AttemptPaths(folder),
-            rounds,
+            Measure(rounds=rounds, min_s=min_s),
             self.steps,
             self._gather,
             lambda event, **values: self.events.append((event, values)),
@@ -34,7 +35,7 @@ class Rank:
 
     def _gather(self, used: Used) -> list[Used]:
         share = self._shares.pop(0) if self._shares else 0.0
-        return [Used("here", 10.0, 5.0, {0: 5.0 + 10 * share})]
+        return [Used("here", 10.0, 5.0, {0: 5.0 + 10 * share}, counted_s=used.counted_s)]
 
     def run(self, first: int, seconds: list[float]) -> None:
         self.rounds.divide(first, first + len(seconds))
@@ -58,6 +59,40 @@ def test_steps_after_the_warm_up_are_divided_into_rounds_without_their_first_ste
     assert [event for event, _ in rank.events] == ["round"] * 3, "without a file of turns nobody waits"
     assert rank.rounds.to_dict()["session"] is None
     assert rank.rounds.others_share() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "min_s", "further"),
+    [
+        (0.5, 2.0, []),  # four counted steps of 0.5 s are enough
+        (0.5, 3.0, [(3, 3)]),  # two more of them, after one that is not counted
+        (0.5, 3.2, [(3, 3), (4, 3)]),
+        (0.5, 20.0, [(number, 3) for number in range(3, 3 + MOST_FURTHER)]),
+        (0.5, 38.1, [(number, 6) for number in range(3, 3 + MOST_FURTHER)]),  # 73 of them: more would make more rounds
+    ],
+)
+def test_further_rounds_follow_until_the_counted_steps_took_min_s(
+    tmp_path: Path, seconds: float, min_s: float, further: list[tuple[int, int]]
+) -> None:
+    rank = Rank(tmp_path, 2, min_s=min_s)
+    rank.run(0, [0.9, seconds, seconds] * 2)
+    assert rank.rounds.further() == further
+    for number, steps in further:
+        rank.rounds.begin()
+        rank.steps += [0.9, *[seconds] * (steps - 1)]
+        rank.rounds.end(number)
+    assert sum(sum(one.step_ms) for one in rank.rounds.found) >= 1e3 * min_s
+    assert rank.rounds.to_repeat() == []
+
+
+def test_a_further_round_next_to_a_load_is_measured_once_more(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 2, [0.0, 0.0, NOTABLE_SHARE], min_s=3.0)
+    rank.run(0, [0.9, 0.5, 0.5] * 2)
+    assert rank.rounds.further() == [(3, 3)]
+    rank.rounds.begin()
+    rank.steps += [0.9, 0.5, 0.5]
+    rank.rounds.end(3)
+    assert rank.rounds.to_repeat() == [(3, 3)]
 
 
 def test_a_measurement_in_one_round_counts_every_step_and_repeats_nothing(tmp_path: Path) -> None:
