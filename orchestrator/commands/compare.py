@@ -1,9 +1,11 @@
-"""Compares two sweeps, so that a change of the code, of a library or of a setting can be judged by a program."""
+"""Compares two sweeps, or points of one, so that a change of the code, of a library or of a setting can be judged by a
+program."""
 
 from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,12 +21,14 @@ from orchestrator.report.screen import Screen
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT
 from orchestrator.text.streams import complain
 
+LAST = "last"
+
 
 def main(argv: Sequence[str]) -> int:
     """0: no regression. 1: at least one. 2: not comparable. 3: no point could be judged."""
     asked = parser().parse_args(argv)
     try:
-        found = compared(asked.output, asked.before, asked.after, asked.threshold)
+        found = _found(asked)
     except (VerbError, BadRecord) as error:
         complain(f"error: {error}")
         return BAD_USAGE
@@ -35,14 +39,33 @@ def main(argv: Sequence[str]) -> int:
     return exit_code(found)
 
 
+def _found(asked: Namespace) -> Changes:
+    if asked.by is None:
+        if asked.before is None:
+            raise VerbError("expected the sweep to compare with, or --by KEY, found neither")
+        return compared(asked.output, asked.before, asked.after or LAST, asked.threshold)
+    if asked.after is not None:
+        raise VerbError(f"--by compares points of one sweep, found two: {asked.before} and {asked.after}")
+    _, points = _side(asked.output, asked.before or LAST)
+    if not any(changes.has_setting(point, asked.by) for point in points):
+        raise VerbError(f"--by: expected a setting or a group, such as zero or resources.code, found {asked.by}")
+    return changes.by_setting(points, asked.by, asked.threshold)
+
+
 def parser() -> VerbParser:
     parser = verb_parser(
         "compare",
-        "Compares the points of two sweeps: speed with its 95 % range between rounds, memory, settings and versions. "
-        "Exit code 1 if one became slower or larger by the threshold, 3 if none could be judged.",
+        "Compares the points of two sweeps, or with --by those of one: speed with its 95 % range between rounds, "
+        "memory, settings and versions. Exit code 1 if one became slower or larger by the threshold, 3 if none could "
+        "be judged.",
     )
-    parser.add_argument("before", help="a sweep, its folder, or a file made by report --json")
-    parser.add_argument("after", nargs="?", default="last", help="the same; default: last")
+    parser.add_argument("before", nargs="?", help="a sweep, its folder, or a file made by report --json")
+    parser.add_argument("after", nargs="?", help=f"the same; default: {LAST}")
+    parser.add_argument(
+        "--by",
+        metavar="KEY",
+        help="compare points of one sweep that differ in this setting or group alone, each with the first of them",
+    )
     add_threshold(parser)
     parser.add_argument("--output", default=os.environ.get(OUTPUT, DEFAULT_OUTPUT), help="default: outputs")
     add_json(parser)

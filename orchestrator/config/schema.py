@@ -197,7 +197,8 @@ class Resources:
     `threads`: null = cores // ranks. `time_limit_min`: the limit of one run in minutes. `nodes`: the number of
     machines, each with the same number of ranks. `stuck_s`: how many seconds a rank may keep the others waiting in a
     collective of a step before the run is ended. Before the first step, while ranks load and compile, the limit is at
-    least 300 seconds.
+    least 300 seconds. `code`: a folder with another checkout of this program, from which the ranks run; null = this
+    one. As an axis of a sweep it makes two versions take turns.
     """
 
     device: Device = Device.auto
@@ -206,9 +207,11 @@ class Resources:
     threads: int | None = None
     time_limit_min: float = 60.0
     stuck_s: float = 60.0
+    code: str | None = None
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "resources")
+        limits.must("code", lambda value: value is None or bool(value), "a folder, or null", None)
         limits.at_least(1, ranks=None, nodes=1, threads=None)
         limits.must("time_limit_min", lambda value: value > 0, "above 0", 60)
         limits.must("stuck_s", lambda value: value > 0, "above 0", 60)

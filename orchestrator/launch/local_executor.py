@@ -40,16 +40,16 @@ class _SessionExecutor(submitit.LocalExecutor):
     It leaves CUDA_VISIBLE_DEVICES unchanged: the base class replaces it and cannot handle GPU UUIDs.
     """
 
-    def __init__(self, attempt: AttemptPaths, entry: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, attempt: AttemptPaths, entry: str, environment: Mapping[str, str], code: str | None) -> None:
         super().__init__(attempt.submitit)
-        self._attempt, self._entry = attempt, entry
+        self._attempt, self._entry, self._code = attempt, entry, code
         self._environment = dict(environment)
         self.controller: subprocess.Popen[bytes] | None = None
 
     @property
     def _submitit_command_str(self) -> str:
         words = ["rank", str(self._attempt.root), self._entry]
-        return shlex.join(children.words("orchestrator.launch.local_executor", *words, flags=("-u",)))
+        return shlex.join(children.words("orchestrator.launch.local_executor", *words, flags=("-u",), code=self._code))
 
     def start(self) -> subprocess.Popen[bytes]:
         """Starts the controller of the ranks. Replaces `submit`, which pickles a call."""
@@ -106,7 +106,7 @@ def submit(
     points: how many take turns, so that a run may have to wait for that many.
     """
     attempt.submitit.mkdir(exist_ok=True)
-    executor = _SessionExecutor(attempt, entry, job_environment(config, os.environ, gpus))
+    executor = _SessionExecutor(attempt, entry, job_environment(config, os.environ, gpus), config.resources.code)
     limit_min = points * config.resources.time_limit_min + BACKSTOP_MIN
     executor.update_parameters(tasks_per_node=config.resources.ranks, timeout_min=limit_min)
     return Job(executor.start())

@@ -24,9 +24,17 @@ ROOT = os.path.abspath(__file__).rsplit("/", 3)[0]
 PYTHONPATH = "PYTHONPATH"
 
 
-def words(module: str, *arguments: str, flags: tuple[str, ...] = ()) -> list[str]:
-    """The command that runs a module of ours or of a library as a child; start it with the result of `environment`."""
-    return [sys.executable, *flags, os.path.abspath(__file__), module, *arguments]
+def words(module: str, *arguments: str, flags: tuple[str, ...] = (), code: str | None = None) -> list[str]:
+    """The command that runs a module of ours or of a library as a child; start it with the result of `environment`.
+
+    code: a folder with another checkout, whose modules the child imports instead of ours.
+    """
+    return [sys.executable, *flags, program_in(code or ROOT), module, *arguments]
+
+
+def program_in(code: str) -> str:
+    """This file in a checkout."""
+    return os.path.join(code, os.path.relpath(os.path.abspath(__file__), ROOT))
 
 
 def script_words(script: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from orchestrator.machine.processes import output_of
@@ -34,20 +35,22 @@ class Code(NamedTuple):
 
 
 @functools.cache
-def code() -> Code:
-    """The checkout of this process's code, read once."""
-    if not (CODE / ".git").exists():
+def code(other: str | None = None) -> Code:
+    """The checkout of this process's code, or another one, read once."""
+    folder = Path(other or CODE)
+    if not (folder / ".git").exists():
         return Code("", "", ())
-    diff = _git("diff", "HEAD")[:LONGEST_DIFF_BYTES]
-    return Code(_git("rev-parse", "HEAD"), diff, tuple(_git("ls-files", "-o", "--exclude-standard").split()))
+    diff = _git(folder, "diff", "HEAD")[:LONGEST_DIFF_BYTES]
+    untracked = _git(folder, "ls-files", "-o", "--exclude-standard").split()
+    return Code(_git(folder, "rev-parse", "HEAD"), diff, tuple(untracked))
 
 
-def facts() -> dict[str, Any]:
-    """The contents of provenance.json as plain data."""
+def facts(other: str | None = None) -> dict[str, Any]:
+    """The contents of provenance.json as plain data, for ranks of this code or of another checkout."""
     return {
-        "commit": code().commit or None,
-        "dirty": code().dirty,
-        "untracked": list(code().untracked),
+        "commit": code(other).commit or None,
+        "dirty": code(other).dirty,
+        "untracked": list(code(other).untracked),
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := version_of(name)) is not None},
         "host": socket.gethostname(),
@@ -67,5 +70,5 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def _git(*words: str) -> str:
-    return (output_of("git", *words, timeout_s=10, folder=CODE) or "").strip()
+def _git(folder: Path, *words: str) -> str:
+    return (output_of("git", *words, timeout_s=10, folder=folder) or "").strip()

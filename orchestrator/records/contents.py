@@ -1,4 +1,5 @@
-"""Hashes the contents of the files that a point reads: the text of data.path, the weights and tokenizer of model.path.
+"""Hashes the contents of the files that a point reads: the text of data.path, the weights and tokenizer of model.path,
+and the code of resources.code.
 
 [Note: hashed once]
 A file is read if it is new or has changed. Its SHA-256 is kept in the user's cache, together with its path, device,
@@ -25,7 +26,9 @@ PLACES = {
     "data": ("data", ("data", "path")),
     "model": ("weights", ("model", "path")),
     "tokenizer": ("tokenizer", ("model", "path")),
+    "code": ("code", ("resources", "code")),
 }
+PACKAGES, SOURCES = ("kernels", "orchestrator", "zero_runtime"), ("*.py", "*.cpp", "*.h")  # of a checkout
 BLOCK_BYTES = 1 << 20
 READERS = 4  # files read at the same time; hashing takes a core per file and releases the GIL
 SETTLED_NS = 2 * 10**9  # the coarsest clock of a file system
@@ -60,6 +63,7 @@ def _wanted(config: Mapping[str, Any]) -> dict[str, str]:
     data, model = config["data"], config["model"]
     paths = {"data": data["path"], "model": model["path"]}
     paths["tokenizer"] = model["path"] if data["tokenizer"] == "model" else None
+    paths["code"] = config["resources"].get("code")  # records of earlier versions have no such key
     return {name: path for name, path in paths.items() if path is not None}
 
 
@@ -68,12 +72,14 @@ def _files(name: str, path: Path) -> list[Path]:
         return text_files(path)
     if name == "tokenizer":
         return [path / file for file in COMPANIONS if (path / file).is_file()]
+    if name == "code":
+        return sorted(file for folder in PACKAGES for ending in SOURCES for file in (path / folder).rglob(ending))
     files = (*path.glob("*.safetensors"), *(path / name for name in WEIGHTS[1:]))
     return sorted(file for file in files if file.is_file())
 
 
 def _hash_of(name: str, path: Path) -> str:
-    """16 hexadecimal digits: a hash of the files' hashes in order, for weights and tokenizers of their names too."""
+    """16 hexadecimal digits: a hash of the files' hashes in order, and of their names unless they are data."""
     try:
         files = _files(name, path)
         digests = _digests(name, path, files)
@@ -81,7 +87,7 @@ def _hash_of(name: str, path: Path) -> str:
         return f"unreadable: {error.strerror}"
     parts = [digest for digest in digests if digest != NO_TEXT]
     if name != "data":
-        parts = [f"{file.name} {digest}" for file, digest in zip(files, digests, strict=True)]
+        parts = [f"{file.relative_to(path)} {digest}" for file, digest in zip(files, digests, strict=True)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

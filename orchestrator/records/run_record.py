@@ -73,6 +73,7 @@ LATER_KEYS: Mapping[str, Any] = {
     "train.new_tokens": 32,
     "measure.profile": False,
     "measure.min_s": 0.0,
+    "resources.code": None,
 }
 
 
@@ -350,8 +351,9 @@ def new_attempt(
             settle(earlier)  # nothing else updates the state of a run whose command was killed
     paths = AttemptPaths(_next_folder(folder / "attempts"))
     write_json_atomic(paths.config, config)
-    write_json_atomic(paths.provenance, provenance.facts())
-    if diff := provenance.code().diff:
+    other = config["resources"].get("code")
+    write_json_atomic(paths.provenance, provenance.facts(other))
+    if diff := provenance.code(other).diff:
         paths.diff.write_text(diff + "\n", encoding="utf-8")
     attempt = Attempt(paths, point, label, facts={"owner": owner or this_process(), "contents": held})
     attempt.write()

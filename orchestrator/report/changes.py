@@ -1,4 +1,9 @@
-"""Two sweeps, point by point: which points are the same, what is different about them, and which became slower. Pure.
+"""Points compared in pairs: those of two sweeps that are the same, or those of one that differ in one setting. Pure.
+
+[Note: in turns or not]
+Two sweeps share no rounds, and a machine whose speed changes within minutes changes between them too; nothing that a
+sweep records tells how much. Points of one sweep took turns, so what both met is not in their ratio. So two versions of
+the code are compared best as points of one sweep, by `resources.code`.
 
 [Note: the threshold]
 A change as large as the threshold must be found, and no change must not be reported. Both kinds of mistakes are equally
@@ -86,13 +91,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """All points of both sides, in the order of the side before."""
+    """All points of both sides, in the order of the side before. alone: points of a sweep that no other differs from in
+    the setting alone by which they are compared."""
 
     threshold: float
     points: tuple[Change, ...]
     only_before: tuple[str, ...] = ()
     only_after: tuple[str, ...] = ()
     names: tuple[str, str] = field(default=("before", "after"))
+    alone: tuple[str, ...] = ()
 
     @property
     def regressions(self) -> list[Change]:
@@ -118,11 +125,40 @@ def changes(before: Sequence[Measured], after: Sequence[Measured], threshold: fl
     )
 
 
+def by_setting(points: Sequence[Measured], key: str, threshold: float) -> Changes:
+    """Compares points of one sweep that differ in this setting, or in settings of this group, alone: each with the
+    first of them."""
+    first: dict[str, Measured] = {}
+    pairs = list[tuple[Measured, Measured]]()
+    for point in points:
+        others = {name: value for name, value in _settings(point).items() if not _is_in(name, key)}
+        before = first.setdefault(repr(sorted(others.items())), point)
+        if before is not point:
+            pairs.append((before, point))
+    paired = {id(one) for pair in pairs for one in pair}
+    alone = tuple(one.label for one in points if id(one) not in paired)
+    found = tuple(_change(before, after, key, threshold) for before, after in pairs)
+    return Changes(threshold, found, alone=alone, names=(f"the first {key}", f"another {key}"))
+
+
+def has_setting(point: Measured, key: str) -> bool:
+    """Whether a point has this setting, or settings in this group."""
+    return any(_is_in(name, key) for name in flat(point.config))
+
+
+def _settings(point: Measured) -> dict[str, Any]:
+    return flat(without_ignored(point.config))
+
+
+def _is_in(name: str, key: str) -> bool:
+    return name == key or name.startswith(f"{key}.")
+
+
 def _pairs(before: Sequence[Measured], after: Sequence[Measured]) -> Iterator[tuple[Measured, Measured, str]]:
     """The same points: by id, else by equal settings, else by label. Each point is in one pair at most."""
     ways: tuple[tuple[str, Callable[[Measured], object]], ...] = (
         ("id", lambda one: one.point or None),
-        ("settings", lambda one: repr(sorted(flat(without_ignored(one.config)).items())) if one.config else None),
+        ("settings", lambda one: repr(sorted(_settings(one).items())) if one.config else None),
         ("label", lambda one: one.label),
     )
     left, partners = list(after), dict[int, tuple[Measured, str]]()
@@ -138,7 +174,7 @@ def _pairs(before: Sequence[Measured], after: Sequence[Measured]) -> Iterator[tu
 
 
 def _change(before: Measured, after: Measured, matched: str, threshold: float) -> Change:
-    settings = tuple(_differences(flat(without_ignored(before.config)), flat(without_ignored(after.config))))
+    settings = tuple(_differences(_settings(before), _settings(after)))
     old, new = before.result, after.result
     if old is None or new is None:
         judgement = Judgement.lost if old is not None and RunState(after.state) in LOST else Judgement.unjudged
@@ -231,6 +267,8 @@ def notes(found: Changes) -> list[str]:
     for name, lone in zip(found.names, (found.only_before, found.only_after), strict=True):
         if lone:
             lines.append(f"only in {name}: {', '.join(lone)}")
+    if found.alone:
+        lines.append(f"compared with no other: {', '.join(found.alone)}")
     return lines
 
 
@@ -241,7 +279,7 @@ def conclusion(found: Changes) -> str:
         named = ", ".join(f"{one.after.label} ({one.judgement.value})" for one in found.regressions)
         return f"worse: {named}"
     if not found.points:
-        return "the two have no point in common"
+        return "no two points differ in that alone" if found.alone else "the two have no point in common"
     if not found.is_judged:
         return "not judged: both sides need at least 3 rounds (measure=standard)"
     unclear = [one.after.label for one in found.points if one.judgement in (Judgement.unclear, Judgement.unjudged)]
@@ -259,6 +297,7 @@ def document(found: Changes) -> dict[str, Any]:
         "regressions": [one.after.label for one in found.regressions],
         "only_before": list(found.only_before),
         "only_after": list(found.only_after),
+        "alone": list(found.alone),
         "points": [
             {
                 "label": one.after.label,

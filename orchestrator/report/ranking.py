@@ -171,8 +171,10 @@ def _is_tie(leader: Entry, entry: Entry, how: Metric, rivals: int) -> bool:
     best, other = leader.result or {}, entry.result or {}
     if how.in_rounds is None:
         return how.read(best) == how.read(other)
+    pair = recorded.in_turns(best, other)
+    best, other = pair or (best, other)
     larger, smaller = (best, other) if how.higher_first else (other, best)
-    turns = recorded.took_turns(best, other)
+    turns = pair is not None
     return not shows_difference(how.in_rounds(larger), how.in_rounds(smaller), turns=turns, rivals=rivals)
 
 
@@ -180,8 +182,9 @@ def ratio(
     one: dict[str, Any], other: dict[str, Any], in_rounds: Callable[[dict[str, Any]], list[float]]
 ) -> RoundsEstimate:
     """One result's value by the other's."""
-    by = ratio_of_turns if recorded.took_turns(one, other) else ratio_of_separate
-    return by(in_rounds(one), in_rounds(other))
+    if pair := recorded.in_turns(one, other):
+        return ratio_of_turns(*map(in_rounds, pair))
+    return ratio_of_separate(in_rounds(one), in_rounds(other))
 
 
 HEADER = (

@@ -104,10 +104,20 @@ def is_ranked(result: Mapping[str, Any]) -> bool:
     return len(used_rounds(result)) >= LEAST
 
 
-def took_turns(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two results were measured in the same rounds. See [Note: the same rounds] in intervals.py."""
-    numbers = [[each["number"] for each in used_rounds(result)] for result in (one, other)]
-    return bool(one.get("session")) and one.get("session") == other.get("session") and numbers[0] == numbers[1]
+def in_turns(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Two results with the rounds that both have, of which the faster point may have more; None if they took no turns
+    or share too few rounds. See [Note: the same rounds] in intervals.py."""
+    if not one.get("session") or one["session"] != other.get("session"):
+        return None
+    numbers = [{each["number"] for each in used_rounds(result)} for result in (one, other)]
+    shared = numbers[0] & numbers[1]
+    if len(shared) < LEAST:
+        return None
+    first, second = (
+        {**result, "rounds": [each for each in used_rounds(result) if each["number"] in shared]}
+        for result in (one, other)
+    )
+    return first, second
 
 
 def loaded_rounds(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:

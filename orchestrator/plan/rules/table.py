@@ -26,6 +26,7 @@ from orchestrator.config.schema import (
 )
 from orchestrator.config.state_groups import Offload, Zero
 from orchestrator.config.strict import Broken
+from orchestrator.machine import children
 from orchestrator.plan.rules import checkpoint as saving_rules
 from orchestrator.plan.rules import cluster as cluster_rules
 from orchestrator.plan.rules import data as data_rules
@@ -47,6 +48,7 @@ def resolve(config: RunConfig, scene: Scene) -> RunConfig:
     scene = scene.on(config.hardware)
     device, ranks = scene.device(config.resources), scene.ranks(config.resources)
     threads = config.resources.threads or _threads(config.cluster, ranks, scene)
+    code = config.resources.code and str(expanded(config.resources.code).absolute())
     batch, data, model = config.batch, config.data, pretrained.completed(config.model)
     one = batch.micro * config.parallel.batch_ranks(ranks)
     accumulation = batch.accumulation or (batch.global_size or one) // one
@@ -65,7 +67,7 @@ def resolve(config: RunConfig, scene: Scene) -> RunConfig:
         precision=replace(
             config.precision, compute=precision_rules.computed_in(config.precision, scene, config.resources)
         ),
-        resources=replace(config.resources, device=device, ranks=ranks, threads=threads),
+        resources=replace(config.resources, device=device, ranks=ranks, threads=threads, code=code),
     )
 
 
@@ -119,6 +121,20 @@ def _ranks_are_as_many_as_started(scene: Scene, resources: Resources) -> Broken 
         return None
     rule = f"resources.ranks must be the number of processes started, {scene.world}"
     return Broken(rule, str(resources.ranks), (f"resources.ranks={scene.world}",))
+
+
+def _code_is_a_checkout(scene: Scene, resources: Resources) -> Broken | None:
+    if resources.code is None or Path(children.program_in(str(expanded(resources.code)))).is_file():
+        return None
+    rule = "resources.code must be a folder with a checkout of this program, such as one made by git worktree add"
+    return Broken(rule, resources.code, ("resources.code=null",))
+
+
+def _ranks_of_other_code_are_started_here(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:
+    if resources.code is None or (scene.world is None and not cluster_rules.is_slurm(cluster)):
+        return None
+    rule = "resources.code is for ranks that this command starts on this machine, not for those of SLURM or torchrun"
+    return Broken(rule, resources.code, ("resources.code=null",))
 
 
 def _cuda_is_there(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:
@@ -241,6 +257,8 @@ RULES = (
     Rule(output_rules.output_is_the_user_s, ("output",)),
     Rule(output_rules.slurm_takes_the_output, ("output", "cluster")),
     Rule(_ranks_are_as_many_as_started, ("resources",)),
+    Rule(_code_is_a_checkout, ("resources",)),
+    Rule(_ranks_of_other_code_are_started_here, ("resources", "cluster")),
     Rule(_cuda_is_there, ("resources", "cluster")),
     Rule(_each_rank_has_a_gpu, ("resources", "cluster")),
     Rule(hardware_rules.described_gpus_are_used, ("resources", "hardware")),

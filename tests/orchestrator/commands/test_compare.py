@@ -70,6 +70,21 @@ def test_a_slower_sweep_is_found_from_its_folder_its_name_and_its_document(
     assert (code, json.loads(text)["against"]["regressions"]) == (FAILED, ["micro1"])
 
 
+def test_points_of_one_sweep_are_compared_by_a_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = [
+        replace(one, config=replace(one.config, measure=replace(one.config.measure, rounds=3)))
+        for one in points(tmp_path, [1, 2])
+    ]
+    run_quietly(SweepRequest("batch", made, ("sweeps=batch",), predicts=False, entry=STUB), hardware.detect())
+    words = ["compare", "--output", str(tmp_path), "--json"]
+    code, text = told(capsys, *words, "--by", "batch")
+    assert (code, json.loads(text)["before"]) == (OK, "the first batch")
+    ((label, settings),) = [(one["label"], one["settings"]) for one in json.loads(text)["points"]]
+    assert (label, settings[0]) == ("micro2", "batch.micro: 1 -> 2")
+    for wrong in (["--by", "bath"], ["last", "last", "--by", "batch"], []):
+        assert told(capsys, *words, *wrong)[0] == BAD_USAGE
+
+
 def test_one_round_is_no_comparison_and_wrong_words_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

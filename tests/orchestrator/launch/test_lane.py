@@ -27,7 +27,7 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, SweepPaths
 from orchestrator.report import comparison, ranking
-from orchestrator.rounds.recorded import took_turns
+from orchestrator.rounds.recorded import in_turns
 from zero_runtime.memory.model import StateBytes
 from zero_runtime.memory.step_memory import Peak
 
@@ -111,7 +111,7 @@ def test_ranks_that_may_not_fit_together_are_started_again_for_each_round(tmp_pa
     assert order_of_rounds(sweep) == [(1, a), (1, b), (2, b), (2, a), (3, a), (3, b)]
     told = "the ranks of 2 points are started again for each round, because the memory of micro1 is not predicted"
     assert warnings_of(sweep) == [told]
-    assert took_turns(result_of(sweep, a), result_of(sweep, b))
+    assert in_turns(result_of(sweep, a), result_of(sweep, b))
     again = run(in_rounds(tmp_path, [1, 2]), predicts=False)
     assert states(again) == ["cached"] * 2
 

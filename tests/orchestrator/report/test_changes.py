@@ -42,6 +42,35 @@ def judgement(before: Measured, after: Measured) -> Judgement:
     return only.judgement
 
 
+def with_stage(label: str, medians: list[float], stage: int, micro: int = 2) -> Measured:
+    config = replace(CONFIG, zero=replace(CONFIG.zero, stage=stage), batch=replace(CONFIG.batch, micro=micro))
+    return measured(label, medians, config=config, session="together")
+
+
+def test_points_of_one_sweep_are_compared_by_a_setting_in_their_turns() -> None:
+    moments = [10.0, 20.0, 14.0, 30.0]  # of a machine whose speed changes by far more than the points differ
+    points = [
+        with_stage("1-2", moments, 1),
+        with_stage("3-2", [1.06 * ms for ms in moments], 3),
+        with_stage("1-4", [30.0] * 4, 1, micro=4),
+        with_stage("2-2", [*(1.001 * ms for ms in moments), 99.0], 2),
+        with_stage("3-8", [50.0] * 4, 3, micro=8),
+    ]
+    for key in ("zero.stage", "zero"):
+        found = changes.by_setting(points, key, THRESHOLD)
+        pairs = [(one.before.label, one.after.label, one.judgement) for one in found.points]
+        assert pairs == [("1-2", "3-2", Judgement.slower), ("1-2", "2-2", Judgement.same)]
+        assert [one.settings for one in found.points] == [("zero.stage: 1 -> 3",), ("zero.stage: 1 -> 2",)]
+        assert found.alone == ("1-4", "3-8")
+        assert changes.notes(found)[-1] == "compared with no other: 1-4, 3-8"
+    found = changes.by_setting(points, "batch", THRESHOLD)
+    assert [(one.before.label, one.after.label) for one in found.points] == [("1-2", "1-4"), ("3-2", "3-8")]
+    alone = changes.by_setting(points[:1], "zero", THRESHOLD)
+    assert changes.conclusion(alone) == "no two points differ in that alone"
+    assert changes.has_setting(points[0], "batch")
+    assert not changes.has_setting(points[0], "bat")
+
+
 @pytest.mark.parametrize(
     ("time", "expected"),
     [

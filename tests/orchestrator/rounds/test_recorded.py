@@ -28,13 +28,21 @@ def test_a_loaded_round_is_measured_once_more_and_the_one_with_less_load_counts_
     assert recorded.step_medians_ms(result(*recorded.with_repeated(rounds, of(2, 5.0, 0.9)))) == [10.0, 30.0]
 
 
-def test_points_took_turns_if_they_share_a_session_and_their_rounds() -> None:
-    one, other = result(of(1, 1.0), of(2, 1.0)), result(of(2, 2.0), of(1, 2.0))
-    assert recorded.took_turns(one, other)
-    assert not recorded.took_turns(one, result(of(1, 1.0)))
-    assert not recorded.took_turns(one, result(of(1, 1.0), of(2, 1.0), session="t"))
-    alone = result(of(1, 1.0), session=None)
-    assert not recorded.took_turns(alone, alone)
+def test_points_that_took_turns_are_compared_in_the_rounds_that_both_have() -> None:
+    faster = result(*(of(number, float(number)) for number in (1, 2, 3, 4)))
+    slower = result(of(4, 8.0, 0.5, used=False), of(4, 7.0), *(of(number, 2.0 * number) for number in (2, 1)))
+    pair = recorded.in_turns(faster, slower)
+    assert pair is not None
+    assert list(map(recorded.step_medians_ms, pair)) == [[1.0, 2.0, 4.0], [2.0, 4.0, 7.0]]
+
+
+def test_points_without_a_common_session_or_with_too_few_common_rounds_took_no_turns() -> None:
+    one = result(of(1, 1.0), of(2, 1.0), of(3, 1.0))
+    assert recorded.in_turns(one, one) is not None
+    assert recorded.in_turns(one, result(of(1, 1.0), of(2, 1.0))) is None
+    assert recorded.in_turns(one, {**one, "session": "t"}) is None
+    alone = {**one, "session": None}
+    assert recorded.in_turns(alone, alone) is None
 
 
 def test_a_result_without_rounds_is_readable_and_not_ranked() -> None:

@@ -206,6 +206,8 @@ BROKEN = [
         "offload=optimizer_cpu offload.step=speculative",
         "needs an offloaded optimizer: here offload.optimizer=nvme",
     ),
+    (LAPTOP, "resources.code=conf", "resources.code must be a folder with a checkout"),
+    (LOGIN_NODE, f"resources.code={CONF.parent} {SLURM}", "resources.code is for ranks that this command starts"),
     (LAPTOP, "offload.folder=here", "offload.folder is for offload=optimizer_nvme"),
     (LAPTOP, "offload=optimizer_nvme offload.folder=fasst", "offload.folder must exist"),
     (LAPTOP, "offload=optimizer_nvme offload.folder=here", "offload.folder must exist"),
