@@ -1,10 +1,13 @@
 """How often repetitions of one sweep name the same winner, and how often `compare` finds a slowdown that is there.
 
 [Note: what is repeated]
-Each repetition is a whole command with fresh ranks: a sweep of four points at measure=standard. Its answer is the set
-of points in the first place: the winner, or those that tie. `--slowdown SHARE` runs pairs of sweeps of one point
-instead: in one kind of pair a rank of the second sweep sleeps for this share of a step (ZLAB_FAULT=slow), in the other
-both are the same.
+Each repetition is a whole command with fresh ranks. Without an option it is a sweep of four points at measure=standard;
+its answer is the set of points in the first place: the winner, or those that tie. With `--slowdown SHARE` it is a sweep
+of one point with three checkouts of the code that take turns, and `compare --by resources.code` judges two of them
+against the first: an equal one, and one with a line that makes each step longer by this share.
+
+`--busy` adds a changing load: processes on all cores that compute and sleep for random times, with a seed. `--keep
+FILE` has a line for each repetition, so that a command that was ended is resumed.
 
 The report also has the noise of the machine: how much a point's rounds differ within a sweep, how much its speed
 differs between sweeps, and the load of other processes.
@@ -13,16 +16,20 @@ differs between sweeps, and the load of other processes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -34,77 +41,175 @@ from benchmarks.stages_report import cpu_name  # noqa: E402
 from orchestrator.report import changes  # noqa: E402
 from orchestrator.report.changes import Judgement, Measured  # noqa: E402
 from orchestrator.rounds.recorded import step_medians_ms, used_rounds  # noqa: E402
-from orchestrator.worker.faults import VARIABLE  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 POINTS = "zero=stage0,stage1,stage2,stage3"
 MODEL = "model=llama_tiny precision=fp32 batch.seq=64 batch.micro=2 measure=standard measure.validation_batches=0"
 ALLOWED = 0.95  # of the repetitions have the same answer; of the slowdowns are found
-FALSE = 0.05  # of the pairs without a slowdown may be called slower
+FALSE = 0.05  # of the equal checkouts may be called slower
 THRESHOLD = 0.05
+BUSY_S, IDLE_S = 5.0, 15.0  # means of the times for which a process of the changing load computes and sleeps
+PACKAGES = ("conf", "kernels", "orchestrator", "zero_runtime")
+# Appended to the runtime of the slower checkout. The median leaves out the times in which a point waits for its turn.
+SLOWER = '''
+
+def _slower(step, share):
+    """`step`, which computes before it begins for this share of the median of the last steps."""
+    import statistics
+    import time
+
+    entered, lasts = [], []
+
+    def slower(self, *given, **named):
+        entered.append(time.perf_counter())
+        if len(entered) > 1:
+            lasts.append(entered[1] - entered.pop(0) - (lasts and share * statistics.median(lasts[-9:]) or 0.0))
+            until = time.perf_counter() + share * statistics.median(lasts[-9:])
+            while time.perf_counter() < until:
+                pass
+        return step(self, *given, **named)
+
+    return slower
 
 
-def swept(words: Sequence[str], output: Path, fault: str = "") -> list[dict[str, Any]]:
-    """Runs a sweep from its beginning. Returns its points, as `report --json` describes them."""
+ZeroRuntime.step = _slower(ZeroRuntime.step, {share})
+'''
+Points = Sequence[Mapping[str, Any]]  # of a sweep, as `report --json` describes them
+Numbers = Mapping[str, Mapping[str, Any]]  # by point: what `numbers` keeps of them
+
+
+def swept(words: Sequence[str], output: Path) -> list[dict[str, Any]]:
+    """Runs a sweep from its beginning. Returns its points."""
     line = [sys.executable, "run.py", "-m", *words, f"output={output}", "tracking=none", "--fresh", "--json"]
-    environment = {**os.environ, **({VARIABLE: fault} if fault else {})}
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(line)} ended with {done.returncode}: {done.stderr[-2000:]}")
     points: list[dict[str, Any]] = json.loads(done.stdout)["points"]
     return points
 
 
-def winners(points: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    return tuple(sorted(point["label"] for point in points if point["place"] == 1))
+def winners(points: Points) -> list[str]:
+    return sorted(point["label"] for point in points if point["place"] == 1)
 
 
-def noise(sweeps: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+def numbers(points: Points) -> Numbers:
+    """What the report needs of each point."""
+    return {
+        point["label"]: {
+            "place": point["place"],
+            "rounds_ms": step_medians_ms(point["result"]),
+            "others": [one["others_share"] or 0.0 for one in used_rounds(point["result"])],
+        }
+        for point in points
+    }
+
+
+def noise(sweeps: Sequence[Numbers]) -> dict[str, float]:
     """Relative standard deviations: of a round's median within a sweep, of its ratio to the mean of the points that
     took turns, and of a point's speed between sweeps; and the share of the cores that others took in a round."""
     within, paired, shares = list[float](), list[float](), list[float]()
     by_label: dict[str, list[float]] = {}
     for points in sweeps:
-        rounds = {point["label"]: step_medians_ms(point["result"]) for point in points}
-        means = [statistics.mean(turn) for turn in zip(*rounds.values(), strict=True)]
+        rounds = {label: point["rounds_ms"] for label, point in points.items()}
+        means = [statistics.mean(turn) for turn in zip(*rounds.values(), strict=False)]  # a faster point makes more
         for label, medians in rounds.items():
             by_label.setdefault(label, []).append(statistics.median(medians))
             within.append(statistics.stdev(medians) / statistics.mean(medians))
             if len(rounds) > 1:
-                ratios = [one / mean for one, mean in zip(medians, means, strict=True)]
+                ratios = [one / mean for one, mean in zip(medians, means, strict=False)]
                 paired.append(statistics.stdev(ratios) / statistics.mean(ratios))
-        shares += [one["others_share"] or 0.0 for point in points for one in used_rounds(point["result"])]
+        shares += [share for point in points.values() for share in point["others"]]
     between = [statistics.stdev(each) / statistics.mean(each) for each in by_label.values() if len(each) > 1]
     found = {"within": within, "paired": paired, "between": between, "others": shares}
     return {name: statistics.median(values) for name, values in found.items() if values}
 
 
-def repeated(repeats: int, words: Sequence[str]) -> tuple[list[str], bool, dict[str, Any]]:
-    """The lines of the report on repetitions, whether enough agree, and the numbers."""
-    sweeps, seconds = list[list[dict[str, Any]]](), list[float]()
-    for number in range(repeats):
+class Kept:
+    """The repetitions so far, in a file if there is one."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        exists = file is not None and file.exists()
+        lines = file.read_text(encoding="utf-8").splitlines() if file is not None and exists else []
+        self.found: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def add(self, repetition: dict[str, Any]) -> None:
+        self.found.append(repetition)
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(repetition) + "\n")
+
+
+def repeated(repeats: int, words: Sequence[str], kept: Kept) -> tuple[list[str], bool]:
+    """The lines of the report on repetitions of a sweep, and whether enough of them agree."""
+    for number in range(len(kept.found), repeats):
         with tempfile.TemporaryDirectory() as folder:
             began = time.monotonic()
-            sweeps.append(swept(words, Path(folder)))
-            seconds.append(time.monotonic() - began)
-        print(f"{number + 1}: {' = '.join(winners(sweeps[-1]))}, {seconds[-1]:.0f} s", file=sys.stderr, flush=True)
-    answers = Counter(map(winners, sweeps))
+            points = swept(words, Path(folder))
+        seconds = time.monotonic() - began
+        kept.add({"answer": winners(points), "seconds": seconds, "points": numbers(points)})
+        print(f"{number + 1}: {' = '.join(winners(points))}, {seconds:.0f} s", file=sys.stderr, flush=True)
+    answers = Counter(tuple(one["answer"]) for one in kept.found)
     ((_, most),) = answers.most_common(1)
+    seconds = statistics.median(one["seconds"] for one in kept.found)
     lines = [
-        f"- the same answer in {most} of {repeats} repetitions of {statistics.median(seconds):.0f} s each",
+        f"- the same answer in {most} of {repeats} repetitions of {seconds:.0f} s each",
         "",
         "| first place | repetitions |",
         "|---|---|",
         *(f"| {' = '.join(answer)} | {count} |" for answer, count in answers.most_common()),
+        "",
     ]
-    numbers = {"sweeps": [_numbers(points) for points in sweeps], "noise": noise(sweeps)}
-    return [*lines, "", *_noise_lines(numbers["noise"])], most >= ALLOWED * repeats, numbers
+    return [*lines, *_noise_lines(noise([one["points"] for one in kept.found]))], most >= ALLOWED * repeats
 
 
-def _numbers(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        point["label"]: {"place": point["place"], "rounds_ms": step_medians_ms(point["result"])} for point in points
-    }
+def checkouts(folder: Path, share: float) -> dict[str, Path]:
+    """Three copies of this code: the first, an equal one and a slower one."""
+    made = {name: folder / name for name in ("first", "same", "slower")}
+    for path in made.values():
+        for package in PACKAGES:
+            shutil.copytree(ROOT / package, path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (made["slower"] / "zero_runtime" / "runtime.py").open("a", encoding="utf-8") as file:
+        file.write(SLOWER.replace("{share}", str(share)))
+    return made
+
+
+def slowdowns(tries: int, share: float, words: Sequence[str], kept: Kept) -> tuple[list[str], bool]:
+    """The same for sweeps of three checkouts: the slower one is found, and the equal one is not."""
+    with tempfile.TemporaryDirectory() as folder:
+        codes = checkouts(Path(folder), share)
+        axis = f"resources.code={','.join(map(str, codes.values()))}"
+        for number in range(len(kept.found), tries):
+            points = swept([axis, *words], Path(folder, f"outputs{number}"))
+            judged = {kind: _judged(points, codes["first"], codes[kind]) for kind in ("slower", "same")}
+            kept.add({**judged, "points": numbers(points)})
+            told = ", ".join(f"{kind}: {one['judgement']} {one['time']:.3f}" for kind, one in judged.items())
+            print(f"{number + 1}: {told}", file=sys.stderr, flush=True)
+    found, false = (
+        sum(one[kind]["judgement"] == Judgement.slower.name for one in kept.found) for kind in ("slower", "same")
+    )
+    times = {kind: statistics.median(one[kind]["time"] for one in kept.found) for kind in ("slower", "same")}
+    lines = [
+        f"- a slowdown of {share:.0%} is found in {found} of {tries} sweeps (threshold {THRESHOLD:.0%}); the median of "
+        f"the measured ratios is {times['slower']:.3f}",
+        f"- an equal checkout is called slower in {false} of {tries} sweeps; the median of the ratios is "
+        f"{times['same']:.3f}",
+        "",
+    ]
+    held = found >= ALLOWED * tries and false <= FALSE * tries
+    return [*lines, *_noise_lines(noise([one["points"] for one in kept.found]))], held
+
+
+def _judged(points: Points, before: Path, after: Path) -> dict[str, Any]:
+    """What `compare --by resources.code` says of the points of two checkouts."""
+    by_code = {point["config"]["resources"]["code"]: point for point in points}
+    sides = [
+        Measured(one["label"], one["point"], one["config"], one["result"], one["state"])
+        for one in (by_code[str(before)], by_code[str(after)])
+    ]
+    (change,) = changes.by_setting(sides, "resources.code", THRESHOLD).points
+    assert change.time is not None
+    return {"judgement": change.judgement.name, "time": change.time.middle, "low": change.time.low}
 
 
 def _noise_lines(found: Mapping[str, float]) -> list[str]:
@@ -117,56 +222,53 @@ def _noise_lines(found: Mapping[str, float]) -> list[str]:
     return [*lines, f"- share of the cores that other processes took in a round (median): {found['others']:.1%}"]
 
 
-def slowdowns(tries: int, share: float, words: Sequence[str]) -> tuple[list[str], bool, dict[str, Any]]:
-    """The same for pairs of sweeps: a slowdown of this share is found, and none is not."""
-    judged: dict[str, list[Judgement]] = {"slower": [], "same": []}
-    sweeps = list[list[dict[str, Any]]]()
-    for number in range(tries):
-        with tempfile.TemporaryDirectory() as folder:
-            before = swept(words, Path(folder, "before"))
-            ms = statistics.median(step_medians_ms(before[0]["result"]))
-            fault = f"slow@step1:rank0:{share * ms:.3f}ms"
-            after = {"slower": swept(words, Path(folder, "slower"), fault), "same": swept(words, Path(folder, "same"))}
-        sweeps += [before, after["same"]]
-        for kind, points in after.items():
-            (change,) = changes.changes([_side(before)], [_side(points)], THRESHOLD, ("before", kind)).points
-            judged[kind].append(change.judgement)
-        told = ", ".join(f"{kind}: {found[-1].value}" for kind, found in judged.items())
-        print(f"{number + 1}: {told}", file=sys.stderr, flush=True)
-    found, false = (sum(one is Judgement.slower for one in judged[kind]) for kind in ("slower", "same"))
-    lines = [
-        f"- a slowdown of {share:.0%} is found in {found} of {tries} pairs of sweeps (threshold {THRESHOLD:.0%})",
-        f"- without one, {false} of {tries} pairs are called slower",
-        "",
-    ]
-    numbers = {"judged": {kind: [one.name for one in each] for kind, each in judged.items()}, "noise": noise(sweeps)}
-    return [*lines, *_noise_lines(numbers["noise"])], found >= ALLOWED * tries and false <= FALSE * tries, numbers
+@contextmanager
+def changing_load() -> Iterator[None]:
+    """A process for each core that computes and sleeps for random times, until the end of the block."""
+    program = [sys.executable, str(Path(__file__).resolve()), "--compute"]
+    made = [subprocess.Popen([*program, str(seed)]) for seed in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for one in made:
+            one.kill()
+            one.wait()
 
 
-def _side(points: Sequence[Mapping[str, Any]]) -> Measured:
-    (point,) = points
-    return Measured(point["label"], point["point"], point["config"], point["result"], point["state"])
+def compute(seed: int) -> None:
+    """Computes and sleeps in turn while its parent lives."""
+    generator, parent = random.Random(seed), os.getppid()
+    while os.getppid() == parent:
+        time.sleep(generator.expovariate(1 / IDLE_S))
+        until = time.monotonic() + generator.expovariate(1 / BUSY_S)
+        while time.monotonic() < until:
+            pass
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--repeats", type=int, default=20, help="repetitions, or pairs of sweeps; default: 20")
-    parser.add_argument("--slowdown", type=float, metavar="SHARE", help="pairs of sweeps instead, such as 0.05")
+    parser.add_argument("--repeats", type=int, default=20, help="repetitions; default: 20")
+    parser.add_argument("--slowdown", type=float, metavar="SHARE", help="sweeps of three checkouts, such as 0.05")
+    parser.add_argument("--busy", action="store_true", help="next to a load that changes")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="of the repetitions so far, to resume")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/")
+    parser.add_argument("--compute", type=int, metavar="SEED", help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help=f"settings besides {MODEL}")
     asked = parser.parse_args()
-    began = time.monotonic()
-    words = [*MODEL.split(), *asked.words]
-    if asked.slowdown:
-        lines, held, numbers = slowdowns(asked.repeats, asked.slowdown, ["zero=stage1", *words])
-    else:
-        lines, held, numbers = repeated(asked.repeats, [*POINTS.split(), *words])
+    if asked.compute is not None:
+        compute(asked.compute)
+        return 0
+    kept, words = Kept(asked.keep), [*MODEL.split(), *asked.words]
+    with changing_load() if asked.busy else contextlib.nullcontext():
+        if asked.slowdown:
+            lines, held = slowdowns(asked.repeats, asked.slowdown, ["zero=stage1", *words], kept)
+        else:
+            lines, held = repeated(asked.repeats, [*POINTS.split(), *words], kept)
     typed = " ".join(["python benchmarks/rank_repeats.py", *sys.argv[1:]])
     head = [
         f"# {'Slowdowns that are found' if asked.slowdown else 'Repetitions of one sweep'}",
         "",
-        f"`{typed}`, {date.today()}, {cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"{time.monotonic() - began:.0f} s",
+        f"`{typed}`, {date.today()}, {cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "",
     ]
     print("\n".join([*head, *lines]))
@@ -174,7 +276,7 @@ def main() -> int:
         name = "slowdowns_found" if asked.slowdown else "rank_repeats"
         path = RESULTS / f"{name}_cpu_{date.today()}.md"
         path.write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
-        path.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+        path.with_suffix(".json").write_text(json.dumps(kept.found, indent=1) + "\n", encoding="utf-8")
     return 0 if held else 1
 
 

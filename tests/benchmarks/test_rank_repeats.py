@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,7 +26,7 @@ def point(label: str, place: int, medians: list[float]) -> dict[str, Any]:
 
 def test_the_answer_of_a_sweep_is_its_winner_or_its_tie() -> None:
     points = [point("b", 1, [1.0]), point("a", 1, [1.0]), point("c", 3, [1.0])]
-    assert rank_repeats.winners(points) == ("a", "b")
+    assert rank_repeats.winners(points) == ["a", "b"]
 
 
 def test_the_noise_is_told_apart_by_where_it_is() -> None:
@@ -32,16 +35,56 @@ def test_the_noise_is_told_apart_by_where_it_is() -> None:
     for _ in range(60):
         weather = [100 * (1 + generator.gauss(0, 0.05)) for _ in range(6)]
         mine = [[turn * (1 + generator.gauss(0, 0.01)) for turn in weather] for _ in range(4)]
+        mine[0].append(1000.0)  # a faster point has rounds that the others do not have
         sweeps.append([point(label, 1, medians) for label, medians in zip("abcd", mine, strict=True)])
-    found = rank_repeats.noise(sweeps)
+    found = rank_repeats.noise([rank_repeats.numbers(points[1:]) for points in sweeps])
     # The median of estimates from 6 values each is below the true value by up to 7 %.
     assert found["within"] == pytest.approx(0.051, rel=0.2)
-    assert found["paired"] == pytest.approx(0.01 * (3 / 4) ** 0.5, rel=0.2)
+    assert found["paired"] == pytest.approx(0.01 * (2 / 3) ** 0.5, rel=0.2)
     assert found["between"] < found["within"]
     assert found["others"] == 0.2
+    together = rank_repeats.noise([rank_repeats.numbers(points) for points in sweeps])
+    assert together["paired"] == pytest.approx(0.01 * (3 / 4) ** 0.5, rel=0.2)
+
+
+def test_repetitions_that_a_file_has_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+
+    def swept(words: Sequence[str], output: Path) -> list[dict[str, Any]]:
+        made.append(len(made))
+        return [point("a", 1, [1.0, 1.1, 1.2]), point("b", 2, [2.0, 2.1, 2.3])]
+
+    monkeypatch.setattr(rank_repeats, "swept", swept)
+    file = tmp_path / "kept.jsonl"
+    rank_repeats.repeated(2, [], rank_repeats.Kept(file))
+    lines, held = rank_repeats.repeated(3, [], rank_repeats.Kept(file))
+    assert (len(made), lines[0][:43], held) == (3, "- the same answer in 3 of 3 repetitions of ", True)
+
+
+def test_a_step_of_the_slower_checkout_takes_that_share_longer() -> None:
+    class Clock:
+        now, entered, lasted = 0.0, list[float](), list[float]()
+
+    class ZeroRuntime:
+        def step(self) -> None:
+            Clock.lasted.append(Clock.now - Clock.entered[-1])
+
+    def perf_counter() -> float:
+        Clock.now += 1e-6
+        return Clock.now
+
+    named = {"ZeroRuntime": ZeroRuntime}
+    exec(rank_repeats.SLOWER.replace("{share}", "0.05"), named)
+    runtime = ZeroRuntime()
+    with mock.patch("time.perf_counter", perf_counter):
+        for number in range(12):
+            Clock.now += 5.0 if number == 6 else 0.1  # forward and backward; once it waits for its turn before
+            Clock.entered.append(Clock.now)
+            runtime.step()
+    assert Clock.lasted == pytest.approx([0.0, *[0.005] * 11], abs=5e-5)
 
 
 @pytest.mark.full
-def test_a_real_rank_that_sleeps_in_each_step_is_found_by_a_comparison() -> None:
-    lines, _, numbers = rank_repeats.slowdowns(1, 1.0, WORDS.split())
-    assert lines[0].startswith("- a slowdown of 100% is found in 1 of 1 pairs of sweeps"), numbers
+def test_a_real_slowdown_of_the_code_is_found_by_a_comparison() -> None:
+    lines, _ = rank_repeats.slowdowns(1, 1.0, WORDS.split(), rank_repeats.Kept(None))
+    assert lines[0].startswith("- a slowdown of 100% is found in 1 of 1 sweeps"), lines
