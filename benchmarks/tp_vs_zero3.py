@@ -4,9 +4,9 @@
 
 [Note: what is measured]
 Two sweeps for each global batch, of the points of sweeps/tp_vs_zero3.yaml. The rows without offload take turns of ten
-steps, six times, with ranks that stay alive. The offloaded row takes turns with stage 3 three times; its ranks start
-again for each round, as states in files need it. A ratio to stage 3 is taken round by round, so that a load that both
-met is not in it.
+steps, six times, with ranks that stay alive, and further turns until their counted steps took 20 s. The offloaded row
+takes turns with stage 3 three times; its ranks start again for each round, as states in files need it. A ratio to stage
+3 is taken round by round, so that a load that both met is not in it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT)]
 from benchmarks.rank_repeats import swept  # noqa: E402
 from benchmarks.stages_report import cpu_name  # noqa: E402
 from orchestrator.rounds.intervals import of_rounds, ratio_of_turns  # noqa: E402
-from orchestrator.rounds.recorded import ms_per_token, step_medians_ms, used_rounds  # noqa: E402
+from orchestrator.rounds.recorded import in_turns, ms_per_token, step_medians_ms, used_rounds  # noqa: E402
 
 PAGE = ROOT / "docs" / "tp_vs_zero3.md"
 BEGIN, END = "<!-- table: python -m benchmarks.tp_vs_zero3 -->", "<!-- end of the table -->"
@@ -66,7 +66,9 @@ def _is_base(config: Mapping[str, Any]) -> bool:
 def _row(point: Point, base: Point) -> str:
     config, result = point["config"], point["result"]
     speed = of_rounds([1e3 / ms for ms in ms_per_token(result)])
-    ratio = ratio_of_turns(ms_per_token(base["result"]), ms_per_token(result))
+    pair = in_turns(base["result"], result)
+    assert pair is not None  # the points of a sweep took turns
+    ratio = ratio_of_turns(*map(ms_per_token, pair))
     states = {state["component"]: state["measured_bytes"] / MIB for state in result["memory"]["states"]}
     sent = {"zero": 0.0, "tp": 0.0}
     for kind, volume in result["communication"]["data"].items():

@@ -112,7 +112,8 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     """Reads values as omegaconf does, and refuses a key that occurs twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
+        # The keys that are no scalars are refused below, as unhashable.
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if len(set(keys)) < len(keys):
             raise ValueError("a key occurs twice")
         found: dict[Any, Any] = super().construct_mapping(node, deep=deep)

@@ -19,7 +19,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import yaml
@@ -27,7 +28,7 @@ from trials import Trial, Wrong
 
 from orchestrator import cli
 from orchestrator.charts import raster
-from orchestrator.commands import doctor, export, fit, launch_script
+from orchestrator.commands import doctor, export, fit, launch_script, sync
 from orchestrator.commands import run as study
 from orchestrator.commands import sweep as sweep_command
 from orchestrator.compose import compose, folders, plain_line
@@ -123,6 +124,8 @@ class Typist:
         monkeypatch.setattr(hardware, "_smi", lambda query: [])
         monkeypatch.setattr(doctor, "loopback", lambda: "127.0.0.1")
         monkeypatch.setattr(memory_cache, "_ask_child", _counted)
+        monkeypatch.setattr(memory_cache, "_start_child", _no_child)  # which fit starts before it reads its words
+        monkeypatch.setattr(sync, "start_sync", _nothing_missing)
         monkeypatch.setattr(subprocess, "run", _no_tool)
         # matplotlib, which only report.png needs, takes a second; odd numbers in pictures: report/test_figures.py.
         monkeypatch.setattr(raster, "png", lambda picture, factor: b"")
@@ -232,6 +235,15 @@ def _recorded(point: Point, *, as_json: bool, admission: object) -> int:
     screen.plan(point.label, point.config, "folder")
     print(json.dumps(to_dict(point.config)))
     return 0
+
+
+def _no_child(*, lean: bool) -> NoReturn:
+    raise OSError
+
+
+def _nothing_missing(*words: object, **named: object) -> SimpleNamespace:
+    """The process of a sync that had nothing to write."""
+    return SimpleNamespace(stdout=[], poll=lambda: 0, wait=lambda: 0, returncode=0)
 
 
 def _counted(

@@ -19,6 +19,7 @@ def point(stage: int, tp: int, medians: list[float], offload: str = "device") ->
         "config": {"zero": {"stage": stage}, "parallel": {"tp": tp}, "offload": {"optimizer": offload}},
         "result": {
             "rounds": rounds,
+            "session": "together",
             "batch": {"tokens_per_step": 1000},
             "memory": {"states": states, "activations_bytes": 4 * MIB},
             "communication": {"data": volumes},

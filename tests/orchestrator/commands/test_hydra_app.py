@@ -29,6 +29,7 @@ from orchestrator.machine.hardware import Hardware
 from orchestrator.records import sweep_record
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import SweepPaths
+from orchestrator.report.screen import Screen
 
 HERE = Path(__file__).parents[1]
 ROOT = HERE.parents[1]
@@ -59,9 +60,9 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> list[SweepRequest]:
     asked: list[SweepRequest] = []
     run_quietly = sweep_command.run_quietly
 
-    def run(request: SweepRequest, hardware: Hardware) -> SweepPaths:
+    def run(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> SweepPaths:
         asked.append(request)
-        return run_quietly(replace(request, entry=STUB, predicts=False), hardware)
+        return run_quietly(replace(request, entry=STUB, predicts=False), hardware, screen)
 
     monkeypatch.setattr(sweep_command, "run_quietly", run)
     return asked

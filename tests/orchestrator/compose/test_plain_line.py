@@ -103,6 +103,13 @@ def test_a_folder_of_ones_own_is_merged_as_hydra_does(tmp_path: Path, monkeypatc
     assert plain_line.composed(asked("hardware=twice")) is None
 
 
+def test_a_key_that_is_a_list_is_left_to_hydra_which_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "conf" / "hardware").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "hardware" / "listed.yaml").write_text("name: mine\n[a, b]: 2\n")
+    assert plain_line.composed(asked("hardware=listed")) is None
+
+
 def test_a_plain_line_imports_neither_hydra_nor_torch() -> None:
     code = (
         "import sys; from orchestrator.compose import arguments; from orchestrator.compose.line import composed; "
