@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from orchestrator.config.optimizer import Scheduler
 from orchestrator.config.schema import Measure, RunConfig, Train
 from orchestrator.records.record_file import EventTail, require_json
 from orchestrator.records.record_shapes import RESULT
-from orchestrator.worker.saving import Best, Saving
+from orchestrator.worker import saving as saving_module
+from orchestrator.worker.saving import AUTO, Best, Saving
 from orchestrator.workloads.data import TokenData
 from zero_runtime.optim.lr_settings import RangeTestSettings
 
@@ -180,6 +182,32 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
     found = [saving.validated(step, loss) for step, loss in enumerate((math.nan, 3.0, math.inf, 3.0, math.nan, 2.0))]
     assert found == [False, True, False, False, False, True]
     assert saving.best == Best(5, 2.0)
+
+
+@pytest.mark.parametrize(("folder", "best"), [("mine", Best(4, 2.5)), ("another", None)])
+def test_a_resumed_training_knows_the_best_loss_of_its_own_checkpoints_alone(
+    folder: str, best: Best | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of another run has losses of other held-out data."""
+    trainer = {"step": 6, "samples": 48, "best": {"step": 4, "loss": 2.5}}
+    found = SimpleNamespace(path=tmp_path / folder / "step-00000006", index=SimpleNamespace(trainer=trainer))
+    monkeypatch.setattr(saving_module, "load_checkpoint", lambda runtime, checkpoint: None)
+    saving = Saving.__new__(Saving)
+    saving.best = None
+    for name, value in {
+        "rank": 1,
+        "restarted": False,
+        "steps": STEPS,
+        "runtime": None,
+        "config": SimpleNamespace(resume=AUTO),
+        "attempt": SimpleNamespace(checkpoints=tmp_path / "mine"),
+        "chosen": lambda: found,
+        "check_data": lambda path, trainer: None,
+    }.items():
+        setattr(saving, f"_{name}", value)
+    assert saving.resume().step == 6
+    assert saving.best == best
+    assert saving.validated(8, 2.6) is (best is None)
 
 
 @pytest.mark.parametrize(
