@@ -35,7 +35,7 @@ from orchestrator.report import comparison
 from orchestrator.rounds.order import TurnOrder
 from orchestrator.tracking.feed import Tracker, start_tracker
 
-LOOK_S = 0.2
+LOOK_S = 0.1
 IDLE_LOOK_S = 2.0  # for ranks that wait for their turn: looking at many of them would be a load of its own
 # After this many consecutive failures with the same message, the next point is expected to fail the same way.
 SAME_FAILURES = 3

@@ -14,7 +14,7 @@ from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.record_shapes import TURNS
 from orchestrator.records.run_record import AttemptPaths
 
-LOOK_S = 0.2
+LOOK_S = 0.05  # a point waits about this long after each turn of another; a look is one stat()
 
 
 def open_turns(
