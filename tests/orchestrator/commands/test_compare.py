@@ -15,9 +15,12 @@ from orchestrator import cli
 from orchestrator.commands.sweep import SweepRequest, run_quietly
 from orchestrator.exit_codes import BAD_USAGE, FAILED, INCOMPLETE, OK
 from orchestrator.machine import hardware
+from orchestrator.plan.point import Point
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.sweep_record import SweepPaths
+from orchestrator.report import sweep_table
+from orchestrator.text.paths import verb
 
 HERE = Path(__file__).parents[1]
 
@@ -83,6 +86,25 @@ def test_points_of_one_sweep_are_compared_by_a_setting(tmp_path: Path, capsys: p
     assert (label, settings[0]) == ("micro2", "batch.micro: 1 -> 2")
     for wrong in (["--by", "bath"], ["last", "last", "--by", "batch"], []):
         assert told(capsys, *words, *wrong)[0] == BAD_USAGE
+
+
+def test_two_checkouts_take_turns_and_the_next_command_compares_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (point,) = points(tmp_path, [1])
+    measured = replace(point.config, measure=replace(point.config.measure, rounds=3))
+    made = [
+        Point(label, replace(measured, resources=replace(measured.resources, code=code)), (f"resources.code={code}",))
+        for label, code in (("here", None), ("there", str(HERE.parents[1])))
+    ]
+    sweep = run_quietly(SweepRequest("batch", made, ("sweeps=batch",), predicts=False, entry=STUB), hardware.detect())
+    standings = sweep_record.standings(sweep)
+    assert [one.state.value for one in standings] == ["ok", "ok"]
+    assert ["code" in one.planned.contents for one in standings] == [False, True]
+    row = sweep_table.next_row(sweep, standings, runs=False)
+    assert row.text == f"{verb('compare', sweep.root)} --by resources.code"
+    code, text = told(capsys, "compare", sweep.name, "--by", "resources.code", "--output", str(tmp_path))
+    assert (code, "resources.code: None -> " in text) == (OK, True)
 
 
 def test_one_round_is_no_comparison_and_wrong_words_are_refused(

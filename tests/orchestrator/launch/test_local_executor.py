@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from orchestrator.records.record_file import read_json
 from orchestrator.records.run_record import AttemptPaths, new_attempt
 from orchestrator.records.run_state import RunState
 from orchestrator.report.screen import Screen
+from orchestrator.text.paths import CODE
 
 HERE = Path(__file__).parents[1]
 
@@ -231,3 +234,22 @@ def test_variables_of_the_user_are_kept_except_for_the_thread_count(tmp_path: Pa
     assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     own = environment.job_environment(on_cuda, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})
     assert "PYTORCH_ALLOC_CONF" not in own
+
+
+@pytest.mark.parametrize("code", [None, "/another/one"])
+def test_ranks_run_from_the_checkout_that_the_configuration_names(
+    code: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = list[str]()
+
+    def start(executor: local_executor._SessionExecutor) -> SimpleNamespace:
+        commands.append(executor._submitit_command_str)
+        return SimpleNamespace(pid=1)
+
+    monkeypatch.setattr(local_executor._SessionExecutor, "start", start)
+    config = make_config(tmp_path)
+    local_executor.submit(
+        AttemptPaths(tmp_path), replace(config, resources=replace(config.resources, code=code)), "entry"
+    )
+    (command,) = commands
+    assert shlex.split(command)[2] == f"{code or CODE}/orchestrator/machine/children.py"

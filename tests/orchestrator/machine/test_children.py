@@ -122,3 +122,14 @@ def test_only_two_modules_name_the_interpreter(file: Path) -> None:
     assert "sys.executable" not in names or file.name in ("children.py", "paths.py"), (
         "children.words makes such commands"
     )
+
+
+def test_a_child_of_another_checkout_imports_its_modules(trapped: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    program = Path(children.program_in(str(other)))
+    program.parent.mkdir(parents=True)
+    program.write_text(Path(children.__file__).read_text())
+    (other / "orchestrator" / "__init__.py").touch()
+    (other / "orchestrator" / "who.py").write_text("print(__file__)\n")
+    told = run(children.words("orchestrator.who", code=str(other)), trapped, children.environment(dict(os.environ)))
+    assert told.strip() == str(other / "orchestrator" / "who.py")
