@@ -8,7 +8,7 @@ from typing import Any
 from orchestrator.report import costs
 from orchestrator.report.ranking import Entry, Ranked, ratio
 from orchestrator.rounds import recorded
-from orchestrator.rounds.intervals import EQUAL
+from orchestrator.rounds.intervals import EQUAL, RoundsEstimate
 from orchestrator.text.units import significant, size
 
 
@@ -28,24 +28,24 @@ def _cheapest(entries: Sequence[Entry]) -> list[str]:
     currencies = {price.currency for entry in known if (price := prices[id(entry)])}
     if len(currencies) > 1:
         return [f"cheapest: not named, the prices have different currencies: {', '.join(sorted(currencies))}"]
-    per_ms = {}
-    for entry in known:
-        price, result = prices[id(entry)], entry.result or {}
-        assert price is not None
-        per_ms[id(entry.result)] = price.per_hour * costs.devices(entry.config, result)
 
-    def in_rounds(result: dict[str, Any]) -> list[float]:
-        return [per_ms[id(result)] * ms for ms in recorded.ms_per_token(result)]
+    def per_ms(entry: Entry) -> float:
+        price = prices[id(entry)]
+        assert price is not None
+        return price.per_hour * costs.devices(entry.config, entry.result or {})
 
     amounts = {id(entry): costs.cost_per_billion(entry.config, entry.result) or 0.0 for entry in known}
     known.sort(key=lambda entry: amounts[id(entry)])
     first, *others = known
-    best = first.result or {}
+
+    def of_time(entry: Entry) -> RoundsEstimate:
+        return ratio(entry.result or {}, first.result or {}, recorded.ms_per_token)
+
     free = amounts[id(first)] == 0
     ties = [
         entry
         for entry in others
-        if (amounts[id(entry)] == 0 if free else ratio(entry.result or {}, best, in_rounds).low <= 1 + EQUAL)
+        if (amounts[id(entry)] == 0 if free else of_time(entry).low * per_ms(entry) / per_ms(first) <= 1 + EQUAL)
     ]
     most = max(amounts[id(entry)] for entry in [first, *ties])
     low, high = significant(amounts[id(first)]), significant(most)
