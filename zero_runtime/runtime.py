@@ -435,12 +435,12 @@ class ZeroRuntime:
 
     def close(self) -> None:
         """Remove the hooks and free every flat tensor; the model's parameters are empty afterwards. Idempotent."""
-        unwrap_generate(self._wrapped)
         self._hooks.remove()
         if self._divided is not None:
             self._divided.remove()
         if self._sequences is not None:
             self._sequences.remove()
+        unwrap_generate(self._wrapped)  # last: what was installed first is removed last
         self.tier.close()  # first: it waits for updates under way, which use the units and the optimizer
         for unit in self.units:
             unit.free()

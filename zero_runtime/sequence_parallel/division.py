@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from zero_runtime.sequence_parallel.axis import SequenceAxis
 
 # Arguments of a forward that would need all of a sequence, and why.
 _WHOLE = {
-    "past_key_values": "`generate` and its cache need whole sequences",
+    "past_key_values": "a cache needs whole sequences",
     "labels": "the loss is computed from the logits and `runtime.sequence.part(labels)`",
     "attention_mask": "padding and packed sequences are not divided",
     "position_ids": "each rank's positions are those of its part",
@@ -59,22 +59,41 @@ class SequenceParallel:
 class DividedSequences:
     """The installed forward and attention of a model. It is called with full sequences, and returns its part.
 
-    The model must have passed `SequenceParallel.check`.
+    Its `generate` is refused: without a cache it would take each token from the end of the rank's part. The model must
+    have passed `SequenceParallel.check`.
     """
 
     def __init__(self, model: nn.Module, axis: SequenceAxis) -> None:
         self._model = model
         self._attention = InstalledAttention(model, axis)
-        self._installed = vars(model).get("forward")  # by other code, on this instance; None for that of the class
-        model.forward = PartForward(model.forward, axis)
+        own: dict[str, Any] = {"forward": PartForward(model.forward, axis)}
+        if callable(getattr(model, "generate", None)):
+            own["generate"] = NoGenerate(axis)
+        # What other code has set on this instance; None for what is of the class.
+        self._installed = {name: (one, vars(model).get(name)) for name, one in own.items()}
+        vars(model).update(own)
 
     def remove(self) -> None:
-        """Restore the model's own forward and attention. Idempotent."""
-        if isinstance(vars(self._model).get("forward"), PartForward):
-            del self._model.forward
-            if self._installed is not None:
-                self._model.forward = self._installed
+        """Restore the model's own forward, `generate` and attention. Idempotent."""
+        for name, (own, before) in self._installed.items():
+            if vars(self._model).get(name) is own:
+                del vars(self._model)[name]
+                if before is not None:
+                    vars(self._model)[name] = before
         self._attention.remove()
+
+
+class NoGenerate:
+    """The `generate` of a model whose sequences are divided."""
+
+    def __init__(self, axis: SequenceAxis) -> None:
+        self._axis = axis
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PlanError(
+            f"parallel.sp={self._axis.degree}: `generate` needs whole sequences, and each rank has a part of them; use "
+            "parallel.sp=1"
+        )
 
 
 class PartForward:

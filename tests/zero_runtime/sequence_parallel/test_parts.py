@@ -131,9 +131,18 @@ def test_arguments_that_need_whole_sequences_are_refused(name: str) -> None:
     sequences = DividedSequences(model, SequenceAxis(AloneInSequence(2)))
     with pytest.raises(PlanError, match=rf"parallel\.sp=2: expected a forward without {name}, found one"):
         model(ids, **{name: ids})
-    with pytest.raises(PlanError, match="`generate` and its cache need whole sequences"):
-        model.generate(ids, max_new_tokens=1)
     sequences.remove()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_generating_is_refused_while_sequences_are_divided_with_and_without_a_cache(cached: bool) -> None:
+    model, ids = model_of("llama"), torch.zeros((1, 4), dtype=torch.int64)
+    sequences = DividedSequences(model, SequenceAxis(AloneInSequence(2)))
+    with pytest.raises(PlanError, match=r"parallel\.sp=2: `generate` needs whole sequences"):
+        model.generate(ids, max_new_tokens=1, use_cache=cached)
+    sequences.remove()
+    assert "generate" not in vars(model)
+    assert model.generate(ids, max_new_tokens=1, use_cache=cached).shape == (1, 5)
 
 
 def test_a_model_is_as_it_was_after_its_removal() -> None:
