@@ -170,7 +170,7 @@ def next_row(sweep: SweepPaths, standings: Sequence[Standing], *, runs: bool) ->
     are_unranked = sum(row.is_measured for row in ranked) > 1 and all(row.place is None for row in ranked)
     if command and are_unranked and not (ranking.evaluates(ranked) or ranking.trains(ranked)):
         return Row("next", f"{program()} {shlex.join(ranking.standard(command))}")
-    if len({one.planned.config["resources"].get("code") for one in standings}) > 1:
+    if len({row.entry.config["resources"].get("code") for row in ranked if row.is_measured}) > 1:
         return Row("next", f"{verb('compare', sweep.root)} --by resources.code")
     return Row("next", ranking.next_after_sweep(ranked))
 
