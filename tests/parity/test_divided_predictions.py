@@ -144,6 +144,7 @@ def test_states_peaks_and_messages_with_other_settings_are_the_predicted_ones() 
     check(OTHERS)
 
 
+@pytest.mark.full
 def test_parts_of_sequences_have_the_predicted_states_peaks_and_messages_at_every_stage() -> None:
     check(PART_STAGES)
 

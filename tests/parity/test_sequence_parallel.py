@@ -48,6 +48,7 @@ def test_two_parts_of_a_sequence_equal_plain_torch(kinds: list[str]) -> None:
     check(2, [parts_of(kind) for kind in kinds])
 
 
+@pytest.mark.full
 def test_two_parts_on_two_data_ranks_equal_plain_torch_with_other_settings() -> None:
     accumulated = parts_of("llama", 2, micro_batches=2, clip_norm=0.5)
     every = [

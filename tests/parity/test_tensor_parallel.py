@@ -54,6 +54,7 @@ def test_two_slices_of_a_model_equal_plain_torch(kinds: tuple[str, ...]) -> None
     check(2, [DividedRun(kind, gathers_logits=place % 2 == 0) for place, kind in enumerate(kinds)])
 
 
+@pytest.mark.full
 def test_two_slices_on_two_data_ranks_equal_plain_torch_with_other_settings() -> None:
     accumulated = DividedRun("llama", 2, micro_batches=2, clip_norm=0.5)
     every = [

@@ -73,6 +73,7 @@ def test_a_slower_sweep_is_found_from_its_folder_its_name_and_its_document(
     assert (code, json.loads(text)["against"]["regressions"]) == (FAILED, ["micro1"])
 
 
+@pytest.mark.full
 def test_points_of_one_sweep_are_compared_by_a_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = [
         replace(one, config=replace(one.config, measure=replace(one.config.measure, rounds=3)))

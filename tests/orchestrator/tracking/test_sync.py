@@ -43,6 +43,7 @@ def done(output: Path, *sweeps: SweepPaths) -> dict[str, Synced]:
     return {line.what: line for line in lines}
 
 
+@pytest.mark.full
 def test_a_second_sync_adds_nothing(made: tuple[Path, SweepPaths]) -> None:
     output, sweep = made
     first = done(output)[sweep.name]

@@ -130,6 +130,7 @@ def _pairs_of(config: RunConfig, count: int) -> tuple[list[int], list[int], int]
     return first.tolist(), data.validation_windows.tolist(), data.train_samples
 
 
+@pytest.mark.full
 def test_fine_tuning_counts_the_responses_of_all_ranks_and_nothing_else(tmp_path: Path) -> None:
     run_alone(make_sft_files, tmp_path)
     config = line_of(tmp_path, "train.epochs=0.1 train.eval_every=null checkpoint.every=null optimizer.lr=0.0")
