@@ -109,7 +109,7 @@ def stability(sweeps: Sequence[Sequence[Point]]) -> list[str]:
 
 def block(by_batch: Mapping[int, Sequence[Sequence[Point]]], machine: str, today: str) -> str:
     """The generated part of the page, between its marks."""
-    lines = [f"{machine}; {today}. A round is ten steps.", "", HEADER]
+    lines = [f"{machine}; {today}. A round is ten steps; further ones may be longer or shorter.", "", HEADER]
     for without, offloaded in by_batch.values():
         lines += rows_of(without)
         lines += [row for row in rows_of(offloaded) if "offloaded" in row]

@@ -383,7 +383,8 @@ def next_after_sweep(ranked: Sequence[Ranked]) -> str:
 
 def standard(overrides: Sequence[str]) -> list[str]:
     """The overrides with measure=standard. Steps that were given would override its own."""
-    return [*without_key(overrides, *(f"measure{key}" for key in ("", ".steps", ".warmup_steps", ".rounds"))), STANDARD]
+    keys = ("measure", *(f"measure.{key}" for key in ("steps", "warmup_steps", "rounds", "min_s")))
+    return [*without_key(overrides, *keys), STANDARD]
 
 
 def longer(overrides: Sequence[str], *, evaluates: bool) -> str:

@@ -56,13 +56,14 @@ def test_points_of_one_sweep_are_compared_by_a_setting_in_their_turns() -> None:
         with_stage("2-2", [*(1.001 * ms for ms in moments), 99.0], 2),
         with_stage("3-8", [50.0] * 4, 3, micro=8),
     ]
+    refused = [Measured(label, "", {}, None, "refused") for label in ("no", "none")]
     for key in ("zero.stage", "zero"):
-        found = changes.by_setting(points, key, THRESHOLD)
+        found = changes.by_setting([*refused, *points], key, THRESHOLD)
         pairs = [(one.before.label, one.after.label, one.judgement) for one in found.points]
         assert pairs == [("1-2", "3-2", Judgement.slower), ("1-2", "2-2", Judgement.same)]
         assert [one.settings for one in found.points] == [("zero.stage: 1 -> 3",), ("zero.stage: 1 -> 2",)]
-        assert found.alone == ("1-4", "3-8")
-        assert changes.notes(found)[-1] == "compared with no other: 1-4, 3-8"
+        assert found.alone == ("no", "none", "1-4", "3-8")
+        assert changes.notes(found)[-1] == "compared with no other: no, none, 1-4, 3-8"
     found = changes.by_setting(points, "batch", THRESHOLD)
     assert [(one.before.label, one.after.label) for one in found.points] == [("1-2", "1-4"), ("3-2", "3-8")]
     alone = changes.by_setting(points[:1], "zero", THRESHOLD)

@@ -235,7 +235,7 @@ def test_the_csv_has_one_row_for_each_point_and_units_in_its_column_names() -> N
 def test_the_next_command_measures_the_winner_longer_or_runs_the_failed_point_alone() -> None:
     assert ranking.next_after_sweep(ranking.rank([make_entry("a", 100)])) == f"{program()} zero=a measure=standard"
     assert ranking.next_after_sweep(ranking.rank([FAILED])) == f"{program()} zero=stage3"
-    line = ranking.longer(("zero=stage2", "measure.steps=3", "output=a b"), evaluates=False)
+    line = ranking.longer(("zero=stage2", "measure.steps=3", "measure.min_s=2", "output=a b"), evaluates=False)
     assert line == f"{program()} zero=stage2 'output=a b' measure=standard"
 
 
