@@ -3,8 +3,10 @@
 [Note: what is repeated]
 Each repetition is a whole command with fresh ranks. Without an option it is a sweep of four points at measure=standard;
 its answer is the set of points in the first place: the winner, or those that tie. With `--slowdown SHARE` it is a sweep
-of one point with three checkouts of the code that take turns, and `compare --by resources.code` judges two of them
-against the first: an equal one, and one with a line that makes each step longer by this share.
+of one point with four checkouts of the code that take turns: two are equal, and two have a line that makes each step
+longer by this share. `compare --by resources.code` judges each slower one against an equal one, and each kind against
+its own: two tries each of what has to be found and of what must not. One rank on one core measures them, because two
+ranks also wait for each other, at speeds of their cores that change independently.
 
 `--busy` adds a changing load: processes on all cores that compute and sleep for random times, with a seed. `--keep
 FILE` has a line for each repetition, so that a command that was ended is resumed.
@@ -44,13 +46,17 @@ from orchestrator.rounds.recorded import step_medians_ms, used_rounds  # noqa: E
 
 RESULTS = ROOT / "benchmarks" / "results"
 POINTS = "zero=stage0,stage1,stage2,stage3"
+ALONE = ("zero=stage1", "resources.ranks=1", "resources.threads=1")
 MODEL = "model=llama_tiny precision=fp32 batch.seq=64 batch.micro=2 measure=standard measure.validation_batches=0"
 ALLOWED = 0.95  # of the repetitions have the same answer; of the slowdowns are found
 FALSE = 0.05  # of the equal checkouts may be called slower
 THRESHOLD = 0.05
 BUSY_S, IDLE_S = 5.0, 15.0  # means of the times for which a process of the changing load computes and sleeps
 PACKAGES = ("conf", "kernels", "orchestrator", "zero_runtime")
-# Appended to the runtime of the slower checkout. The median leaves out the times in which a point waits for its turn.
+# The checkouts, and which of them are compared: before and after.
+EQUALS, SLOWERS = ("first", "second"), ("first_slower", "second_slower")
+PAIRS = {"slower": tuple(zip(EQUALS, SLOWERS, strict=True)), "same": (EQUALS, SLOWERS)}
+# Appended to the runtime of the slower checkouts. The median leaves out the times in which a point waits for its turn.
 SLOWER = '''
 
 def _slower(step, share):
@@ -98,6 +104,7 @@ def numbers(points: Points) -> Numbers:
         point["label"]: {
             "place": point["place"],
             "rounds_ms": step_medians_ms(point["result"]),
+            "reference_ms": [statistics.geometric_mean(one["reference_ms"]) for one in used_rounds(point["result"])],
             "others": [one["others_share"] or 0.0 for one in used_rounds(point["result"])],
         }
         for point in points
@@ -164,39 +171,49 @@ def repeated(repeats: int, words: Sequence[str], kept: Kept) -> tuple[list[str],
 
 
 def checkouts(folder: Path, share: float) -> dict[str, Path]:
-    """Three copies of this code: the first, an equal one and a slower one."""
-    made = {name: folder / name for name in ("first", "same", "slower")}
+    """Four copies of this code: two as it is and two slower ones."""
+    made = {name: folder / name for name in (*EQUALS, *SLOWERS)}
     for path in made.values():
         for package in PACKAGES:
             shutil.copytree(ROOT / package, path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    with (made["slower"] / "zero_runtime" / "runtime.py").open("a", encoding="utf-8") as file:
-        file.write(SLOWER.replace("{share}", str(share)))
+    for name in SLOWERS:
+        with (made[name] / "zero_runtime" / "runtime.py").open("a", encoding="utf-8") as file:
+            file.write(SLOWER.replace("{share}", str(share)))
     return made
 
 
-def slowdowns(tries: int, share: float, words: Sequence[str], kept: Kept) -> tuple[list[str], bool]:
-    """The same for sweeps of three checkouts: the slower one is found, and the equal one is not."""
+def slowdowns(repeats: int, share: float, words: Sequence[str], kept: Kept) -> tuple[list[str], bool]:
+    """The same for sweeps of checkouts: the slower ones are found, and no difference of equal ones is."""
     with tempfile.TemporaryDirectory() as folder:
         codes = checkouts(Path(folder), share)
         axis = f"resources.code={','.join(map(str, codes.values()))}"
-        for number in range(len(kept.found), tries):
+        for number in range(len(kept.found), repeats):
+            began = time.monotonic()
             points = swept([axis, *words], Path(folder, f"outputs{number}"))
-            judged = {kind: _judged(points, codes["first"], codes[kind]) for kind in ("slower", "same")}
-            kept.add({**judged, "points": numbers(points)})
-            told = ", ".join(f"{kind}: {one['judgement']} {one['time']:.3f}" for kind, one in judged.items())
-            print(f"{number + 1}: {told}", file=sys.stderr, flush=True)
+            judged = {
+                kind: [_judged(points, codes[before], codes[after]) for before, after in pairs]
+                for kind, pairs in PAIRS.items()
+            }
+            kept.add({**judged, "seconds": time.monotonic() - began, "points": numbers(points)})
+            told = ", ".join(
+                f"{kind}: {each['judgement']} {each['time']:.3f}" for kind in judged for each in judged[kind]
+            )
+            print(f"{number + 1}: {told}, {kept.found[-1]['seconds']:.0f} s", file=sys.stderr, flush=True)
+    tries = {kind: [each for one in kept.found for each in one[kind]] for kind in PAIRS}
     found, false = (
-        sum(one[kind]["judgement"] == Judgement.slower.name for one in kept.found) for kind in ("slower", "same")
+        sum(each["judgement"] == Judgement.slower.name for each in tries[kind]) for kind in ("slower", "same")
     )
-    times = {kind: statistics.median(one[kind]["time"] for one in kept.found) for kind in ("slower", "same")}
+    ratios = {kind: [each["time"] for each in tries[kind]] for kind in PAIRS}
     lines = [
-        f"- a slowdown of {share:.0%} is found in {found} of {tries} sweeps (threshold {THRESHOLD:.0%}); the median of "
-        f"the measured ratios is {times['slower']:.3f}",
-        f"- an equal checkout is called slower in {false} of {tries} sweeps; the median of the ratios is "
-        f"{times['same']:.3f}",
+        f"- {repeats} sweeps of {statistics.median(one['seconds'] for one in kept.found):.0f} s each",
+        f"- a slowdown of {share:.0%} is found in {found} of {len(tries['slower'])} tries (threshold {THRESHOLD:.0%}); "
+        f"the measured ratios have the median {statistics.median(ratios['slower']):.3f} and the standard deviation "
+        f"{statistics.stdev(ratios['slower']):.2%}",
+        f"- equal checkouts: one is called slower in {false} of {len(tries['same'])} tries; median "
+        f"{statistics.median(ratios['same']):.3f}, standard deviation {statistics.stdev(ratios['same']):.2%}",
         "",
     ]
-    held = found >= ALLOWED * tries and false <= FALSE * tries
+    held = found >= ALLOWED * len(tries["slower"]) and false <= FALSE * len(tries["same"])
     return [*lines, *_noise_lines(noise([one["points"] for one in kept.found]))], held
 
 
@@ -248,7 +265,7 @@ def compute(seed: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=20, help="repetitions; default: 20")
-    parser.add_argument("--slowdown", type=float, metavar="SHARE", help="sweeps of three checkouts, such as 0.05")
+    parser.add_argument("--slowdown", type=float, metavar="SHARE", help="sweeps of four checkouts, such as 0.05")
     parser.add_argument("--busy", action="store_true", help="next to a load that changes")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="of the repetitions so far, to resume")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/")
@@ -261,7 +278,7 @@ def main() -> int:
     kept, words = Kept(asked.keep), [*MODEL.split(), *asked.words]
     with changing_load() if asked.busy else contextlib.nullcontext():
         if asked.slowdown:
-            lines, held = slowdowns(asked.repeats, asked.slowdown, ["zero=stage1", *words], kept)
+            lines, held = slowdowns(asked.repeats, asked.slowdown, [*ALONE, *words], kept)
         else:
             lines, held = repeated(asked.repeats, [*POINTS.split(), *words], kept)
     typed = " ".join(["python benchmarks/rank_repeats.py", *sys.argv[1:]])

@@ -68,7 +68,7 @@ def _row(point: Point, base: Point) -> str:
     speed = of_rounds([1e3 / ms for ms in ms_per_token(result)])
     pair = in_turns(base["result"], result)
     assert pair is not None  # the points of a sweep took turns
-    ratio = ratio_of_turns(*map(ms_per_token, pair))
+    ratio = ratio_of_turns(ms_per_token(pair.one), ms_per_token(pair.other), pair.reference)
     states = {state["component"]: state["measured_bytes"] / MIB for state in result["memory"]["states"]}
     sent = {"zero": 0.0, "tp": 0.0}
     for kind, volume in result["communication"]["data"].items():

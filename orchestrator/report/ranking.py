@@ -172,10 +172,10 @@ def _is_tie(leader: Entry, entry: Entry, how: Metric, rivals: int) -> bool:
     if how.in_rounds is None:
         return how.read(best) == how.read(other)
     pair = recorded.in_turns(best, other)
-    best, other = pair or (best, other)
-    larger, smaller = (best, other) if how.higher_first else (other, best)
-    turns = pair is not None
-    return not shows_difference(how.in_rounds(larger), how.in_rounds(smaller), turns=turns, rivals=rivals)
+    reference = pair.reference if pair else None
+    best, other = (pair.one, pair.other) if pair else (best, other)
+    larger, smaller = map(how.in_rounds, (best, other) if how.higher_first else (other, best))
+    return not shows_difference(larger, smaller, turns=pair is not None, rivals=rivals, reference=reference)
 
 
 def ratio(
@@ -183,7 +183,7 @@ def ratio(
 ) -> RoundsEstimate:
     """One result's value by the other's."""
     if pair := recorded.in_turns(one, other):
-        return ratio_of_turns(*map(in_rounds, pair))
+        return ratio_of_turns(in_rounds(pair.one), in_rounds(pair.other), pair.reference)
     return ratio_of_separate(in_rounds(one), in_rounds(other))
 
 

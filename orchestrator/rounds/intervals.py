@@ -10,6 +10,16 @@ than LEAST rounds there is nothing to draw from.
 Two points that took turns met the same machine in a round. Their ratio in each round is free of what both met, so it is
 taken first and its rounds are drawn. The rounds of separate measurements are drawn independently.
 
+[Note: equal speed of the cores]
+Within a round the points run one after the other, and cores that are shared with another virtual machine change their
+speed within a second. Next to each step a rank times work that is always the same (worker/core_speed.py). If d is the
+logarithm of two points' ratio in a round and e that of their reference work, then d = a + b e is fitted to the rounds by
+least squares, and a is the logarithm of the ratio at equal speed of the cores: a control variate (Lavenberg and Welch,
+A perspective on the use of control variables, Management Science 27 (1981), eq. 2 to 5). It keeps the part 1 - R^2 of
+the variance. b is not set to 1, because steps of several ranks also wait for each other; where the reference tells
+nothing, b is near 0, and the fit costs a factor of (n - 2) / (n - 3) in the variance. So it is used from CONTROLLED
+rounds on.
+
 [Note: equal]
 A difference of up to EQUAL is no difference; nobody chooses a setting for it. Beyond that a point is behind another
 only if its rounds show it. The bootstrap does not tell that: its interval lies within the rounds that there are, and
@@ -30,6 +40,7 @@ from typing import NamedTuple
 from orchestrator.rounds import student
 
 LEAST = 3  # rounds below which nothing is ranked
+CONTROLLED = 6  # rounds below which the reference work is not used
 EQUAL = 0.01
 MISTAKEN = 0.01  # probability that a sweep calls any point slower than the best one that is not
 INTERVAL = 0.95
@@ -61,9 +72,21 @@ def of_rounds(medians: Sequence[float]) -> RoundsEstimate:
     return _estimate(statistics.median(medians), lambda generator: _drawn(generator, medians))
 
 
-def ratio_of_turns(one: Sequence[float], other: Sequence[float]) -> RoundsEstimate:
-    """one / other of two points that took turns, round by round. See [Note: the same rounds]."""
-    return of_rounds([mine / theirs for mine, theirs in zip(one, other, strict=True)])
+def ratio_of_turns(
+    one: Sequence[float], other: Sequence[float], reference: Sequence[float] | None = None
+) -> RoundsEstimate:
+    """one / other of two points that took turns, round by round. See [Note: the same rounds].
+
+    reference: the ratio of their reference work in each round; see [Note: equal speed of the cores].
+    """
+    ratios = [mine / theirs for mine, theirs in zip(one, other, strict=True)]
+    if reference is None:
+        return of_rounds(ratios)
+    rounds = list(zip(map(math.log, ratios), map(math.log, reference), strict=True))
+    return _estimate(
+        math.exp(_at_equal_speed(rounds).mean),
+        lambda generator: math.exp(_at_equal_speed(generator.choices(rounds, k=len(rounds))).mean),
+    )
 
 
 def ratio_of_separate(one: Sequence[float], other: Sequence[float]) -> RoundsEstimate:
@@ -72,29 +95,62 @@ def ratio_of_separate(one: Sequence[float], other: Sequence[float]) -> RoundsEst
     return _estimate(middle, lambda generator: _drawn(generator, one) / _drawn(generator, other))
 
 
-def shows_difference(larger: Sequence[float], smaller: Sequence[float], *, turns: bool, rivals: int) -> bool:
+def shows_difference(
+    larger: Sequence[float],
+    smaller: Sequence[float],
+    *,
+    turns: bool,
+    rivals: int,
+    reference: Sequence[float] | None = None,
+) -> bool:
     """Whether the rounds of two points show that the one is larger by more than EQUAL. See [Note: equal].
 
     turns: whether the two took turns, so that their rounds belong together; rivals: the points that are held against
-    the best one, of which one of these is.
+    the best one, of which one of these is; reference: as for `ratio_of_turns`.
     """
     above, below = ([math.log(value) for value in side] for side in (larger, smaller))
-    if turns:
-        gaps = [high - low for high, low in zip(above, below, strict=True)]
-        error, freedom = statistics.stdev(gaps) / math.sqrt(len(gaps)), len(gaps) - 1
+    if reference is not None:
+        found = _at_equal_speed(list(zip(_gaps(above, below), map(math.log, reference), strict=True)))
     else:
-        error, freedom = _welch(above, below)
-    gap = statistics.mean(above) - statistics.mean(below)
-    return gap - student.quantile(1 - MISTAKEN / rivals, freedom) * error > math.log(1 + EQUAL)
+        found = _of_turns(_gaps(above, below)) if turns else _welch(above, below)
+    return found.mean - student.quantile(1 - MISTAKEN / rivals, found.freedom) * found.error > math.log(1 + EQUAL)
 
 
-def _welch(*sides: Sequence[float]) -> tuple[float, int]:
-    """The standard error of a difference of two means, and its degrees of freedom, rounded down."""
-    squares = [statistics.variance(side) / len(side) for side in sides]
+class _Mean(NamedTuple):
+    """A mean of logarithms, its standard error and the degrees of freedom of that."""
+
+    mean: float
+    error: float
+    freedom: int
+
+
+def _gaps(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    return [high - low for high, low in zip(above, below, strict=True)]
+
+
+def _of_turns(gaps: Sequence[float]) -> _Mean:
+    return _Mean(statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps)), len(gaps) - 1)
+
+
+def _at_equal_speed(rounds: Sequence[tuple[float, float]]) -> _Mean:
+    """The intercept of a line through rounds (d, e). See [Note: equal speed of the cores]."""
+    number = len(rounds)
+    mean, center = sum(d for d, _ in rounds) / number, sum(e for _, e in rounds) / number
+    spread = sum((e - center) ** 2 for _, e in rounds)
+    slope = sum((d - mean) * (e - center) for d, e in rounds) / spread if spread else 0.0
+    left = sum((d - mean - slope * (e - center)) ** 2 for d, e in rounds)
+    leverage = 1 / number + (center * center / spread if spread else 0.0)
+    return _Mean(mean - slope * center, math.sqrt(left / (number - 2) * leverage), number - 2)
+
+
+def _welch(above: Sequence[float], below: Sequence[float]) -> _Mean:
+    """Of a difference of two means; the degrees of freedom are rounded down."""
+    squares = [statistics.variance(side) / len(side) for side in (above, below)]
     total = sum(squares)
-    shares = sum(square * square / (len(side) - 1) for square, side in zip(squares, sides, strict=True))
-    least = min(len(side) for side in sides) - 1  # Welch's are never fewer; rounding could say so
-    return math.sqrt(total), max(least, int(total * total / shares)) if shares else least
+    shares = sum(square**2 / (len(side) - 1) for square, side in zip(squares, (above, below), strict=True))
+    least = min(len(above), len(below)) - 1  # Welch's are never fewer; rounding could say so
+    freedom = max(least, int(total * total / shares)) if shares else least
+    return _Mean(statistics.mean(above) - statistics.mean(below), math.sqrt(total), freedom)
 
 
 def _estimate(middle: float, draw: Callable[[random.Random], float]) -> RoundsEstimate:

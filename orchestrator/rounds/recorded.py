@@ -16,9 +16,9 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from orchestrator.rounds.intervals import LEAST
+from orchestrator.rounds.intervals import CONTROLLED, LEAST
 
 # Up to a tenth, a load is within the range of most rows' steps; a larger share could decide the order.
 NOTABLE_SHARE = 0.1
@@ -31,7 +31,8 @@ class Round:
     others_share: the share of the cores that other processes took; None if unknown. stalled: the shares of the time in
     which some process of the machine waited for a resource, by its name (Linux's pressure stall information); empty if
     the system does not report them. used: whether it counts. joules_per_step: energy of all ranks' devices, over all
-    steps of the round; None if it was not measured.
+    steps of the round; None if it was not measured. reference_ms: for each counted step the time of the reference work
+    next to it, the geometric mean over the ranks; empty where there is none.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Round:
     stalled: dict[str, float] = field(default_factory=dict)
     used: bool = True
     joules_per_step: float | None = None
+    reference_ms: list[float] = field(default_factory=list)
 
     @property
     def median_ms(self) -> float:
@@ -104,20 +106,38 @@ def is_ranked(result: Mapping[str, Any]) -> bool:
     return len(used_rounds(result)) >= LEAST
 
 
-def in_turns(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Two results with the rounds that both have, of which the faster point may have more; None if they took no turns
-    or share too few rounds. See [Note: the same rounds] in intervals.py."""
+class InTurns(NamedTuple):
+    """Two results with the rounds that both have. reference: by round, the time of the reference work next to the steps
+    of `one`, divided by that of `other`; None if a round has none, or if there are too few rounds for it."""
+
+    one: dict[str, Any]
+    other: dict[str, Any]
+    reference: list[float] | None
+
+
+def in_turns(one: Mapping[str, Any], other: Mapping[str, Any]) -> InTurns | None:
+    """The rounds that two results share, of which the faster point may have more; None if they took no turns or share
+    too few rounds. See [Note: the same rounds] in intervals.py. With reference work the steps of a round count by their
+    geometric mean, as the reference does: a median of steps at two speeds is one of the two.
+    """
     if not one.get("session") or one["session"] != other.get("session"):
         return None
     numbers = [{each["number"] for each in used_rounds(result)} for result in (one, other)]
     shared = numbers[0] & numbers[1]
     if len(shared) < LEAST:
         return None
-    first, second = (
-        {**result, "rounds": [each for each in used_rounds(result) if each["number"] in shared]}
-        for result in (one, other)
-    )
-    return first, second
+    mine, theirs = ([each for each in used_rounds(result) if each["number"] in shared] for result in (one, other))
+    if len(shared) < CONTROLLED or not all(each.get("reference_ms") for each in (*mine, *theirs)):
+        return InTurns({**one, "rounds": mine}, {**other, "rounds": theirs}, None)
+    reference = [
+        statistics.geometric_mean(my["reference_ms"]) / statistics.geometric_mean(their["reference_ms"])
+        for my, their in zip(mine, theirs, strict=True)
+    ]
+    return InTurns({**one, "rounds": _by_means(mine)}, {**other, "rounds": _by_means(theirs)}, reference)
+
+
+def _by_means(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{**each, "step_ms": [statistics.geometric_mean(each["step_ms"])]} for each in rounds]
 
 
 def loaded_rounds(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 from orchestrator.config.schema import Measure
@@ -15,6 +16,7 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns
 from orchestrator.rounds.order import round_sizes
 from orchestrator.rounds.recorded import Round, counted, to_repeat, with_repeated
+from orchestrator.worker.core_speed import ReferenceWork
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share, stalled_shares
 
 Tell = Callable[..., None]
@@ -26,7 +28,7 @@ class MeasuredRounds:
 
     gather: gives every rank the values of all ranks, in their order. tell: records an event. waiting: called many times
     a second while the rank waits for a turn. step_s: the seconds of all steps so far, to which the caller adds. energy:
-    of this rank's device.
+    of this rank's device. reference: this rank's; see worker/core_speed.py.
 
     [Note: further rounds]
     How well a speed is known depends on how long it was measured: the speed of a machine wanders within seconds, and
@@ -43,12 +45,15 @@ class MeasuredRounds:
         tell: Tell,
         waiting: Callable[[], None],
         energy: EnergyMeter | None = None,
+        reference: ReferenceWork | None = None,
     ) -> None:
         self._turns = Turns(attempt)
         self._configured, self._min_s = measure.rounds, measure.min_s
         self._asked = measure.rounds if self._turns.number is None else 1
         self._step_s, self._gather, self._tell, self._waiting = step_s, gather, tell, waiting
         self._load, self._energy = LoadMeter(), energy or EnergyMeter()
+        self._reference = reference or ReferenceWork(uses_cores=False)
+        self._reference_ms: list[float] | None = None  # of the current round: before each step, and after the last
         self._begins: set[int] = set()  # the first steps of the rounds
         self._last_steps: dict[int, int] = {}  # the last step of a round: the round's number, from 1
         self._sizes: dict[int, int] = {}  # steps by the round's number
@@ -82,8 +87,18 @@ class MeasuredRounds:
         """Begins a round. Blocks until it is this point's turn."""
         self._turns.next(lambda turn: self._tell("waiting", turn=turn), self._waiting)
         self._first, self._begun_at = len(self._step_s), time.time()
+        self._reference_ms = []
         self._load.begin(self._turns.beside)
         self._energy.begin()
+
+    def before_step(self) -> None:
+        """Times the reference work, if a step of a round that ranks follows."""
+        if self._reference_ms is not None and self._configured > 1:
+            self._time_reference(self._reference_ms)
+
+    def _time_reference(self, found: list[float]) -> None:
+        if (took_ms := self._reference.timed_ms()) is not None:
+            found.append(took_ms)
 
     def ends(self, step: int) -> int | None:
         """The number of the round that ends with this step, if one does. The caller then calls `end`."""
@@ -91,15 +106,28 @@ class MeasuredRounds:
 
     def end(self, number: int) -> None:
         """Ends the current round. A collective."""
+        self.before_step()
+        reference, self._reference_ms = self._reference_ms or [], None
+        around = [math.sqrt(one * other) for one, other in pairwise(reference)]  # of each step: before and after it
         made = self._step_s[self._first :]
         step_ms = [1e3 * seconds for seconds in counted(made, self._asked)]
-        used = self._load.end()._replace(joules=self._energy.end(), counted_s=sum(step_ms) / 1e3)
+        used = self._load.end()._replace(
+            joules=self._energy.end(), counted_s=sum(step_ms) / 1e3, reference_ms=counted(around, self._asked)
+        )
         ranks = self._gather(used)
         self._counted_s, self._counted_steps = self._counted_s + ranks[0].counted_s, self._counted_steps + len(step_ms)
         joules = joules_of_all([rank.joules or {} for rank in ranks])
         per_step = None if joules is None else joules / len(made)
         shares = (others_share(ranks), stalled_shares(ranks))
-        one = Round(number, self._begun_at, step_ms, *shares, joules_per_step=per_step)
+        by_step = zip(*(rank.reference_ms for rank in ranks), strict=True)
+        one = Round(
+            number,
+            self._begun_at,
+            step_ms,
+            *shares,
+            joules_per_step=per_step,
+            reference_ms=list(map(statistics.geometric_mean, by_step)),
+        )
         is_repeated = any(earlier.number == number for earlier in self.found)
         self.found = with_repeated(self.found, one) if is_repeated else [*self.found, one]
         self._tell("round", number=number, step_ms=one.median_ms, others_share=one.others_share, again=is_repeated)

@@ -18,6 +18,7 @@ from orchestrator.plan.tensor_messages import TensorMessages, messages_in, words
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker import evaluate, measure, predicted, profile
+from orchestrator.worker.core_speed import ReferenceWork
 from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.faults import Faults
 from orchestrator.worker.held_out import HeldOut, examples_of
@@ -104,6 +105,7 @@ class RankRun:
             self._tell,
             self._show_waiting,
             EnergyMeter(energy_counters(self._device)),
+            ReferenceWork(uses_cores=not self._on_cuda),
         )
         self._saving = Saving(attempt, config, runtime, self._data.hash, steps=steps, restarted=rank.restarts > 0)
         self._held_out = HeldOut(config, runtime, self._data, self._batches)
@@ -138,10 +140,10 @@ class RankRun:
         # others waiting.
         self._runtime.collectives.journal.end_start()
         end = self._rounds.divide(self._first + self._warmup_steps, self._steps)
-        self._runtime.clock.start()
         for step in range(self._first, end):
             if self._rounds.begins(step):
                 self._begin_round()
+            self._before_step()
             self._faults.at_step(step + 1, self._rank.rank)
             report, lr = self._train_step(step)
             self._note_step(step, report, lr)
@@ -155,7 +157,6 @@ class RankRun:
             if report.stop and step + 1 < self._steps:
                 self._tell_all()
                 return Stopped(self._progress.step, self._saving.stop(self._progress))
-            self._runtime.clock.start()  # keeps the time of saving out of the next step's
         self._runtime.clock.stop()
         if end == self._steps:
             self._validate(end)
@@ -194,7 +195,10 @@ class RankRun:
     def _begin_round(self) -> None:
         self._read_last_step()  # also waits for a GPU to reach the end of the step
         self._rounds.begin()
-        self._runtime.clock.start()  # keeps the time of waiting for a turn out of the step's
+
+    def _before_step(self) -> None:
+        self._rounds.before_step()
+        self._runtime.clock.start()  # keeps the time of that, of saving and of waiting for a turn out of the step's
 
     def _end_round(self, number: int) -> None:
         self._read_last_step()
@@ -213,7 +217,7 @@ class RankRun:
         for number, steps in rounds:
             self._rounds.begin()
             for _ in range(steps):
-                self._runtime.clock.start()
+                self._before_step()
                 self._faults.at_step(self._steps + 1, self._rank.rank)
                 self._train_step(self._steps)
                 self._readings.step_s.append(sum(self._runtime.clock.end().seconds().values()))

@@ -1,0 +1,43 @@
+"""Times a fixed piece of work next to each measured step: how fast the cores of a rank are at that moment.
+
+[Note: reference work]
+A core of a virtual machine may share its hardware with a neighbour that no counter of the guest shows: the same step
+takes 36 ms or 55 ms, and changes between the two within a second. Work that is always the same meets the same
+neighbour. It has the two kinds of work that steps consist of, products of matrices that fit into a core's cache and
+sums over arrays that do not, takes about a millisecond, and is left out of the step's time. What is compared with it is
+in [Note: equal speed of the cores] of rounds/intervals.py.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+SIDE = 128  # of the matrices: three of them are 192 KiB
+PRODUCTS = 8
+NUMEL = 131072  # of the arrays: two of them are 1 MiB
+SUMS = 10
+
+
+class ReferenceWork:
+    """The work of one rank. `uses_cores` is False where steps run on another device; then there is none."""
+
+    def __init__(self, *, uses_cores: bool) -> None:
+        self._tensors: tuple[torch.Tensor, ...] = ()
+        if uses_cores:
+            shapes = ((SIDE, SIDE), (SIDE, SIDE), (SIDE, SIDE), (NUMEL,), (NUMEL,))
+            self._tensors = tuple(torch.ones(shape, dtype=torch.float32) for shape in shapes)
+
+    @torch.no_grad()
+    def timed_ms(self) -> float | None:
+        """Does the work once. Returns its milliseconds; None if there is no such work."""
+        if not self._tensors:
+            return None
+        left, right, product, values, sums = self._tensors
+        began = time.perf_counter()
+        for _ in range(PRODUCTS):
+            torch.mm(left, right, out=product)
+        for _ in range(SUMS):
+            torch.add(values, 1.0, out=sums)
+        return 1e3 * (time.perf_counter() - began)
