@@ -13,12 +13,12 @@ taken first and its rounds are drawn. The rounds of separate measurements are dr
 [Note: equal speed of the cores]
 Within a round the points run one after the other, and cores that are shared with another virtual machine change their
 speed within a second. Next to each step a rank times work that is always the same (worker/core_speed.py). If d is the
-logarithm of two points' ratio in a round and e that of their reference work, then d = a + b e is fitted to the rounds by
-least squares, and a is the logarithm of the ratio at equal speed of the cores: a control variate (Lavenberg and Welch,
-A perspective on the use of control variables, Management Science 27 (1981), eq. 2 to 5). It keeps the part 1 - R^2 of
-the variance. b is not set to 1, because steps of several ranks also wait for each other; where the reference tells
-nothing, b is near 0, and the fit costs a factor of (n - 2) / (n - 3) in the variance. So it is used from CONTROLLED
-rounds on.
+logarithm of two points' ratio in a round and e that of their reference work, then d = a + b e is fitted to the rounds
+by least squares, and a is the logarithm of the ratio at equal speed of the cores: a control variate (Lavenberg and
+Welch, A perspective on the use of control variables to increase the efficiency of Monte Carlo simulations, Management
+Science 27 (1981), 322-335). It keeps the part 1 - R^2 of the variance. b is not set to 1, because the steps of several
+ranks also wait for each other; where the reference tells nothing, b is near 0 and the fit costs a factor of
+(n - 2) / (n - 3) in the variance. So it is used from CONTROLLED rounds on.
 
 [Note: equal]
 A difference of up to EQUAL is no difference; nobody chooses a setting for it. Beyond that a point is behind another

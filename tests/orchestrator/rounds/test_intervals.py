@@ -38,6 +38,40 @@ def test_what_both_points_met_in_a_round_is_not_in_their_ratio() -> None:
     assert separate.low < 0.8 < 1.2 < separate.high
 
 
+def test_the_speed_of_the_cores_is_not_in_a_ratio_with_reference_work() -> None:
+    generator = random.Random(4)
+    reference = [generator.choice([0.7, 1.0, 1.4]) for _ in range(24)]
+    one = [1.05 * each**0.9 for each in reference]
+    found = ratio_of_turns(one, [1.0] * 24, reference)
+    assert found == pytest.approx((1.05, 1.05, 1.05))
+    assert ratio_of_turns(one, [1.0] * 24).low < 1.0
+    assert shows_difference(one, [1.0] * 24, turns=True, rivals=1, reference=reference)
+    assert not shows_difference(one, [1.0] * 24, turns=True, rivals=1)
+    assert ratio_of_turns([1.1] * 6, [1.0] * 6, [1.0] * 6) == pytest.approx((1.1, 1.1, 1.1)), "cores at one speed"
+
+
+def test_reference_work_that_tells_nothing_makes_no_equal_points_differ() -> None:
+    generator = random.Random(5)
+    wrong = 0
+    for _ in range(TRIES):
+        one, other, reference = ([math.exp(generator.gauss(0, 0.1)) for _ in range(6)] for _ in range(3))
+        wrong += shows_difference(one, other, turns=True, rivals=1, reference=reference)
+    # Four standard deviations above the probability MISTAKEN are not seen by chance.
+    assert wrong <= MISTAKEN * TRIES + 4 * (MISTAKEN * TRIES) ** 0.5
+
+
+def test_the_interval_with_reference_work_contains_the_true_ratio_about_as_often_as_it_says() -> None:
+    generator = random.Random(6)
+    contained = 0
+    for _ in range(TRIES // 3):  # a bootstrap of fits each
+        reference = [math.exp(generator.gauss(0, 0.2)) for _ in range(24)]
+        one = [1.05 * each * math.exp(generator.gauss(0, 0.05)) for each in reference]
+        found = ratio_of_turns(one, [1.0] * 24, reference)
+        contained += found.low <= 1.05 <= found.high
+    # A bootstrap of 24 rounds is narrower than the truth by about 1 - sqrt(22 / 24), so 93 % are expected, not 95.
+    assert contained >= 0.93 * 100 - 4 * (0.93 * 0.07 * 100) ** 0.5
+
+
 def test_rounds_of_different_points_have_to_be_as_many_to_be_the_same_rounds() -> None:
     with pytest.raises(ValueError, match="shorter"):
         ratio_of_turns(SIX, SIX[:5])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import pytest
+
 from orchestrator.rounds import recorded
 from orchestrator.rounds.recorded import Round
 
@@ -33,7 +35,23 @@ def test_points_that_took_turns_are_compared_in_the_rounds_that_both_have() -> N
     slower = result(of(4, 8.0, 0.5, used=False), of(4, 7.0), *(of(number, 2.0 * number) for number in (2, 1)))
     pair = recorded.in_turns(faster, slower)
     assert pair is not None
-    assert list(map(recorded.step_medians_ms, pair)) == [[1.0, 2.0, 4.0], [2.0, 4.0, 7.0]]
+    assert list(map(recorded.step_medians_ms, pair[:2])) == [[1.0, 2.0, 4.0], [2.0, 4.0, 7.0]]
+    assert pair.reference is None, "rounds without reference work"
+
+
+def with_reference(number: int, steps: list[float], reference: list[float]) -> recorded.Round:
+    return recorded.Round(number, 0.0, steps, others_share=0.0, reference_ms=reference)
+
+
+def test_rounds_with_reference_work_count_by_geometric_means() -> None:
+    one = result(*(with_reference(number, [1.0, 1.0, 8.0], [2.0, 2.0, 16.0]) for number in range(6)))
+    other = result(*(with_reference(number, [3.0], [1.0]) for number in range(6)))
+    pair = recorded.in_turns(one, other)
+    assert pair is not None and pair.reference == pytest.approx([4.0] * 6)
+    assert recorded.step_medians_ms(pair.one) == pytest.approx([2.0] * 6)
+    fewer = recorded.in_turns({**one, "rounds": one["rounds"][:5]}, other)
+    assert fewer is not None and fewer.reference is None, "too few rounds for it"
+    assert recorded.step_medians_ms(fewer.one) == [1.0] * 5
 
 
 def test_points_without_a_common_session_or_with_too_few_common_rounds_took_no_turns() -> None:
