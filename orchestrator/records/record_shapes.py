@@ -48,6 +48,7 @@ ROUND = {
     "stalled": Maybe(Each(NUMBER)),
     "used": Maybe(bool),
     "joules_per_step": Maybe(NUMBER),
+    "reference_ms": Maybe([NUMBER]),
 }
 TEXT_OR_IDS = {"ids": [int], "text": Maybe(str)}
 EXAMPLE = {"prompt": TEXT_OR_IDS, "answer": TEXT_OR_IDS, "reference": TEXT_OR_IDS}

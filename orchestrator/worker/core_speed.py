@@ -3,9 +3,9 @@
 [Note: reference work]
 A core of a virtual machine may share its hardware with a neighbour that no counter of the guest shows: the same step
 takes 36 ms or 55 ms, and changes between the two within a second. Work that is always the same meets the same
-neighbour. It has the two kinds of work that steps consist of, products of matrices that fit into a core's cache and
-sums over arrays that do not, takes about a millisecond, and is left out of the step's time. What is compared with it is
-in [Note: equal speed of the cores] of rounds/intervals.py.
+neighbour. It has the two kinds of work that steps consist of, products of small matrices and sums over arrays as large
+as a core's cache, takes less than a millisecond, and is left out of the step's time. How it is used is in [Note: equal
+speed of the cores] of rounds/intervals.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ SUMS = 10
 
 
 class ReferenceWork:
-    """The work of one rank. `uses_cores` is False where steps run on another device; then there is none."""
+    """The work of one rank. There is none with uses_cores=False: where steps run on another device, and where no
+    speeds are compared."""
 
     def __init__(self, *, uses_cores: bool) -> None:
         self._tensors: tuple[torch.Tensor, ...] = ()

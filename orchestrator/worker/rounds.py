@@ -92,13 +92,9 @@ class MeasuredRounds:
         self._energy.begin()
 
     def before_step(self) -> None:
-        """Times the reference work, if a step of a round that ranks follows."""
-        if self._reference_ms is not None and self._configured > 1:
-            self._time_reference(self._reference_ms)
-
-    def _time_reference(self, found: list[float]) -> None:
-        if (took_ms := self._reference.timed_ms()) is not None:
-            found.append(took_ms)
+        """Times the reference work, if a round has begun."""
+        if self._reference_ms is not None and (took_ms := self._reference.timed_ms()) is not None:
+            self._reference_ms.append(took_ms)
 
     def ends(self, step: int) -> int | None:
         """The number of the round that ends with this step, if one does. The caller then calls `end`."""

@@ -47,10 +47,12 @@ def test_rounds_with_reference_work_count_by_geometric_means() -> None:
     one = result(*(with_reference(number, [1.0, 1.0, 8.0], [2.0, 2.0, 16.0]) for number in range(6)))
     other = result(*(with_reference(number, [3.0], [1.0]) for number in range(6)))
     pair = recorded.in_turns(one, other)
-    assert pair is not None and pair.reference == pytest.approx([4.0] * 6)
+    assert pair is not None
+    assert pair.reference == pytest.approx([4.0] * 6)
     assert recorded.step_medians_ms(pair.one) == pytest.approx([2.0] * 6)
     fewer = recorded.in_turns({**one, "rounds": one["rounds"][:5]}, other)
-    assert fewer is not None and fewer.reference is None, "too few rounds for it"
+    assert fewer is not None
+    assert fewer.reference is None, "too few rounds for it"
     assert recorded.step_medians_ms(fewer.one) == [1.0] * 5
 
 

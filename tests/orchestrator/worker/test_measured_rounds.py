@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness.patience import wait_until
 
 from orchestrator.config.schema import Measure
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns, grant, open_turns
 from orchestrator.rounds.recorded import NOTABLE_SHARE
+from orchestrator.worker.core_speed import ReferenceWork
 from orchestrator.worker.machine_load import Used
 from orchestrator.worker.rounds import MOST_FURTHER, MeasuredRounds
 
@@ -83,6 +85,65 @@ def test_further_rounds_follow_until_the_counted_steps_took_min_s(
         rank.rounds.end(number)
     assert sum(sum(one.step_ms) for one in rank.rounds.found) >= 1e3 * min_s
     assert rank.rounds.to_repeat() == []
+
+
+class Speeds(ReferenceWork):
+    """Reference work that takes these milliseconds."""
+
+    def __init__(self, *times_ms: float) -> None:
+        super().__init__(uses_cores=False)
+        self.left = list(times_ms)
+
+    def timed_ms(self) -> float | None:
+        return self.left.pop(0)
+
+
+def with_reference(folder: Path, rounds: int, reference: ReferenceWork) -> MeasuredRounds:
+    """Rounds of two ranks, of which the other's reference work takes four times as long."""
+
+    def gather(used: Used) -> list[Used]:
+        return [used, used._replace(reference_ms=[4 * one for one in used.reference_ms])]
+
+    steps: list[float] = []
+    made = MeasuredRounds(
+        AttemptPaths(folder),
+        Measure(rounds=rounds),
+        steps,
+        gather,
+        lambda event, **values: None,
+        lambda: None,
+        reference=reference,
+    )
+    made.divide(0, 3 * rounds)
+    for number in range(1, rounds + 1):
+        made.before_step()  # before a round: nothing is timed
+        made.begin()
+        for _ in range(3):
+            made.before_step()
+            steps.append(1.0)
+        made.end(number)
+    return made
+
+
+def test_the_reference_work_is_timed_around_each_step_of_a_round_and_outside_of_rounds_never(tmp_path: Path) -> None:
+    reference = Speeds(1.0, 1.0, 4.0, 9.0, 2.0, 2.0, 2.0, 2.0)
+    found = with_reference(tmp_path, 2, reference).found
+    # The first step of a round does not count; the mean of before and after, and that of two ranks, are geometric.
+    assert [one.reference_ms for one in found] == [pytest.approx([4.0, 12.0]), pytest.approx([4.0, 4.0])]
+    assert reference.left == []
+
+
+def test_steps_on_another_device_have_no_reference_work(tmp_path: Path) -> None:
+    elsewhere = ReferenceWork(uses_cores=False)
+    assert [one.reference_ms for one in with_reference(tmp_path, 2, elsewhere).found] == [[], []]
+
+
+def test_the_reference_work_takes_time_and_draws_no_random_number() -> None:
+    before = torch.get_rng_state()
+    took_ms = ReferenceWork(uses_cores=True).timed_ms()
+    assert took_ms is not None
+    assert took_ms > 0
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_further_round_next_to_a_load_is_measured_once_more(tmp_path: Path) -> None:
