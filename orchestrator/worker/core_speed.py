@@ -3,9 +3,9 @@
 [Note: reference work]
 A core of a virtual machine may share its hardware with a neighbour that no counter of the guest shows: the same step
 takes 36 ms or 55 ms, and changes between the two within a second. Work that is always the same meets the same
-neighbour. It has the two kinds of work that steps consist of, products of small matrices and sums over arrays as large
-as a core's cache, takes less than a millisecond, and is left out of the step's time. How it is used is in [Note: equal
-speed of the cores] of rounds/intervals.py.
+neighbour. It has the three kinds of work that steps on cores consist of: products of small matrices, sums over arrays
+as large as a core's cache, and calls of operations that have next to nothing to do. It takes one to two milliseconds,
+which are left out of the step's time. How it is used is in [Note: equal speed of the cores] of rounds/intervals.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 SIDE = 128  # of the matrices: three of them are 192 KiB
 PRODUCTS = 8
 NUMEL = 131072  # of the arrays: two of them are 1 MiB
-SUMS = 10
+SUMS = 20
+FEW, CALLS = 64, 100  # elements of a small array, and the operations on it
 
 
 class ReferenceWork:
@@ -41,4 +42,7 @@ class ReferenceWork:
             torch.mm(left, right, out=product)
         for _ in range(SUMS):
             torch.add(values, 1.0, out=sums)
+        few = values[:FEW]
+        for _ in range(CALLS):
+            torch.add(few, 1.0)
         return 1e3 * (time.perf_counter() - began)
