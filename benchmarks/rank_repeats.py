@@ -104,7 +104,11 @@ def numbers(points: Points) -> Numbers:
         point["label"]: {
             "place": point["place"],
             "rounds_ms": step_medians_ms(point["result"]),
-            "reference_ms": [statistics.geometric_mean(one["reference_ms"]) for one in used_rounds(point["result"])],
+            "reference_ms": [
+                statistics.geometric_mean(one["reference_ms"])
+                for one in used_rounds(point["result"])
+                if one.get("reference_ms")
+            ],
             "others": [one["others_share"] or 0.0 for one in used_rounds(point["result"])],
         }
         for point in points
