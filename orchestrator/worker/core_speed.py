@@ -2,7 +2,7 @@
 
 [Note: reference work]
 A core of a virtual machine may share its hardware with a neighbour that no counter of the guest shows: the same step
-takes 36 ms or 55 ms, and changes between the two within a second. Work that is always the same meets the same
+takes half as long again, and is back within a second. Work that is always the same meets the same
 neighbour. It has the three kinds of work that steps on cores consist of: products of small matrices, sums over arrays
 as large as a core's cache, and calls of operations that have next to nothing to do. It takes one to two milliseconds,
 which are left out of the step's time. How it is used is in [Note: equal speed of the cores] of rounds/intervals.py.

@@ -36,8 +36,8 @@ class Used(NamedTuple):
     """Seconds of processor time on one rank's machine during `wall_s`: this rank's own, and per core that of all
     processes. `busy_s` is empty if it cannot be measured there. stalled_s: by resource the seconds in which some
     process waited for it, where the system counts them. beside_s: of the ranks that waited for their turns. joules: by
-    counter of energy. counted_s: of this rank's clock, in counted steps. reference_ms: of
-    the reference work, by counted step."""
+    counter of energy. counted_s: of this rank's clock, in counted steps. reference_ms: of the
+    reference work next to each counted step."""
 
     host: str
     wall_s: float

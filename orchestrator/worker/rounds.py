@@ -16,7 +16,6 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns
 from orchestrator.rounds.order import round_sizes
 from orchestrator.rounds.recorded import Round, counted, to_repeat, with_repeated
-from orchestrator.worker.core_speed import ReferenceWork
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share, stalled_shares
 
 Tell = Callable[..., None]
@@ -28,7 +27,7 @@ class MeasuredRounds:
 
     gather: gives every rank the values of all ranks, in their order. tell: records an event. waiting: called many times
     a second while the rank waits for a turn. step_s: the seconds of all steps so far, to which the caller adds. energy:
-    of this rank's device. reference: this rank's; see worker/core_speed.py.
+    of this rank's device. reference: does the reference work of core_speed.py and returns its milliseconds, or None.
 
     [Note: further rounds]
     How well a speed is known depends on how long it was measured: the speed of a machine wanders within seconds, and
@@ -45,14 +44,14 @@ class MeasuredRounds:
         tell: Tell,
         waiting: Callable[[], None],
         energy: EnergyMeter | None = None,
-        reference: ReferenceWork | None = None,
+        reference: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._turns = Turns(attempt)
         self._configured, self._min_s = measure.rounds, measure.min_s
         self._asked = measure.rounds if self._turns.number is None else 1
         self._step_s, self._gather, self._tell, self._waiting = step_s, gather, tell, waiting
         self._load, self._energy = LoadMeter(), energy or EnergyMeter()
-        self._reference = reference or ReferenceWork(uses_cores=False)
+        self._time_reference = reference
         self._reference_ms: list[float] | None = None  # of the current round: before each step, and after the last
         self._begins: set[int] = set()  # the first steps of the rounds
         self._last_steps: dict[int, int] = {}  # the last step of a round: the round's number, from 1
@@ -93,7 +92,7 @@ class MeasuredRounds:
 
     def before_step(self) -> None:
         """Times the reference work, if a round has begun."""
-        if self._reference_ms is not None and (took_ms := self._reference.timed_ms()) is not None:
+        if self._reference_ms is not None and (took_ms := self._time_reference()) is not None:
             self._reference_ms.append(took_ms)
 
     def ends(self, step: int) -> int | None:

@@ -105,7 +105,7 @@ class RankRun:
             self._tell,
             self._show_waiting,
             EnergyMeter(energy_counters(self._device)),
-            ReferenceWork(uses_cores=not self._on_cuda and config.measure.rounds > 1),
+            ReferenceWork(uses_cores=not self._on_cuda and config.measure.rounds > 1).timed_ms,
         )
         self._saving = Saving(attempt, config, runtime, self._data.hash, steps=steps, restarted=rank.restarts > 0)
         self._held_out = HeldOut(config, runtime, self._data, self._batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +88,7 @@ def test_further_rounds_follow_until_the_counted_steps_took_min_s(
     assert rank.rounds.to_repeat() == []
 
 
-class Speeds(ReferenceWork):
-    """Reference work that takes these milliseconds."""
-
-    def __init__(self, *times_ms: float) -> None:
-        super().__init__(uses_cores=False)
-        self.left = list(times_ms)
-
-    def timed_ms(self) -> float | None:
-        return self.left.pop(0)
-
-
-def with_reference(folder: Path, rounds: int, reference: ReferenceWork) -> MeasuredRounds:
+def with_reference(folder: Path, rounds: int, reference: Callable[[], float | None]) -> MeasuredRounds:
     """Rounds of two ranks, of which the other's reference work takes four times as long."""
 
     def gather(used: Used) -> list[Used]:
@@ -126,15 +116,15 @@ def with_reference(folder: Path, rounds: int, reference: ReferenceWork) -> Measu
 
 
 def test_the_reference_work_is_timed_around_each_step_of_a_round_and_outside_of_rounds_never(tmp_path: Path) -> None:
-    reference = Speeds(1.0, 1.0, 4.0, 9.0, 2.0, 2.0, 2.0, 2.0)
-    found = with_reference(tmp_path, 2, reference).found
+    left = [1.0, 1.0, 4.0, 9.0, 2.0, 2.0, 2.0, 2.0]
+    found = with_reference(tmp_path, 2, lambda: left.pop(0)).found
     # The first step of a round does not count; the mean of before and after, and that of two ranks, are geometric.
     assert [one.reference_ms for one in found] == [pytest.approx([4.0, 12.0]), pytest.approx([4.0, 4.0])]
-    assert reference.left == []
+    assert left == []
 
 
 def test_steps_on_another_device_have_no_reference_work(tmp_path: Path) -> None:
-    elsewhere = ReferenceWork(uses_cores=False)
+    elsewhere = ReferenceWork(uses_cores=False).timed_ms
     assert [one.reference_ms for one in with_reference(tmp_path, 2, elsewhere).found] == [[], []]
 
 
