@@ -285,7 +285,11 @@ def main() -> int:
             lines, held = slowdowns(asked.repeats, asked.slowdown, [*ALONE, *words], kept)
         else:
             lines, held = repeated(asked.repeats, [*POINTS.split(), *words], kept)
-    typed = " ".join(["python benchmarks/rank_repeats.py", *sys.argv[1:]])
+    kept_in = str(asked.keep)
+    words_typed = [
+        asked.keep.name if word == kept_in else word for word in sys.argv[1:]
+    ]  # its folder is this machine's
+    typed = " ".join(["python benchmarks/rank_repeats.py", *words_typed])
     head = [
         f"# {'Slowdowns that are found' if asked.slowdown else 'Repetitions of one sweep'}",
         "",

@@ -19,7 +19,7 @@ from orchestrator.machine.interfaces import GLOO, LOOPBACK, interface_to, set_in
 from orchestrator.machine.loopback import ADDRESSES
 
 TUNABLES = "GLIBC_TUNABLES"
-GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"
+GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592:glibc.malloc.hugetlb=1"
 KERNEL_CACHE = "TRITON_CACHE_DIR"
 # torch 2.11 to 2.13 read the first of these that is set; the others are its older names.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -79,7 +79,8 @@ def rank_settings(resources: RankResources, base: Mapping[str, str], *, on_one_m
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONFAULTHANDLER": "1",
-        # The allocator reads this at process start: freed blocks are kept, so the next gather takes no page faults.
+        # The allocator reads this at process start: freed blocks are kept, so the next gather takes no page faults. In
+        # huge pages blocks have the same places in the caches whatever physical memory a process was given.
         TUNABLES: GLIBC,
     }
     if on_one_machine:

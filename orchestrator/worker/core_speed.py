@@ -6,11 +6,20 @@ takes half as long again, and is back within a second. Work that is always the s
 neighbour. It has the three kinds of work that steps on cores consist of: products of small matrices, sums over arrays
 as large as a core's cache, and calls of operations that have next to nothing to do. It takes one to two milliseconds,
 which are left out of the step's time. How it is used is in [Note: equal speed of the cores] of rounds/intervals.py.
+
+[Note: one page]
+A cache keeps an address by its place in physical memory. Arrays in pages of 4 KiB get other places in every process,
+so the same work would be some per cent faster in one process than in another for as long as both live. All arrays are
+in one huge page, where each has the same place.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -19,6 +28,7 @@ PRODUCTS = 8
 NUMEL = 131072  # of the arrays: two of them are 1 MiB
 SUMS = 20
 FEW, CALLS = 64, 100  # elements of a small array, and the operations on it
+PAGE_BYTES = 2 << 20  # the smallest huge page; the arrays take 1.2 MiB of it
 
 
 class ReferenceWork:
@@ -26,17 +36,17 @@ class ReferenceWork:
     speeds are compared."""
 
     def __init__(self, *, uses_cores: bool) -> None:
-        self._tensors: tuple[torch.Tensor, ...] = ()
+        self.arrays: tuple[torch.Tensor, ...] = ()
         if uses_cores:
             shapes = ((SIDE, SIDE), (SIDE, SIDE), (SIDE, SIDE), (NUMEL,), (NUMEL,))
-            self._tensors = tuple(torch.ones(shape, dtype=torch.float32) for shape in shapes)
+            self.arrays = _in_one_page(shapes)
 
     @torch.no_grad()
     def timed_ms(self) -> float | None:
         """Does the work once. Returns its milliseconds; None if there is no such work."""
-        if not self._tensors:
+        if not self.arrays:
             return None
-        left, right, product, values, sums = self._tensors
+        left, right, product, values, sums = self.arrays
         began = time.perf_counter()
         for _ in range(PRODUCTS):
             torch.mm(left, right, out=product)
@@ -46,3 +56,16 @@ class ReferenceWork:
         for _ in range(CALLS):
             torch.add(few, 1.0)
         return 1e3 * (time.perf_counter() - began)
+
+
+def _in_one_page(shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
+    """fp32 arrays of ones. A system without huge pages has them in small ones. See [Note: one page]."""
+    memory = mmap.mmap(-1, 2 * PAGE_BYTES)  # holds one page that begins at a multiple of its size
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # of a kernel that was built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.float32)
+    first = -whole.data_ptr() % PAGE_BYTES // whole.itemsize
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = whole[first : first + sum(sizes)].fill_(1.0).split(sizes)
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from orchestrator.config.schema import Measure
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns, grant, open_turns
 from orchestrator.rounds.recorded import NOTABLE_SHARE
-from orchestrator.worker.core_speed import ReferenceWork
+from orchestrator.worker.core_speed import PAGE_BYTES, ReferenceWork
 from orchestrator.worker.machine_load import Used
 from orchestrator.worker.rounds import MOST_FURTHER, MeasuredRounds
 
@@ -134,6 +135,14 @@ def test_the_reference_work_takes_time_and_draws_no_random_number() -> None:
     assert took_ms is not None
     assert took_ms > 0
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_arrays_of_the_reference_work_share_one_huge_page() -> None:
+    arrays = ReferenceWork(uses_cores=True).arrays
+    ends = [(one.data_ptr(), one.data_ptr() + one.nbytes - 1) for one in arrays]
+    assert len({address // PAGE_BYTES for pair in ends for address in pair}) == 1
+    assert all(last < first for (_, last), (first, _) in pairwise(ends))
+    assert all(torch.equal(one, torch.ones_like(one)) for one in arrays)
 
 
 def test_a_further_round_next_to_a_load_is_measured_once_more(tmp_path: Path) -> None:
