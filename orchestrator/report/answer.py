@@ -8,7 +8,9 @@ from typing import Any
 from orchestrator.report import cautions, named_apart, ranking
 from orchestrator.report.ranking import DEFAULT_METRIC, Ranked
 
-RANGE_WORDS = "the 95 % range between rounds, by which ties are judged; none from fewer than 3 rounds"
+RANGE_WORDS = (
+    "the 95 % range between rounds, none from fewer than 3; rows share rounds, so ties may be fewer than overlaps"
+)
 
 
 def speed(result: dict[str, Any]) -> float | None:
@@ -17,7 +19,7 @@ def speed(result: dict[str, Any]) -> float | None:
 
 
 def speed_range(result: dict[str, Any]) -> tuple[float, float] | None:
-    """The range of tokens/s by which ties are judged; None if there is none."""
+    """The range of tokens/s between rounds; None if there is none."""
     spread = ranking.speed(result)
     return None if spread is None else (spread.low, spread.high)
 

@@ -41,7 +41,7 @@ def _bar(point: ReportPoint, lengths: Sequence[float], **more: Any) -> Bar:
 
 
 def speed(points: Sequence[ReportPoint]) -> Figure:
-    """tokens/s with the range by which ties are judged; points without a result have a cross and their state."""
+    """tokens/s with the range between rounds; points without a result have a cross and their state."""
     chart = BarChart(
         "Speed of all ranks",
         "",

@@ -78,7 +78,7 @@ class ReportPoint:
 
     @property
     def speed_range(self) -> tuple[float, float] | None:
-        """The range by which ties are judged; None without a speed, and if there is none."""
+        """The range between rounds; None without a speed, and if there is none."""
         found = answer.speed_range(self.result) if self.result and self.speed is not None else None
         return found if found is not None and all(map(is_finite, found)) else None
 

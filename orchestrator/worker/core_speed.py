@@ -19,7 +19,6 @@ import contextlib
 import math
 import mmap
 import time
-from collections.abc import Sequence
 
 import torch
 
@@ -27,6 +26,7 @@ SIDE = 128  # of the matrices: three of them are 192 KiB
 PRODUCTS = 8
 NUMEL = 131072  # of the arrays: two of them are 1 MiB
 SUMS = 20
+SHAPES = ((SIDE, SIDE), (SIDE, SIDE), (SIDE, SIDE), (NUMEL,), (NUMEL,))
 FEW, CALLS = 64, 100  # elements of a small array, and the operations on it
 PAGE_BYTES = 2 << 20  # the smallest huge page; the arrays take 1.2 MiB of it
 
@@ -36,17 +36,15 @@ class ReferenceWork:
     speeds are compared."""
 
     def __init__(self, *, uses_cores: bool) -> None:
-        self.arrays: tuple[torch.Tensor, ...] = ()
-        if uses_cores:
-            shapes = ((SIDE, SIDE), (SIDE, SIDE), (SIDE, SIDE), (NUMEL,), (NUMEL,))
-            self.arrays = _in_one_page(shapes)
+        self._memory = _huge_page() if uses_cores else None
 
     @torch.no_grad()
     def timed_ms(self) -> float | None:
         """Does the work once. Returns its milliseconds; None if there is no such work."""
-        if not self.arrays:
+        if self._memory is None:
             return None
-        left, right, product, values, sums = self.arrays
+        # The tensors are made for each call, so that no count of a rank's tensors includes them.
+        left, right, product, values, sums = arrays_in(self._memory)
         began = time.perf_counter()
         for _ in range(PRODUCTS):
             torch.mm(left, right, out=product)
@@ -58,14 +56,21 @@ class ReferenceWork:
         return 1e3 * (time.perf_counter() - began)
 
 
-def _in_one_page(shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
-    """fp32 arrays of ones. A system without huge pages has them in small ones. See [Note: one page]."""
-    memory = mmap.mmap(-1, 2 * PAGE_BYTES)  # holds one page that begins at a multiple of its size
+def _huge_page() -> mmap.mmap:
+    """Memory that holds one whole huge page, with ones in the arrays. A system without huge pages has small ones."""
+    memory = mmap.mmap(-1, 2 * PAGE_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # of a kernel that was built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
+    for array in arrays_in(memory):
+        array.fill_(1.0)
+    return memory
+
+
+def arrays_in(memory: mmap.mmap) -> list[torch.Tensor]:
+    """The fp32 arrays of the work, one behind the other from the beginning of the page. See [Note: one page]."""
     whole = torch.frombuffer(memory, dtype=torch.float32)
     first = -whole.data_ptr() % PAGE_BYTES // whole.itemsize
-    sizes = [math.prod(shape) for shape in shapes]
-    parts = whole[first : first + sum(sizes)].fill_(1.0).split(sizes)
-    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+    sizes = [math.prod(shape) for shape in SHAPES]
+    parts = whole[first : first + sum(sizes)].split(sizes)
+    return [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]

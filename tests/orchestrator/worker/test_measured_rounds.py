@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from itertools import pairwise
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from orchestrator.config.schema import Measure
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns, grant, open_turns
 from orchestrator.rounds.recorded import NOTABLE_SHARE
-from orchestrator.worker.core_speed import PAGE_BYTES, ReferenceWork
+from orchestrator.worker.core_speed import PAGE_BYTES, ReferenceWork, arrays_in
 from orchestrator.worker.machine_load import Used
 from orchestrator.worker.rounds import MOST_FURTHER, MeasuredRounds
 
@@ -138,11 +140,22 @@ def test_the_reference_work_takes_time_and_draws_no_random_number() -> None:
 
 
 def test_the_arrays_of_the_reference_work_share_one_huge_page() -> None:
-    arrays = ReferenceWork(uses_cores=True).arrays
+    arrays = arrays_in(mmap(-1, 2 * PAGE_BYTES))
     ends = [(one.data_ptr(), one.data_ptr() + one.nbytes - 1) for one in arrays]
     assert len({address // PAGE_BYTES for pair in ends for address in pair}) == 1
     assert all(last < first for (_, last), (first, _) in pairwise(ends))
-    assert all(torch.equal(one, torch.ones_like(one)) for one in arrays)
+
+
+def test_the_reference_work_keeps_no_tensor_that_a_count_of_a_ranks_tensors_would_find() -> None:
+    before = live_tensor_bytes()
+    work = ReferenceWork(uses_cores=True)
+    assert work.timed_ms()
+    assert live_tensor_bytes() == before
+
+
+def live_tensor_bytes() -> int:
+    gc.collect()
+    return sum(one.nbytes for one in gc.get_objects() if isinstance(one, torch.Tensor))
 
 
 def test_a_further_round_next_to_a_load_is_measured_once_more(tmp_path: Path) -> None:
