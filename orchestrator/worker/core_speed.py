@@ -72,5 +72,5 @@ def arrays_in(memory: mmap.mmap) -> list[torch.Tensor]:
     whole = torch.frombuffer(memory, dtype=torch.float32)
     first = -whole.data_ptr() % PAGE_BYTES // whole.itemsize
     sizes = [math.prod(shape) for shape in SHAPES]
-    parts = whole[first : first + sum(sizes)].split(sizes)
+    parts = whole[first : first + sum(sizes)].split_with_sizes(sizes)
     return [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]
