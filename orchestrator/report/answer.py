@@ -9,8 +9,8 @@ from orchestrator.report import cautions, named_apart, ranking
 from orchestrator.report.ranking import DEFAULT_METRIC, Ranked
 
 RANGE_WORDS = (
-    "the 95 % range between rounds, none from fewer than 3; ties are judged round by round, so rows whose ranges overlap "
-    "may differ"
+    "the 95 % range between rounds, none from fewer than 3; ties are judged round by round, so ranges of "
+    "rows that differ may overlap"
 )
 
 
