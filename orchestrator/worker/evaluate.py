@@ -117,11 +117,8 @@ class Evaluation:
         if self._readings.census is None:
             self._readings.census = take_census(runtime)
         mean = float(losses) / max(tokens, 1)  # waits for the device, so that the time below is that of the forward
-        phases = runtime.clock.end().seconds()
-        seconds = sum(phases.values())
+        seconds = self._readings.add_step(runtime.clock.end().seconds())
         self._readings.ledger = runtime.reset_ledger()
-        self._readings.step_s.append(seconds)
-        self._readings.phases_s.append(phases)
         if counted:
             self._losses += losses
             self._tokens += tokens

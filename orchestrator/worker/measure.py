@@ -48,6 +48,12 @@ class Readings:
     validation_loss: float | None = None
     peaks: dict[str, int | None] | None = None  # of training, read before anything else was done
 
+    def add_step(self, phases_s: dict[str, float]) -> float:
+        """Adds a step by the seconds of its phases. Returns its seconds."""
+        self.phases_s.append(phases_s)
+        self.step_s.append(sum(phases_s.values()))
+        return self.step_s[-1]
+
 
 def memory_now(device: torch.device) -> tuple[str, float]:
     """(kind, MiB) of this process: ("allocated", peak so far) on CUDA, ("rss", current value) on a CPU."""

@@ -220,7 +220,7 @@ class RankRun:
                 self._before_step()
                 self._faults.at_step(self._steps + 1, self._rank.rank)
                 self._train_step(self._steps)
-                self._readings.step_s.append(sum(self._runtime.clock.end().seconds().values()))
+                self._readings.add_step(self._runtime.clock.end().seconds())
                 self._runtime.reset_ledger()
             self._rounds.end(number)
 
@@ -317,9 +317,7 @@ class RankRun:
 
     def _read_step(self, step: int, report: StepReport, lr: float, lap: Lap) -> None:
         phases = lap.seconds()
-        seconds = sum(phases.values())
-        self._readings.step_s.append(seconds)
-        self._readings.phases_s.append(phases)
+        seconds = self._readings.add_step(phases)
         if self._rank.rank != 0:
             return
         kind, mib = measure.memory_now(self._device)

@@ -1,4 +1,7 @@
-"""On a GPU the times of a step are read during the next one; on a CPU, and before a save, immediately."""
+"""On a GPU the times of a step are read during the next one; on a CPU, and before a save, immediately.
+
+Phases are of the same steps as the speed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from points import make_config
 from orchestrator.launch.rank import RankInfo
 from orchestrator.records.record_file import EventTail
 from orchestrator.worker.event_writer import EventWriter
-from orchestrator.worker.measure import Readings
+from orchestrator.worker.measure import Readings, phases_ms
 from orchestrator.worker.saving import Progress
 from orchestrator.worker.train import RankRun
 from zero_runtime.ledger import Ledger
@@ -78,6 +81,21 @@ def test_on_a_cpu_and_before_a_save_a_step_is_in_the_record_immediately(
     run, _ = run_on(device, tmp_path, saves_at=saves_at)
     run._note_step(0, report(3.0), 0.1)
     assert told(tmp_path) == [(1, 1000.0)]
+
+
+def test_the_phases_are_those_of_all_steps_that_count_in_the_speed_also_in_further_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = run_on("cpu", tmp_path)
+    run._steps = 1
+    run._rounds = SimpleNamespace(begin=lambda: None, end=lambda number: None)  # type: ignore[assignment]
+    run._faults = SimpleNamespace(at_step=lambda step, rank: None)  # type: ignore[assignment]
+    monkeypatch.setattr(RankRun, "_before_step", lambda self: None)
+    monkeypatch.setattr(RankRun, "_train_step", lambda self, step: None)
+    run._note_step(0, report(3.0), 0.1)
+    run._time_rounds([(2, 2)])
+    assert run._readings.step_s == [1.0, 2.0, 3.0]
+    assert phases_ms(run._readings, 0)["forward"] == 2000.0
 
 
 def test_a_run_that_fails_in_the_next_step_keeps_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
