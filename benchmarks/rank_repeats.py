@@ -285,11 +285,9 @@ def main() -> int:
             lines, held = slowdowns(asked.repeats, asked.slowdown, [*ALONE, *words], kept)
         else:
             lines, held = repeated(asked.repeats, [*POINTS.split(), *words], kept)
-    kept_in = str(asked.keep)
-    words_typed = [
-        asked.keep.name if word == kept_in else word for word in sys.argv[1:]
-    ]  # its folder is this machine's
-    typed = " ".join(["python benchmarks/rank_repeats.py", *words_typed])
+    typed = " ".join(["python benchmarks/rank_repeats.py", *sys.argv[1:]])
+    if asked.keep:
+        typed = typed.replace(str(asked.keep), asked.keep.name)  # its folder is this machine's
     head = [
         f"# {'Slowdowns that are found' if asked.slowdown else 'Repetitions of one sweep'}",
         "",

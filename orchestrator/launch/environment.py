@@ -80,7 +80,7 @@ def rank_settings(resources: RankResources, base: Mapping[str, str], *, on_one_m
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONFAULTHANDLER": "1",
         # The allocator reads this at process start: freed blocks are kept, so the next gather takes no page faults. In
-        # huge pages blocks have the same places in the caches whatever physical memory a process was given.
+        # huge pages a block's place in a core's caches depends less on the physical memory that a process was given.
         TUNABLES: GLIBC,
     }
     if on_one_machine:

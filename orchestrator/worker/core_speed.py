@@ -9,8 +9,8 @@ which are left out of the step's time. How it is used is in [Note: equal speed o
 
 [Note: one page]
 A cache keeps an address by its place in physical memory. Arrays in pages of 4 KiB get other places in every process,
-so the same work would be some per cent faster in one process than in another for as long as both live. All arrays are
-in one huge page, where each has the same place.
+so the same work could be faster in one process than in another for as long as both live. All arrays are in one huge
+page, where each has the same place.
 """
 
 from __future__ import annotations
