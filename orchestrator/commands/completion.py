@@ -23,7 +23,8 @@ def main(argv: Sequence[str]) -> int:
     if asked.line is not None:
         known = completion.read_flags(asked.flags)
         words = completion.typed_words(asked.line)
-        print("\n".join(completion.candidates(words, read_tree(_added(words)), known, _sweeps(words))))
+        for candidate in completion.candidates(words, read_tree(_added(words)), known, _sweeps(words)):
+            print(candidate)
         return 0
     if asked.shell is None:
         parsed.error(f"which shell? one of {' '.join(completion.SHELLS)}")

@@ -116,21 +116,27 @@ _zlab() {
         if [[ $word == *' ' ]]; then closed+=("${word% }"); else open+=("$word"); fi
     done
     if (( ${#open} + ${#closed} == 0 )); then _files; return; fi
-    (( ${#open} )) && compadd -S '' -- "${open[@]}"
-    (( ${#closed} )) && compadd -- "${closed[@]}"
+    (( ${#open} == 0 )) || compadd -S '' -- "${open[@]}"
+    (( ${#closed} == 0 )) || compadd -- "${closed[@]}"
 }
 compdef _zlab NAMES
 """
 FISH = r"""# tab completion of zero-lab in fish:  PROGRAM completion fish | source
 function _zlab
     set -l line (commandline -cp)
-    set -l words (commandline -opc)
-    set -l program $words[1]
+    set -l program (commandline -opc)[1]
     if string match -q 'python*' (basename $program)
-        string match -q '*run.py' -- "$words[2]"; or return
-        set program $words[1..2]
+        set program (commandline -opc)[1..2]
     end
-    $program completion --flags 'FLAGS' --line "$line" 2>/dev/null | string trim --right
+    set -l found ($program completion --flags 'FLAGS' --line "$line" 2>/dev/null | string trim --right)
+    if test (count $found) -gt 0
+        printf '%s\n' $found
+    else
+        __fish_complete_path (commandline -ct)
+    end
+end
+function _zlab_of_run_py  # all other uses of python complete files, as without zero-lab
+    string match -q '*run.py' -- (commandline -opc)[2]
 end
 REGISTER
 """
@@ -139,9 +145,10 @@ REGISTER
 def script(shell: str, program: str, flags: Mapping[str, Sequence[str]]) -> str:
     """The shell's code that registers the completion. flags: of each verb; kept in the code, because reading them would
     import every verb at each key press. With `python run.py` it also serves python, for run.py alone."""
-    names = ["zlab"] if program.rpartition("/")[2] == "zlab" else ["zlab", "run.py", "python", "python3"]
+    names = ["zlab"] if program.rpartition("/")[2] == "zlab" else ["zlab", "python", "python3"]
     text = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell]
-    register = "\n".join(f"complete -c {name} -f -a '(_zlab)'" for name in names if not name.startswith("python"))
+    only = {name: " -n _zlab_of_run_py" for name in names if name.startswith("python")}
+    register = "\n".join(f"complete -c {name}{only.get(name, '')} -f -a '(_zlab)'" for name in names)
     known = ";".join(f"{verb}:{','.join(names)}" for verb, names in flags.items())
     replaced = {"PROGRAM": program, "FLAGS": known, "NAMES": " ".join(names), "REGISTER": register}
     for name, value in replaced.items():

@@ -1,4 +1,4 @@
-"""Files and functions are small enough to be read as a whole."""
+"""Files and functions are small enough to be read as a whole, and the root holds what the floor plan names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE_LINES, FUNCTION_LINES = 450, 60
+ROOT_FOLDERS = {
+    *(".ci", ".github", "benchmarks", "conf", "docs", "examples"),
+    *("kernels", "orchestrator", "sweeps", "tests", "zero_runtime"),
+}
+
+
+def files_of_the_project(*patterns: str) -> list[str]:
+    """Tracked files and those that could be: what git does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
+    return [file for file in listed.stdout.splitlines() if (ROOT / file).is_file()]
 
 
 def too_long(file: str, source: str) -> Iterator[str]:
@@ -24,17 +35,16 @@ def too_long(file: str, source: str) -> Iterator[str]:
 
 
 def test_no_file_and_no_function_is_too_long() -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
-        cwd=ROOT,
-        capture_output=True,
-        encoding="utf-8",
-        check=True,
-    )
-    files = [file for file in listed.stdout.splitlines() if (ROOT / file).is_file()]
+    files = files_of_the_project("*.py")
     assert len(files) > 300, "expected the source files, the tests and the benchmarks"
     found = [line for file in files for line in too_long(file, (ROOT / file).read_text(encoding="utf-8"))]
     assert not found, "\n".join(found)
+
+
+def test_the_root_has_no_folder_besides_those_of_the_floor_plan() -> None:
+    """A command typed at the root writes folders there, which are then easily committed with a change."""
+    found = {Path(file).parts[0] for file in files_of_the_project() if "/" in file}
+    assert found == ROOT_FOLDERS
 
 
 def test_the_check_counts_lines() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -77,21 +78,60 @@ def test_each_shell_gets_code_without_placeholders(shell: str, capsys: pytest.Ca
         assert name not in code
 
 
-def completed_by_bash(*words: str, cwd: Path) -> list[str]:
-    """What bash itself offers after the words, the last of which is being typed."""
-    program = [sys.executable, str(ROOT / "run.py")]
-    code = subprocess.run([*program, "completion", "bash"], capture_output=True, text=True, check=True, cwd=cwd).stdout
-    line = " ".join([*program, *words])
-    array = " ".join(f"'{word}'" for word in [*program, *words])
-    ask = f"COMP_WORDS=({array}); COMP_CWORD={len(words) + 1}; COMP_LINE='{line}'; COMP_POINT={len(line)}; _zlab"
-    show = 'printf "%s\\n" "${COMPREPLY[@]}"'
-    done = subprocess.run(["bash", "-c", f"{code}\n{ask}\n{show}"], capture_output=True, text=True, check=True, cwd=cwd)
+# Each shell runs the code that it is given, on a line that is typed in the root of the project. Bash and zsh get the
+# variables that they set for the function of a completion; zsh also a compadd that prints, as the real one works only
+# within its line editor. Fish can be asked for the completions of a line.
+ASKED = {
+    "bash": """{code}
+        COMP_WORDS=({quoted}); COMP_CWORD={last}; COMP_LINE='{line}'; COMP_POINT=${{#COMP_LINE}}; _zlab
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """,
+    "zsh": """
+        compdef() {{ }}
+        _files() {{ print -l -- README* }}
+        _default() {{ _files }}
+        compadd() {{
+            local end=" "
+            if [[ $1 == -S ]]; then end=$2; shift 2; fi
+            shift
+            printf "%s$end\\n" "$@"
+        }}
+        {code}
+        words=({quoted}); CURRENT={last}+1; LBUFFER='{line}'; _zlab
+    """,
+    "fish": """
+        {code}
+        complete -C '{line}'
+    """,
+}
+
+
+def completed_by(shell: str, *words: str) -> list[str]:
+    """What the shell offers after the words, the last of which is being typed."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    program = [sys.executable, "run.py"]
+    asked = [*program, "completion", shell]
+    code = subprocess.run(asked, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    typed = [*program, *words]
+    text = ASKED[shell].format(
+        code=code, line=" ".join(typed), quoted=" ".join(f"'{word}'" for word in typed), last=len(typed) - 1
+    )
+    bare = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]
+    done = subprocess.run([shell, *bare, "-c", text], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 
 
-def test_bash_completes_what_follows_the_last_equals_sign(tmp_path: Path) -> None:
-    assert completed_by_bash("zero=stage1,stage2", cwd=tmp_path) == ["stage1,stage2"]
-    assert completed_by_bash("report", "--ag", cwd=tmp_path) == ["--against "]
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_the_shell_completes_options_flags_and_else_files(shell: str) -> None:
+    lists = completed_by(shell, "zero=stage1,stage")
+    assert lists == [f"{'' if shell == 'bash' else 'zero='}stage1,stage{n}" for n in (0, 2, 3)]
+    assert completed_by(shell, "report", "--ag") == ["--against" if shell == "fish" else "--against "]
+    files = completed_by(shell, "import", "READ")
+    assert files == (
+        [""] if shell == "bash" else ["README.md"]
+    )  # bash itself then completes files: complete -o default
 
 
 def test_completing_a_word_imports_nothing_that_runs_points() -> None:
