@@ -37,9 +37,11 @@ from benchmarks.stages_contestants import batch_of, parts_alone, whole_step  # n
 from benchmarks.stages_memory import measure_memory  # noqa: E402
 from benchmarks.stages_report import machine_now, write_report  # noqa: E402
 from benchmarks.stages_task import LIMIT, ROWS, WARMUP, Task  # noqa: E402
-from orchestrator.launch.environment import GLIBC, TUNABLES  # noqa: E402
 from zero_runtime.watch.watch import RankWatch  # noqa: E402
 from zero_runtime.world import WorldSettings, join_world, leave_world  # noqa: E402
+
+# Those of our launcher (orchestrator/launch/environment.py, which a machine with torch alone cannot import).
+GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592:glibc.malloc.hugetlb=1"
 
 
 def main() -> None:
@@ -87,8 +89,8 @@ def refuse_wrong_start(task: Task, losses: dict[str, float]) -> None:
 def on_ranks(measure: Callable[..., Any], task: Task, what: str) -> Any:
     """Runs `measure(task, what, ...)` on fresh ranks, and returns the result of rank 0."""
     print(f"measuring {what} ...", flush=True)
-    # The allocator settings of our launcher; a peer whose memory is measured gets the defaults that its users have.
-    os.environ[TUNABLES] = "" if what in task.peers else GLIBC
+    # A peer whose memory is measured gets the defaults that its users have.
+    os.environ["GLIBC_TUNABLES"] = "" if what in task.peers else GLIBC
     mp.spawn(rank_main, (measure, task, what), nprocs=task.world)
     return json.loads(Path(task.folder, "found.json").read_text())
 

@@ -151,29 +151,44 @@ def test_every_claim_has_a_name_of_its_own_and_a_command_that_exists() -> None:
         assert all(f"def {word.partition('::')[2]}(" in (ROOT / word.partition("::")[0]).read_text() for word in tests)
 
 
-@pytest.mark.full
-def test_the_gpu_tests_are_collected_with_torch_numpy_safetensors_and_pytest_alone() -> None:
-    program = f"""
+LACKING = f"""
 import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {NOT_NEEDED!r}:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Missing())
-import pytest
-sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-W", "ignore", "tests/gpu"]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
+
+
+def run_lacking(program: str) -> subprocess.CompletedProcess[str]:
+    """Runs the program in a Python that has torch, numpy, safetensors and pytest, and none of NOT_NEEDED."""
+    return subprocess.run(
+        [sys.executable, "-c", LACKING + program],
         capture_output=True,
         text=True,
         cwd=ROOT,
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         timeout=HANG_S,
     )
+
+
+@pytest.mark.full
+def test_the_gpu_tests_are_collected_with_torch_numpy_safetensors_and_pytest_alone() -> None:
+    done = run_lacking(
+        "import pytest\n"
+        "sys.exit(pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider', '-W', 'ignore', 'tests/gpu']))"
+    )
     # Without a GPU all tests are left out after they were collected, which pytest calls "no tests collected" (5).
     assert done.returncode in (0, 5), done.stdout + done.stderr
     assert "error" not in done.stdout.lower()
+
+
+def test_the_scripts_of_the_claims_are_imported_with_torch_numpy_and_safetensors_alone() -> None:
+    scripts = {one.command[1] for one in CLAIMS if one.command[1].startswith("benchmarks/")}
+    assert len(scripts) > 4
+    done = run_lacking(f"import runpy\nfor script in {sorted(scripts)}: runpy.run_path(script)")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.full

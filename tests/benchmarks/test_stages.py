@@ -9,9 +9,10 @@ import torch
 from harness.ranks import run_ranks
 
 from benchmarks.gpt import GptSize
-from benchmarks.stages import in_turn, measure_time
+from benchmarks.stages import GLIBC, in_turn, measure_time
 from benchmarks.stages_contestants import batch_of, whole_step
 from benchmarks.stages_task import LIMIT, ROWS, WARMUP, Task
+from orchestrator.launch import environment
 
 TASK = Task("", 2, GptSize(layers=2, width=32, heads=2, vocab=64, seq=16, micro=1), "fp32", 2, ())
 CPU = torch.device("cpu")
@@ -32,6 +33,10 @@ def test_every_row_has_the_losses_of_a_row_that_is_trained_alone() -> None:
     )
     assert measured["losses"][LIMIT][0] == expected[0]  # after that step the others have other weights
     assert {len(seconds) for seconds in measured["seconds"].values()} == {TASK.rounds}
+
+
+def test_the_rows_have_the_allocator_settings_of_the_launcher() -> None:
+    assert GLIBC == environment.GLIBC
 
 
 def test_each_round_has_every_contestant_once_in_a_changing_order_that_all_ranks_share() -> None:
