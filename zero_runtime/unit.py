@@ -164,6 +164,12 @@ class Unit:
         if self._parameters.casts:  # gathered into a separate buffer: at most one may exist at a time
             self._parameters.end_gather()
 
+    def wait_renewed(self) -> None:
+        """Block until what `renew` started has ended. Training needs no call of it. Measurements do: what is sent
+        between two timed steps would be in the time of neither."""
+        self._parameters.end_gather()
+        self._parameters.end_exchange(stale=False)
+
     def wait_current(self) -> bool:
         """Wait for a gather under way; return whether the full parameters hold this step's values.
 

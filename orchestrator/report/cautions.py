@@ -81,16 +81,20 @@ def _load_warnings(ranked: Sequence[Ranked]) -> list[str]:
 
 
 def _round_warnings(ranked: Sequence[Ranked]) -> list[str]:
-    """Rounds that were measured next to a notable load, twice."""
-    counts = {
-        row.entry.label: (len(recorded.loaded_rounds(row.entry.result)), len(recorded.used_rounds(row.entry.result)))
-        for row in ranked
-        if row.entry.result
+    """Rounds that were measured next to a notable load, twice: those that count, and those that are left out."""
+    results = {row.entry.label: row.entry.result for row in ranked if row.entry.result}
+    numbers = {
+        label: (len(recorded.loaded_rounds(result)), len(recorded.used_rounds(result)), left_out)
+        for label, result in results.items()
+        for left_out in [len(recorded.left_out_rounds(result))]
     }
-    named = [f"{loaded} of {rounds} of {label}" for label, (loaded, rounds) in counts.items() if loaded and rounds > 1]
-    if not named:
-        return []
-    return [f"rounds next to a load of at least {100 * NOTABLE_SHARE:.0f} %, also when repeated: {', '.join(named)}"]
+    counted = [f"{loaded} of {used} of {label}" for label, (loaded, used, _) in numbers.items() if loaded and used > 1]
+    left = [f"{left_out} of {used + left_out} of {label}" for label, (_, used, left_out) in numbers.items() if left_out]
+    load = f"next to a load of at least {100 * NOTABLE_SHARE:.0f} %, also when repeated"
+    return [
+        *([f"rounds {load}: {', '.join(counted)}"] if counted else []),
+        *([f"rounds left out, {load}: {', '.join(left)}"] if left else []),
+    ]
 
 
 def load_text(result: Mapping[str, Any]) -> str | None:

@@ -3,7 +3,8 @@
 [Note: a loaded round]
 A run that wants all cores gets 1 - s of them if other processes take the share s, so their load alone can make one
 point slower than another. A round with a share of at least NOTABLE_SHARE is measured once more after all others. Of the
-two the one with the smaller share counts: the choice depends on the load alone, never on the speed.
+two the one with the smaller share counts. A round that was loaded both times does not count, as long as at least
+CONTROLLED others do. All of this depends on the load alone, never on the speed.
 
 [Note: the first step of a round]
 Between its rounds a point waits while others run, and finds caches and queues of its updates as they left them. So the
@@ -15,7 +16,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from orchestrator.rounds.intervals import CONTROLLED, LEAST
@@ -71,6 +72,12 @@ def to_repeat(rounds: Sequence[Round]) -> list[int]:
     """The numbers of the rounds to measure once more. See [Note: a loaded round]."""
     measured = Counter(one.number for one in rounds)
     return [one.number for one in rounds if one.is_loaded and measured[one.number] == 1]
+
+
+def without_loaded(rounds: Sequence[Round]) -> list[Round]:
+    """The rounds, of which loaded ones no longer count, if enough others do. See [Note: a loaded round]."""
+    calm = sum(one.used and not one.is_loaded for one in rounds)
+    return [replace(one, used=one.used and not (one.is_loaded and calm >= CONTROLLED)) for one in rounds]
 
 
 def _share(one: Round) -> float:
@@ -143,3 +150,10 @@ def _by_means(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def loaded_rounds(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The rounds that count and were measured next to a notable load."""
     return [one for one in used_rounds(result) if (one.get("others_share") or 0.0) >= NOTABLE_SHARE]
+
+
+def left_out_rounds(result: Mapping[str, Any]) -> set[int]:
+    """The numbers of the rounds of which no measurement counts, because each was next to a notable load."""
+    return {int(one["number"]) for one in result.get("rounds") or []} - {
+        int(one["number"]) for one in used_rounds(result)
+    }

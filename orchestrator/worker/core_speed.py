@@ -7,6 +7,11 @@ neighbour. It has the three kinds of work that steps on cores consist of: produc
 as large as a core's cache, and calls of operations that have next to nothing to do. It takes one to two milliseconds,
 which are left out of the step's time. How it is used is in [Note: equal speed of the cores] of rounds/intervals.py.
 
+[Note: between two steps]
+What a step leaves running when it ends, such as the gathers of new parameters at stages 1 and 2, would proceed during
+the reference work: then it is in the time of neither step, and slows the reference work of these stages alone, so that
+they seem to have met slower cores. So on CPU ranks a step ends when its gathers have ended.
+
 [Note: one page]
 A cache keeps an address by its place in physical memory. Arrays in pages of 4 KiB get other places in every process,
 so the same work could be faster in one process than in another for as long as both live. All arrays are in one huge
@@ -22,6 +27,9 @@ import time
 
 import torch
 
+from orchestrator.config.schema import Device, RunConfig
+from zero_runtime.offload.plan import Tier
+
 SIDE = 128  # of the matrices: three of them are 192 KiB
 PRODUCTS = 8
 NUMEL = 131072  # of the arrays: two of them are 1 MiB
@@ -29,6 +37,16 @@ SUMS = 20
 SHAPES = ((SIDE, SIDE), (SIDE, SIDE), (SIDE, SIDE), (NUMEL,), (NUMEL,))
 FEW, CALLS = 64, 100  # elements of a small array, and the operations on it
 PAGE_BYTES = 2 << 20  # the smallest huge page; the arrays take 1.2 MiB of it
+
+
+def compares_cores(config: RunConfig) -> bool:
+    """Whether reference work is timed next to the steps of a run: of one on cores that takes turns with others.
+
+    Offloaded states are updated in the background of the next step; next to reference work such an update would be in
+    the time of no step.
+    """
+    is_offloaded = {config.offload.params, config.offload.optimizer} != {Tier.DEVICE}
+    return config.resources.device is Device.cpu and config.measure.rounds > 1 and not is_offloaded
 
 
 class ReferenceWork:

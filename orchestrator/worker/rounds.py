@@ -15,7 +15,7 @@ from orchestrator.machine.energy import EnergyMeter, joules_of_all
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns
 from orchestrator.rounds.order import round_sizes
-from orchestrator.rounds.recorded import Round, counted, to_repeat, with_repeated
+from orchestrator.rounds.recorded import Round, counted, to_repeat, with_repeated, without_loaded
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share, stalled_shares
 
 Tell = Callable[..., None]
@@ -144,6 +144,11 @@ class MeasuredRounds:
         """The number and the steps of each round that is measured once more. A measurement in one round is not: it
         ranks nothing, or its attempt is one of several."""
         return [(number, self._sizes[number]) for number in to_repeat(self.found)] if self._asked > 1 else []
+
+    def leave_out_loaded(self) -> None:
+        """Loaded rounds no longer count, if enough others do. A no-op where none is measured once more."""
+        if self._asked > 1:
+            self.found = without_loaded(self.found)
 
     def others_share(self) -> float | None:
         """Of the rounds that count, the mean share of the cores that other processes took; None if one is unknown."""

@@ -18,7 +18,7 @@ from orchestrator.plan.tensor_messages import TensorMessages, messages_in, words
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker import evaluate, measure, predicted, profile
-from orchestrator.worker.core_speed import ReferenceWork
+from orchestrator.worker.core_speed import ReferenceWork, compares_cores
 from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.faults import Faults
 from orchestrator.worker.held_out import HeldOut, examples_of
@@ -105,7 +105,7 @@ class RankRun:
             self._tell,
             self._show_waiting,
             EnergyMeter(energy_counters(self._device)),
-            ReferenceWork(uses_cores=not self._on_cuda and config.measure.rounds > 1).timed_ms,
+            ReferenceWork(uses_cores=compares_cores(config)).timed_ms,
         )
         self._saving = Saving(attempt, config, runtime, self._data.hash, steps=steps, restarted=rank.restarts > 0)
         self._held_out = HeldOut(config, runtime, self._data, self._batches)
@@ -211,6 +211,7 @@ class RankRun:
             if added := rounds():
                 self._tell(kind, rounds=[number for number, _ in added])
                 self._time_rounds(added)
+        self._rounds.leave_out_loaded()
 
     def _time_rounds(self, rounds: Sequence[tuple[int, int]]) -> None:
         """Measures rounds with these numbers and steps."""
@@ -266,11 +267,15 @@ class RankRun:
         assert isinstance(rates.lr, float)
         try:
             with clock.phase("optimizer"):
-                return runtime.step(rates), rates.lr
+                report = runtime.step(rates)
         except NonFiniteError as error:
             # Nothing was updated, so the repeated backward passes give the same numbers and show where they arise.
             verdict = runtime.find_non_finite(lambda: self._backwards(batches, tokens, counting=False))
             raise NonFiniteError(f"{error}\n{verdict}") from None
+        if not self._on_cuda:  # there the next step is issued at once, and its clock is read in the stream
+            for unit in runtime.units:  # see [Note: between two steps] in core_speed.py
+                unit.wait_renewed()
+        return report, rates.lr
 
     def _backwards(
         self, batches: list[tuple[torch.Tensor, torch.Tensor]], tokens: torch.Tensor, *, counting: bool

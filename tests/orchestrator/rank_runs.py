@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from orchestrator.records.record_file import EventTail, read_json, write_json_at
 from orchestrator.records.run_record import AttemptPaths
 
 
-def _rank_main(root: Path, rank: int, world: int) -> None:
+def _rank_main(root: Path, rank: int, world: int, prepare: Callable[[], None]) -> None:
     from orchestrator.worker.train import run_rank
 
+    prepare()
     try:
         run_rank(AttemptPaths(root), RankInfo(rank, world, rank, root / "rendezvous"))
     except BaseException:
@@ -28,15 +30,18 @@ def _rank_main(root: Path, rank: int, world: int) -> None:
     os._exit(0)
 
 
-def run(root: Path, config: RunConfig) -> dict[str, Any]:
-    """The result of a run, with the losses of its steps in `curve`."""
+def _nothing() -> None: ...
+
+
+def run(root: Path, config: RunConfig, prepare: Callable[[], None] = _nothing) -> dict[str, Any]:
+    """The result of a run, with the losses of its steps in `curve`. prepare: called in each rank before it begins."""
     paths = AttemptPaths(root / "attempts" / "01")
     paths.root.mkdir(parents=True)
     write_json_atomic(paths.config, to_dict(config))
     write_json_atomic(paths.state, {"contents": {}})
     prepare_fork_server()
     context, world = mp.get_context("forkserver"), config.ranks
-    ranks = [context.Process(target=_rank_main, args=(paths.root, rank, world)) for rank in range(world)]
+    ranks = [context.Process(target=_rank_main, args=(paths.root, rank, world, prepare)) for rank in range(world)]
     for rank in ranks:
         rank.start()
     for rank in ranks:

@@ -260,6 +260,9 @@ def test_rounds_that_stayed_loaded_are_counted() -> None:
     entry.result["rounds"][1]["others_share"] = 0.4
     told = "rounds next to a load of at least 10 %, also when repeated: 1 of 6 of a"
     assert cautions.warnings(ranking.rank([entry])) == [told]
+    entry.result["rounds"][1]["used"] = False
+    told = "rounds left out, next to a load of at least 10 %, also when repeated: 1 of 6 of a"
+    assert cautions.warnings(ranking.rank([entry])) == [told]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.rounds import recorded
+from orchestrator.rounds.intervals import CONTROLLED
 from orchestrator.rounds.recorded import Round
 
 
@@ -28,6 +29,17 @@ def test_a_loaded_round_is_measured_once_more_and_the_one_with_less_load_counts_
     assert len(recorded.loaded_rounds(result(*calmer))) == 1
     rounds = [of(1, 10.0), of(2, 30.0, 0.5)]
     assert recorded.step_medians_ms(result(*recorded.with_repeated(rounds, of(2, 5.0, 0.9)))) == [10.0, 30.0]
+
+
+def test_rounds_that_stay_loaded_do_not_count_if_enough_others_do() -> None:
+    calm = [of(number, 10.0) for number in range(1, CONTROLLED + 1)]
+    loaded = [of(8, 90.0, 0.4), of(8, 80.0, 0.5, used=False), of(9, 70.0, None)]
+    left = recorded.without_loaded([*calm, *loaded])
+    assert [one.number for one in left if one.used] == [*range(1, CONTROLLED + 1), 9], "an unknown load is none"
+    assert recorded.left_out_rounds(result(*left)) == {8}
+    fewer = [*calm[1:], *loaded[:2]]
+    assert recorded.without_loaded(fewer) == fewer
+    assert recorded.left_out_rounds(result(*fewer)) == set()
 
 
 def test_points_that_took_turns_are_compared_in_the_rounds_that_both_have() -> None:

@@ -17,6 +17,7 @@ from harness.patience import wait_until
 from orchestrator.config.schema import Measure
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns, grant, open_turns
+from orchestrator.rounds.intervals import CONTROLLED
 from orchestrator.rounds.recorded import NOTABLE_SHARE
 from orchestrator.worker.core_speed import PAGE_BYTES, ReferenceWork, arrays_in
 from orchestrator.worker.machine_load import Used
@@ -185,6 +186,14 @@ def test_a_round_next_to_a_load_is_measured_once_more_and_only_once(tmp_path: Pa
     assert rank.rounds.to_repeat() == []
     assert [one.used for one in rank.rounds.found] == [True, True, False], "the repeated round had more load"
     assert rank.events[-1] == ("round", {"number": 1, "step_ms": 300.0, "others_share": 0.5, "again": True})
+
+
+def test_a_round_that_stays_loaded_is_left_out_at_the_end(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, CONTROLLED + 1, [NOTABLE_SHARE])
+    rank.run(0, [0.9, 0.1] * (CONTROLLED + 1))
+    rank.rounds.leave_out_loaded()
+    assert [one.used for one in rank.rounds.found] == [False, *[True] * CONTROLLED]
+    assert rank.rounds.others_share() == 0.0
 
 
 def test_a_rank_waits_for_its_turn_and_says_so_once(tmp_path: Path) -> None:

@@ -5,13 +5,17 @@ Phases are of the same steps as the speed.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from points import make_config
+from points import config_of, make_config
+from rank_runs import run as run_all_ranks
 
+from orchestrator.config.schema import Measure
+from orchestrator.config.state_groups import Offload
 from orchestrator.launch.rank import RankInfo
 from orchestrator.records.record_file import EventTail
 from orchestrator.worker.event_writer import EventWriter
@@ -19,7 +23,9 @@ from orchestrator.worker.measure import Readings, phases_ms
 from orchestrator.worker.saving import Progress
 from orchestrator.worker.train import RankRun
 from zero_runtime.ledger import Ledger
+from zero_runtime.offload.plan import Tier
 from zero_runtime.step_report import StepReport
+from zero_runtime.unit_parameters import DataState
 
 
 class Clock:
@@ -109,3 +115,35 @@ def test_a_run_that_fails_in_the_next_step_keeps_the_last_one(tmp_path: Path, mo
     with pytest.raises(MemoryError, match="next forward"):
         run.run()
     assert told(tmp_path) == [(1, 1000.0)]
+
+
+def watch_gathers() -> None:
+    """Reference work that says 1 ms, and 2 ms if a gather of this rank is under way."""
+    from orchestrator.worker import train
+    from orchestrator.worker.core_speed import ReferenceWork
+
+    build, made = train.build_runtime, list[Any]()
+
+    def built(*given: Any) -> Any:
+        made.append(build(*given))
+        return made[-1]
+
+    def timed_ms(work: ReferenceWork) -> float | None:
+        states = [unit._parameters.state for unit in made[0].runtime.units]
+        return None if work._memory is None else 1.0 + (DataState.UNSHARDING in states)
+
+    train.build_runtime = built  # type: ignore[assignment]
+    ReferenceWork.timed_ms = timed_ms  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_a_step_sends_ends_before_the_reference_work_and_within_its_time(tmp_path: Path, stage: int) -> None:
+    config = replace(config_of(6, every=None, stage=stage), measure=Measure(warmup_steps=1, steps=4, rounds=2))
+    result = run_all_ranks(tmp_path, config, watch_gathers)
+    assert {tuple(one["reference_ms"]) for one in result["rounds"]} == {(1.0,)}
+
+
+def test_next_to_updates_in_the_background_there_is_no_reference_work(tmp_path: Path) -> None:
+    config = replace(config_of(6, every=None), measure=Measure(warmup_steps=1, steps=4, rounds=2))
+    result = run_all_ranks(tmp_path, replace(config, offload=Offload(optimizer=Tier.HOST)), watch_gathers)
+    assert {tuple(one["reference_ms"]) for one in result["rounds"]} == {()}
