@@ -103,6 +103,7 @@ def numbers(points: Points) -> Numbers:
     return {
         point["label"]: {
             "place": point["place"],
+            "rounds": [one["number"] for one in used_rounds(point["result"])],
             "rounds_ms": step_medians_ms(point["result"]),
             "reference_ms": [
                 statistics.geometric_mean(one["reference_ms"])
@@ -121,18 +122,30 @@ def noise(sweeps: Sequence[Numbers]) -> dict[str, float]:
     within, paired, shares = list[float](), list[float](), list[float]()
     by_label: dict[str, list[float]] = {}
     for points in sweeps:
-        rounds = {label: point["rounds_ms"] for label, point in points.items()}
-        means = [statistics.mean(turn) for turn in zip(*rounds.values(), strict=False)]  # a faster point makes more
+        rounds = {label: dict(zip(point["rounds"], point["rounds_ms"], strict=True)) for label, point in points.items()}
+        # A faster point makes more rounds, and loaded ones do not count.
+        shared = set.intersection(*map(set, rounds.values()))
+        means = {number: statistics.mean(medians[number] for medians in rounds.values()) for number in shared}
         for label, medians in rounds.items():
-            by_label.setdefault(label, []).append(statistics.median(medians))
-            within.append(statistics.stdev(medians) / statistics.mean(medians))
-            if len(rounds) > 1:
-                ratios = [one / mean for one, mean in zip(medians, means, strict=False)]
+            by_label.setdefault(label, []).append(statistics.median(medians.values()))
+            within.append(statistics.stdev(medians.values()) / statistics.mean(medians.values()))
+            if len(rounds) > 1 and len(shared) > 1:
+                ratios = [medians[number] / means[number] for number in shared]
                 paired.append(statistics.stdev(ratios) / statistics.mean(ratios))
         shares += [share for point in points.values() for share in point["others"]]
     between = [statistics.stdev(each) / statistics.mean(each) for each in by_label.values() if len(each) > 1]
     found = {"within": within, "paired": paired, "between": between, "others": shares}
     return {name: statistics.median(values) for name, values in found.items() if values}
+
+
+def reference_line(sweeps: Sequence[Numbers]) -> str:
+    """How long the reference work took next to the steps of each point: the median over all rounds."""
+    by_label: dict[str, list[float]] = {}
+    for points in sweeps:
+        for label, point in points.items():
+            by_label.setdefault(label, []).extend(point["reference_ms"])
+    told = ", ".join(f"{label} {statistics.median(took):.2f} ms" for label, took in by_label.items() if took)
+    return f"- reference work next to a step (median over the rounds): {told or 'none'}"
 
 
 class Kept:
@@ -171,6 +184,7 @@ def repeated(repeats: int, words: Sequence[str], kept: Kept) -> tuple[list[str],
         *(f"| {' = '.join(answer)} | {count} |" for answer, count in answers.most_common()),
         "",
     ]
+    lines += [reference_line([one["points"] for one in kept.found])]
     return [*lines, *_noise_lines(noise([one["points"] for one in kept.found]))], most >= ALLOWED * repeats
 
 

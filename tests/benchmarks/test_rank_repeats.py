@@ -47,6 +47,18 @@ def test_the_noise_is_told_apart_by_where_it_is() -> None:
     assert together["paired"] == pytest.approx(0.01 * (3 / 4) ** 0.5, rel=0.2)
 
 
+def test_rounds_belong_together_by_their_numbers() -> None:
+    one = rank_repeats.numbers([point("a", 1, [1.0, 2.0, 4.0, 8.0]), point("b", 2, [2.0, 4.0, 8.0, 16.0])])
+    one["b"] |= {key: one["b"][key][1:] for key in ("rounds", "rounds_ms", "others")}  # its first round is left out
+    assert rank_repeats.noise([one])["paired"] == pytest.approx(0.0)
+
+
+def test_the_reference_work_is_told_by_point() -> None:
+    sweeps = [{"a": {"reference_ms": [1.0, 1.5]}, "b": {"reference_ms": [2.0]}}, {"a": {"reference_ms": [1.6]}}]
+    told = "- reference work next to a step (median over the rounds): a 1.50 ms, b 2.00 ms"
+    assert rank_repeats.reference_line(sweeps) == told
+
+
 def test_repetitions_that_a_file_has_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[int]()
 
