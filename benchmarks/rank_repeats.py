@@ -2,11 +2,12 @@
 
 [Note: what is repeated]
 Each repetition is a whole command with fresh ranks. Without an option it is a sweep of four points at measure=standard;
-its answer is the set of points in the first place: the winner, or those that tie. With `--slowdown SHARE` it is a sweep
-of one point with four checkouts of the code that take turns: two are equal, and two have a line that makes each step
-longer by this share. `compare --by resources.code` judges each slower one against an equal one, and each kind against
-its own: two tries each of what has to be found and of what must not. One rank on one core measures them, because two
-ranks also wait for each other, at speeds of their cores that change independently.
+its answer is the set of points in the first place: the winner, or those that tie. No rule gives one answer for a point
+that is slower by just as much as its rounds can show: there it depends on the day's noise (`--points`). With
+`--slowdown SHARE` it is a sweep of one point with four checkouts of the code that take turns: two are equal, and two
+have a line that makes each step longer by this share. `compare --by resources.code` judges each slower one against an
+equal one, and each kind against its own: two tries each of what has to be found and of what must not. One rank on one
+core measures them, because two ranks also wait for each other, at speeds of their cores that change independently.
 
 `--busy` adds a changing load: processes on all cores that compute and sleep for random times, with a seed. `--keep
 FILE` has a line for each repetition, so that a command that was ended is resumed.
@@ -23,6 +24,7 @@ import json
 import os
 import platform
 import random
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -45,9 +47,9 @@ from orchestrator.report.changes import Judgement, Measured  # noqa: E402
 from orchestrator.rounds.recorded import step_medians_ms, used_rounds  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-POINTS = "zero=stage0,stage1,stage2,stage3"
-ALONE = ("zero=stage1", "resources.ranks=1", "resources.threads=1")
-MODEL = "model=llama_tiny precision=fp32 batch.seq=64 batch.micro=2 measure=standard measure.validation_batches=0"
+POINTS = "zero=stage1,stage3 precision=fp32,bf16"
+ALONE = ("zero=stage1", "precision=fp32", "resources.ranks=1", "resources.threads=1")
+MODEL = "model=llama_tiny batch.seq=64 batch.micro=2 measure=standard measure.validation_batches=0"
 ALLOWED = 0.95  # of the repetitions have the same answer; of the slowdowns are found
 FALSE = 0.05  # of the equal checkouts may be called slower
 THRESHOLD = 0.05
@@ -284,6 +286,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=20, help="repetitions; default: 20")
     parser.add_argument("--slowdown", type=float, metavar="SHARE", help="sweeps of four checkouts, such as 0.05")
+    parser.add_argument("--points", default=POINTS, help=f"the axes of the sweep; default: {POINTS}")
     parser.add_argument("--busy", action="store_true", help="next to a load that changes")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="of the repetitions so far, to resume")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/")
@@ -298,8 +301,8 @@ def main() -> int:
         if asked.slowdown:
             lines, held = slowdowns(asked.repeats, asked.slowdown, [*ALONE, *words], kept)
         else:
-            lines, held = repeated(asked.repeats, [*POINTS.split(), *words], kept)
-    typed = " ".join(["python benchmarks/rank_repeats.py", *sys.argv[1:]])
+            lines, held = repeated(asked.repeats, [*asked.points.split(), *words], kept)
+    typed = f"python benchmarks/rank_repeats.py {shlex.join(sys.argv[1:])}"
     if asked.keep:
         typed = typed.replace(str(asked.keep), asked.keep.name)  # its folder is this machine's
     head = [

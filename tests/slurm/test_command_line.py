@@ -64,6 +64,8 @@ def test_a_sweep_is_submitted_and_compared_and_the_same_command_again_submits_no
     assert "measured on" in told
     assert terminal.attempts() == 2
     assert list(terminal.folder.glob("outputs/sweeps/*/report.md"))
+    added = [json.loads(terminal.type("sync last --json")[1])[0]["added"] for _ in range(2)]
+    assert added == [3, 0], "both points and the summary, once"
 
 
 def test_a_running_sweep_can_be_cancelled_and_resumed(terminal: Terminal) -> None:
