@@ -19,10 +19,10 @@ from orchestrator.rounds.intervals import (
     EQUAL,
     LEAST,
     RoundsEstimate,
+    compared,
     of_rounds,
     ratio_of_separate,
     ratio_of_turns,
-    shows_difference,
 )
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, digits, loss, significant, size
@@ -129,11 +129,12 @@ class Entry:
 @dataclass(frozen=True)
 class Ranked:
     """`place` is None without a result, and for a speed without enough rounds. `tied`: the rounds show no difference
-    from the first row with the same place."""
+    from the first row with the same place; `hidden`: the relative difference up to which they would show none."""
 
     entry: Entry
     place: int | None = None
     tied: bool = False
+    hidden: float = 0.0
     metric: str = DEFAULT_METRIC
 
     @property
@@ -158,24 +159,27 @@ def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]
             ranked.append(Ranked(entry, metric=metric))
             continue
         placed += 1
-        if leader is not None and _is_tie(leader.entry, entry, how, rivals):
-            ranked.append(Ranked(entry, leader.place, tied=True, metric=metric))
-        else:
+        hidden = None if leader is None else _hidden(leader.entry, entry, how, rivals)
+        if leader is None or hidden is None:
             leader = Ranked(entry, placed, metric=metric)
             ranked.append(leader)
+        else:
+            ranked.append(Ranked(entry, leader.place, tied=True, hidden=hidden, metric=metric))
     return ranked + [Ranked(entry, metric=metric) for entry in entries if values[id(entry)] is None]
 
 
-def _is_tie(leader: Entry, entry: Entry, how: Metric, rivals: int) -> bool:
-    """Whether the entry may be as good as the leader. See [Note: equal] in rounds/intervals.py."""
+def _hidden(leader: Entry, entry: Entry, how: Metric, rivals: int) -> float | None:
+    """If the entry may be as good as the leader: up to which relative difference it would seem so; else None. See
+    [Note: equal] in rounds/intervals.py."""
     best, other = leader.result or {}, entry.result or {}
     if how.in_rounds is None:
-        return how.read(best) == how.read(other)
+        return 0.0 if how.read(best) == how.read(other) else None
     pair = recorded.in_turns(best, other)
     reference = pair.reference if pair else None
     best, other = (pair.one, pair.other) if pair else (best, other)
     larger, smaller = map(how.in_rounds, (best, other) if how.higher_first else (other, best))
-    return not shows_difference(larger, smaller, turns=pair is not None, rivals=rivals, reference=reference)
+    found = compared(larger, smaller, turns=pair is not None, rivals=rivals, reference=reference)
+    return None if found.differ else found.least - 1
 
 
 def ratio(
@@ -350,7 +354,9 @@ def conclusion(ranked: Sequence[Ranked]) -> str:
     states = {entry.label: states_bytes(entry.result or {}) for entry in group}
     least = [label for label, held in states.items() if held == min(states.values())]
     smallest = f"; {least[0]} has the smallest model states" if len(least) == 1 else ""
-    return f"{word}: a tie of {names}{smallest}"
+    hidden = max(row.hidden for row in placed if row.tied and row.place == 1)
+    unseen = f"; a difference of up to {100 * hidden:.0f} % would not show" if round(100 * hidden) > 100 * EQUAL else ""
+    return f"{word}: a tie of {names}{smallest}{unseen}"
 
 
 def evaluates(ranked: Sequence[Ranked]) -> bool:

@@ -95,14 +95,25 @@ def ratio_of_separate(one: Sequence[float], other: Sequence[float]) -> RoundsEst
     return _estimate(middle, lambda generator: _drawn(generator, one) / _drawn(generator, other))
 
 
-def shows_difference(
+class Compared(NamedTuple):
+    """Two points by their rounds. ratio: larger / smaller. least: the ratio above which they show a difference."""
+
+    ratio: float
+    least: float
+
+    @property
+    def differ(self) -> bool:
+        return self.ratio > self.least
+
+
+def compared(
     larger: Sequence[float],
     smaller: Sequence[float],
     *,
     turns: bool,
     rivals: int,
     reference: Sequence[float] | None = None,
-) -> bool:
+) -> Compared:
     """Whether the rounds of two points show that the one is larger by more than EQUAL. See [Note: equal].
 
     turns: whether the two took turns, so that their rounds belong together; rivals: the points that are held against
@@ -113,7 +124,8 @@ def shows_difference(
         found = _at_equal_speed(list(zip(_gaps(above, below), map(math.log, reference), strict=True)))
     else:
         found = _of_turns(_gaps(above, below)) if turns else _welch(above, below)
-    return found.mean - student.quantile(1 - MISTAKEN / rivals, found.freedom) * found.error > math.log(1 + EQUAL)
+    spread = student.quantile(1 - MISTAKEN / rivals, found.freedom) * found.error
+    return Compared(math.exp(found.mean), (1 + EQUAL) * math.exp(spread))
 
 
 class _Mean(NamedTuple):

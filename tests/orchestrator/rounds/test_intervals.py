@@ -5,21 +5,26 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from typing import Any
 
 import pytest
 
 from orchestrator.rounds.intervals import (
     MISTAKEN,
     RoundsEstimate,
+    compared,
     of_rounds,
     percentile,
     ratio_of_separate,
     ratio_of_turns,
-    shows_difference,
 )
 
 SIX = [101.0, 99.0, 100.0, 104.0, 98.0, 100.5]
 TRIES = 300
+
+
+def shows_difference(*sides: list[float], **asked: Any) -> bool:
+    return compared(*sides, **asked).differ
 
 
 def test_the_number_of_a_point_is_the_median_of_its_rounds_and_its_interval_is_always_the_same() -> None:
@@ -125,3 +130,15 @@ def test_rounds_that_were_not_shared_need_a_larger_difference_than_shared_ones()
     assert not shows_difference(one, other, turns=False, rivals=3)
     assert shows_difference([20 * each for each in one], other, turns=False, rivals=3)
     assert shows_difference([2.0] * 3, [1.0] * 3, turns=False, rivals=1), "rounds without any spread"
+
+
+@pytest.mark.parametrize("more", [1.002, 0.998])
+def test_a_ratio_just_above_the_least_one_shows_and_one_just_below_does_not(more: float) -> None:
+    generator = random.Random(11)
+    one = [100 * math.exp(generator.gauss(0.0, 0.05)) for _ in range(12)]
+    other = [100.0] * 12
+    found = compared(one, other, turns=True, rivals=3)
+    scale = more * found.least / found.ratio  # a common factor of all rounds changes no spread
+    again = compared([scale * each for each in one], other, turns=True, rivals=3)
+    assert again.least == pytest.approx(found.least)
+    assert again.differ == (more > 1)
