@@ -2,9 +2,10 @@
 
 [Note: a loaded round]
 A run that wants all cores gets 1 - s of them if other processes take the share s, so their load alone can make one
-point slower than another. A round with a share of at least NOTABLE_SHARE is measured once more after all others. Of the
-two the one with the smaller share counts. A round that was loaded both times does not count, as long as at least
-CONTROLLED others do. All of this depends on the load alone, never on the speed.
+point slower than another. Rounds with a share of at least NOTABLE_SHARE are measured again after all others, in passes:
+at most PASSES of them, and none after one that made no round calm, as next to a load that does not end. Of the
+measurements of a round the one with the smallest share counts. A round that was loaded each time does not count, as
+long as at least CONTROLLED others do. All of this depends on the load alone, never on the speed.
 
 [Note: the first step of a round]
 Between its rounds a point waits while others run, and finds caches and queues of its updates as they left them. So the
@@ -14,7 +15,6 @@ first step of a round of several steps is trained and not counted.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from orchestrator.rounds.intervals import CONTROLLED, LEAST
 
 # Up to a tenth, a load is within the range of most rows' steps; a larger share could decide the order.
 NOTABLE_SHARE = 0.1
+PASSES = 3
 
 
 @dataclass
@@ -61,7 +62,7 @@ def counted(steps: Sequence[float], rounds: int) -> Sequence[float]:
 
 
 def with_repeated(rounds: Sequence[Round], again: Round) -> list[Round]:
-    """The rounds with one that was measured once more. See [Note: a loaded round]."""
+    """The rounds with one that was measured again. See [Note: a loaded round]."""
     before = next(one for one in rounds if one.number == again.number and one.used)
     better = _share(again) < _share(before)
     before.used, again.used = not better, better
@@ -69,9 +70,8 @@ def with_repeated(rounds: Sequence[Round], again: Round) -> list[Round]:
 
 
 def to_repeat(rounds: Sequence[Round]) -> list[int]:
-    """The numbers of the rounds to measure once more. See [Note: a loaded round]."""
-    measured = Counter(one.number for one in rounds)
-    return [one.number for one in rounds if one.is_loaded and measured[one.number] == 1]
+    """The numbers of the rounds of which no measurement is calm. See [Note: a loaded round]."""
+    return [one.number for one in rounds if one.used and one.is_loaded]
 
 
 def without_loaded(rounds: Sequence[Round]) -> list[Round]:

@@ -15,11 +15,14 @@ from orchestrator.machine.energy import EnergyMeter, joules_of_all
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns
 from orchestrator.rounds.order import round_sizes
-from orchestrator.rounds.recorded import Round, counted, to_repeat, with_repeated, without_loaded
+from orchestrator.rounds.recorded import PASSES, Round, counted, to_repeat, with_repeated, without_loaded
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share, stalled_shares
 
 Tell = Callable[..., None]
 MOST_FURTHER = 18  # rounds for measure.min_s: beyond that they become longer, because each change of turns takes time
+ROUND_S = (
+    1.0  # that long they are otherwise, unless the configured rounds are shorter: a load comes and goes in seconds
+)
 
 
 class MeasuredRounds:
@@ -59,6 +62,7 @@ class MeasuredRounds:
         self._begun_at = 0.0
         self._first = 0  # of the current round, in step_s
         self._counted_s, self._counted_steps = 0.0, 0  # on rank 0
+        self._passes: list[int] = []  # how many rounds each repeated
         # With those of the attempts that this one continues.
         self.found = [Round(**one) for one in self._turns.earlier]
 
@@ -134,16 +138,22 @@ class MeasuredRounds:
         if self._asked == 1 or missing_s <= 0 or not self._counted_s:
             return []
         missing = math.ceil(missing_s * self._counted_steps / self._counted_s)
-        rounds = min(math.ceil(missing / self._counted_steps * self._asked), MOST_FURTHER)
+        as_configured = math.ceil(missing / self._counted_steps * self._asked)
+        rounds = min(max(as_configured, math.ceil(missing_s / ROUND_S)), missing, MOST_FURTHER)
         steps = math.ceil(missing / rounds) + 1  # the first is not counted
         further = [(number, steps) for number in range(self._asked + 1, self._asked + rounds + 1)]
         self._sizes |= dict(further)
         return further
 
     def to_repeat(self) -> list[tuple[int, int]]:
-        """The number and the steps of each round that is measured once more. A measurement in one round is not: it
-        ranks nothing, or its attempt is one of several."""
-        return [(number, self._sizes[number]) for number in to_repeat(self.found)] if self._asked > 1 else []
+        """The number and the steps of each round of the next pass; see [Note: a loaded round] in rounds/recorded.py. A
+        measurement in one round has none: it ranks nothing, or its attempt is one of several."""
+        loaded = to_repeat(self.found) if self._asked > 1 else []
+        helped = not self._passes or len(loaded) < self._passes[-1]
+        if len(self._passes) == PASSES or not helped:
+            return []
+        self._passes.append(len(loaded))
+        return [(number, self._sizes[number]) for number in loaded]
 
     def leave_out_loaded(self) -> None:
         """Loaded rounds no longer count, if enough others do. A no-op where none is measured once more."""

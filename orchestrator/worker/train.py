@@ -205,12 +205,14 @@ class RankRun:
         self._rounds.end(number)
 
     def _add_rounds(self) -> None:
-        """Measures further rounds, and rounds once more that were next to a notable load. The run is over: what it
+        """Measures further rounds, and rounds again that were next to a notable load. The run is over: what it
         learned and saved is that of its own steps, and these steps are timed and forgotten."""
-        for kind, rounds in (("extending", self._rounds.further), ("repeating", self._rounds.to_repeat)):
-            if added := rounds():
-                self._tell(kind, rounds=[number for number, _ in added])
-                self._time_rounds(added)
+        if further := self._rounds.further():
+            self._tell("extending", rounds=[number for number, _ in further])
+            self._time_rounds(further)
+        while repeated := self._rounds.to_repeat():
+            self._tell("repeating", rounds=[number for number, _ in repeated])
+            self._time_rounds(repeated)
         self._rounds.leave_out_loaded()
 
     def _time_rounds(self, rounds: Sequence[tuple[int, int]]) -> None:

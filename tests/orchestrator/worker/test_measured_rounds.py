@@ -54,6 +54,11 @@ class Rank:
             if (number := self.rounds.ends(step)) is not None:
                 self.rounds.end(number)
 
+    def repeat(self, number: int, seconds: list[float]) -> None:
+        self.rounds.begin()
+        self.steps += seconds
+        self.rounds.end(number)
+
 
 def test_steps_after_the_warm_up_are_divided_into_rounds_without_their_first_steps(tmp_path: Path) -> None:
     rank = Rank(tmp_path, 3)
@@ -176,13 +181,11 @@ def test_a_measurement_in_one_round_counts_every_step_and_repeats_nothing(tmp_pa
     assert (rank.rounds.to_repeat(), rank.rounds.others_share()) == ([], pytest.approx(0.5))
 
 
-def test_a_round_next_to_a_load_is_measured_once_more_and_only_once(tmp_path: Path) -> None:
+def test_a_round_next_to_a_load_is_measured_again_and_not_after_a_pass_in_which_no_load_ended(tmp_path: Path) -> None:
     rank = Rank(tmp_path, 2, [NOTABLE_SHARE, 0.0, 0.5])
     rank.run(0, [0.9, 0.1, 0.9, 0.2])
     assert rank.rounds.to_repeat() == [(1, 2)]
-    rank.rounds.begin()
-    rank.steps += [0.9, 0.3]
-    rank.rounds.end(1)
+    rank.repeat(1, [0.9, 0.3])
     assert rank.rounds.to_repeat() == []
     assert [one.used for one in rank.rounds.found] == [True, True, False], "the repeated round had more load"
     assert rank.events[-1] == ("round", {"number": 1, "step_ms": 300.0, "others_share": 0.5, "again": True})
@@ -194,6 +197,18 @@ def test_a_round_that_stays_loaded_is_left_out_at_the_end(tmp_path: Path) -> Non
     rank.rounds.leave_out_loaded()
     assert [one.used for one in rank.rounds.found] == [False, *[True] * CONTROLLED]
     assert rank.rounds.others_share() == 0.0
+
+
+def test_passes_over_the_loaded_rounds_go_on_while_they_help_and_are_few(tmp_path: Path) -> None:
+    loaded = NOTABLE_SHARE
+    rank = Rank(tmp_path, 5, [loaded] * 5 + [0.0, *[loaded] * 4] + [0.0, *[loaded] * 3] + [0.0, loaded, loaded])
+    rank.run(0, [0.9, 0.1] * 5)
+    passes = []
+    while added := rank.rounds.to_repeat():
+        passes.append([number for number, _ in added])
+        for number, _ in added:
+            rank.repeat(number, [0.9, 0.2])
+    assert passes == [[1, 2, 3, 4, 5], [2, 3, 4, 5], [3, 4, 5]]
 
 
 def test_a_rank_waits_for_its_turn_and_says_so_once(tmp_path: Path) -> None:
