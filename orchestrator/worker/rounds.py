@@ -20,9 +20,7 @@ from orchestrator.worker.machine_load import LoadMeter, Used, others_share, stal
 
 Tell = Callable[..., None]
 MOST_FURTHER = 18  # rounds for measure.min_s: beyond that they become longer, because each change of turns takes time
-ROUND_S = (
-    1.0  # that long they are otherwise, unless the configured rounds are shorter: a load comes and goes in seconds
-)
+ROUND_S = 1.0  # how long they are otherwise, if the configured ones are longer: a load comes and goes in seconds
 
 
 class MeasuredRounds:
