@@ -81,7 +81,7 @@ def _load_warnings(ranked: Sequence[Ranked]) -> list[str]:
 
 
 def _round_warnings(ranked: Sequence[Ranked]) -> list[str]:
-    """Rounds that were measured next to a notable load, twice: those that count, and those that are left out."""
+    """Rounds that stayed next to a notable load when repeated: those that count, and those that are left out."""
     results = {row.entry.label: row.entry.result for row in ranked if row.entry.result}
     numbers = {
         label: (len(recorded.loaded_rounds(result)), len(recorded.used_rounds(result)), left_out)

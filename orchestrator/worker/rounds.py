@@ -154,7 +154,7 @@ class MeasuredRounds:
         return [(number, self._sizes[number]) for number in loaded]
 
     def leave_out_loaded(self) -> None:
-        """Loaded rounds no longer count, if enough others do. A no-op where none is measured once more."""
+        """Loaded rounds no longer count, if enough others do. A no-op where none is measured again."""
         if self._asked > 1:
             self.found = without_loaded(self.found)
 
