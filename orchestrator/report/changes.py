@@ -24,7 +24,7 @@ from orchestrator.report.ranking import peak_bytes, ratio, states_bytes
 from orchestrator.report.summary import Table
 from orchestrator.rounds import recorded
 from orchestrator.rounds.intervals import RoundsEstimate
-from orchestrator.text.units import ABSENT, digits, size
+from orchestrator.text.units import ABSENT, change_text, digits, size
 
 ENVIRONMENT = ("torch", "python", "cpu", "gpu", "host", "threads_per_rank", "git", "variables")
 DROPS = ("peak/rank", "before", "after", "change", "95 % range")  # the order in which a narrow terminal leaves them out
@@ -235,19 +235,14 @@ def _row(one: Change) -> tuple[str, ...]:
     speeds = [_speed_text(side) for side in (one.before, one.after)]
     time = (ABSENT, ABSENT)
     if one.time is not None:
-        time = percent(one.time.middle), f"{percent(one.time.low)} to {percent(one.time.high)}"
+        time = change_text(one.time.middle), f"{change_text(one.time.low)} to {change_text(one.time.high)}"
     peak = size(peak_bytes(one.after.result)) if one.after.result else ABSENT
-    change = ABSENT if one.peak is None else percent(one.peak)
+    change = ABSENT if one.peak is None else change_text(one.peak)
     return (one.after.label, *speeds, *time, peak, change, one.judgement.value)
 
 
 def _speed_text(side: Measured) -> str:
     return digits(side.result["throughput"]["tokens_per_second"]["median"]) if side.result else side.state
-
-
-def percent(ratio: float) -> str:
-    """A ratio as its change, such as "+5.2 %"."""
-    return f"{100 * (ratio - 1):+.1f} %"
 
 
 def notes(found: Changes) -> list[str]:

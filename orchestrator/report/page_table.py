@@ -11,7 +11,7 @@ from orchestrator.report import costs, ranking
 from orchestrator.report.losses import perplexity_texts
 from orchestrator.report.report_points import ReportPoint, group_of
 from orchestrator.report.varied import Varied
-from orchestrator.text.units import ABSENT, difference, digits, loss, significant, size
+from orchestrator.text.units import ABSENT, change_text, difference, digits, loss, significant, size
 
 Cell = tuple[object, str]  # the value to sort by, "" for none, and the text
 Read = Callable[[ReportPoint], float | None]
@@ -132,7 +132,7 @@ def _against(best: float) -> Callable[[ReportPoint], Cell]:
         if point.speed is None or not best:
             return NOTHING
         share = point.speed / best - 1
-        return share, "best" if share == 0 else f"{100 * share:+.1f} %"
+        return share, "best" if share == 0 else change_text(1 + share)
 
     return cell
 

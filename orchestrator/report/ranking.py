@@ -25,7 +25,7 @@ from orchestrator.rounds.intervals import (
     ratio_of_turns,
 )
 from orchestrator.text.paths import program
-from orchestrator.text.units import ABSENT, digits, loss, significant, size
+from orchestrator.text.units import ABSENT, change_text, digits, loss, significant, size
 
 
 class Metric(NamedTuple):
@@ -296,7 +296,7 @@ def _cells(ranked: Ranked, best: float, *, in_rounds: bool) -> tuple[str, ...]:
     if entry.result is None:
         return (ABSENT, entry.label, entry.state, *[ABSENT] * (len(HEADER) - 3))
     steps: dict[str, float] = entry.result["throughput"]["tokens_per_second"]
-    share = "best" if steps["median"] == best else f"{100 * (steps['median'] / best - 1):+.1f} %"
+    share = "best" if steps["median"] == best else change_text(steps["median"] / best)
     known = speed(entry.result)
     low, high = (known.low, known.high) if known else (steps["p10"], steps["p90"])
     return (

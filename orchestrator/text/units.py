@@ -56,7 +56,13 @@ def difference(measured: float | None, predicted: float | None) -> str:
         return ABSENT
     if measured == predicted:
         return "exact"
-    return f"{100 * (measured - predicted) / predicted:+.1f} %" if predicted else "new"
+    return change_text(measured / predicted) if predicted else "new"
+
+
+def change_text(ratio: float) -> str:
+    """A ratio as its change: "+5.2 %" for 1.052; "0.0 %" if it rounds to none."""
+    rounded = round(100 * (ratio - 1), 1)
+    return f"{rounded:+.1f} %" if rounded else "0.0 %"
 
 
 def percent(part: float, total: float) -> str:

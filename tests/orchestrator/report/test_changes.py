@@ -163,4 +163,4 @@ def test_the_document_has_the_ratio_with_its_interval() -> None:
     assert content["points"][0]["judgement"] == "slower"
     assert content["points"][0]["time_per_token_ratio"] == pytest.approx({"low": 1.1, "middle": 1.1, "high": 1.1})
     (row,) = changes.table(found).rows
-    assert row == ("a", "9,412", "9,412", "+10.0 %", "+10.0 % to +10.0 %", "611 MiB", "+0.0 %", "slower")
+    assert row == ("a", "9,412", "9,412", "+10.0 %", "+10.0 % to +10.0 %", "611 MiB", "0.0 %", "slower")
