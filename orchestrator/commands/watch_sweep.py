@@ -88,13 +88,7 @@ class SweepWatch:
                 self._screen.say(line)
                 self._said = now
         if now - self._said > SAY_EVERY_S:
-            running = [
-                f"{point.label} {row[-1]}, {row[-2]} tokens/s"
-                for point in current
-                if point.state is RunState.running
-                for row in [sweep_table.standing_row(point)]
-            ]
-            self._screen.say(": ".join(filter(None, [sweep_table.counts(current), ", ".join(running)])))
+            self._screen.say(": ".join(filter(None, [sweep_table.counts(current), sweep_table.running_text(current)])))
             self._said = now
 
     def _table(self, current: list[Standing]) -> Group:

@@ -212,6 +212,7 @@ METRICS = Events(
         "validation": {"step": int, "loss": NUMBER, "best": Maybe(bool)},
         "example": EXAMPLE,
         "waiting": {"turn": int},
+        "turn": {"turn": int},
         "extending": {"rounds": [int]},
         "repeating": {"rounds": [int]},
         "profiling": {},

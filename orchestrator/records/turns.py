@@ -54,13 +54,13 @@ class Turns:
         self._waits = bool(facts) and self.number is None
         self._turn = 0
 
-    def next(self, tell: Callable[[int], None], waiting: Callable[[], None]) -> None:
-        """Returns when the next turn is granted; immediately if the attempt takes no turns.
+    def next(self, tell: Callable[[int], None], waiting: Callable[[], None]) -> int | None:
+        """Returns the number of the next turn when it is granted; None, at once, if the attempt takes no turns.
 
         tell: called once with the number of the turn. waiting: called many times a second until then.
         """
         if not self._waits:
-            return
+            return None
         self._turn += 1
         tell(self._turn)
         seen: tuple[int, int] | None = None
@@ -70,6 +70,6 @@ class Turns:
             # The file is replaced by each grant, and read only when it has been.
             if before != seen and (facts := require_json(self._attempt.turns, TURNS))["granted"] >= self._turn:
                 self.beside = facts.get("beside") or []
-                return
+                return self._turn
             waiting()
             time.sleep(LOOK_S)

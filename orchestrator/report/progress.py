@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from orchestrator.text.units import digits, duration, loss
 
+WAITS = "waits for its turn"
 RECENT = 10  # steps whose median is the pace: one slow step must not double the time that is left
 
 
@@ -20,6 +21,11 @@ class StepProgress(NamedTuple):
     loss: float | None = None
     tokens_per_second: float | None = None
     left_s: float | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether another point has its turn."""
+        return self.words.startswith(WAITS)
 
     @property
     def text(self) -> str:
@@ -52,13 +58,15 @@ def _words(events: Sequence[Mapping[str, Any]], last: Mapping[str, Any], measure
         return f"training {last['step']}/{of}" if last["step"] < of else "ending"
     warmup, counted = measure["warmup_steps"], measure["steps"]
     if events[-1]["event"] == "waiting":
-        return f"waits for its turn, {_turn_words(events, measure.get('rounds', 1))}"
+        return f"{WAITS}, {_turn_words(events, measure.get('rounds', 1))}"
     if last["warmup"]:
         return f"warm-up {last['step']}/{warmup}"
     if any(event["event"] == "repeating" for event in events):
         return "measuring loaded rounds again"
     if further := _further_rounds(events):
-        return f"measuring {further} further rounds"
+        turn = next((event["turn"] for event in reversed(events) if event["event"] == "turn"), None)
+        rounds = measure.get("rounds", 1) + further
+        return f"measuring round {turn}/{rounds}" if turn else f"measuring {further} further rounds"
     if any(event["event"] == "validation" for event in events) or last["step"] >= warmup + counted:
         return "ending"
     return f"measuring {last['step'] - warmup}/{counted}"

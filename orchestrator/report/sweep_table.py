@@ -141,6 +141,18 @@ def progress_of(point: Standing) -> StepProgress | None:
     return progress(EventTail.of_the_end(point.attempt.metrics).read_new(), point.planned.config)
 
 
+def running_text(standings: Sequence[Standing]) -> str:
+    """The progress of the running points in one line, which stays short where many of them wait for their turns."""
+    running = [(point, found) for point in standings if (found := progress_of(point)) is not None]
+    at_work = [
+        f"{point.label} {found.text}, {digits(found.tokens_per_second)} tokens/s"
+        for point, found in running
+        if not found.waits
+    ]
+    waiting = len(running) - len(at_work)
+    return "; ".join([*at_work, *([f"{waiting} wait for their turns"] if waiting else [])])
+
+
 def reason(point: Standing) -> str:
     """The reason for a point's state, shortened."""
     text = " ".join(point.message.split())

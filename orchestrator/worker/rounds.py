@@ -86,7 +86,9 @@ class MeasuredRounds:
 
     def begin(self) -> None:
         """Begins a round. Blocks until it is this point's turn."""
-        self._turns.next(lambda turn: self._tell("waiting", turn=turn), self._waiting)
+        turn = self._turns.next(lambda turn: self._tell("waiting", turn=turn), self._waiting)
+        if turn is not None:
+            self._tell("turn", turn=turn)
         self._first, self._begun_at = len(self._step_s), time.time()
         self._reference_ms = []
         self._load.begin(self._turns.beside)

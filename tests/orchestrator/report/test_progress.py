@@ -1,18 +1,25 @@
-"""The progress of a running point: phase, latest loss, pace, and the time of its own steps that is left."""
+"""The progress of running points: phase, latest loss, pace, the time of own steps that is left; a line for a log."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from stub_worker import step_event
 
+from orchestrator.records.record_file import append_event
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import Planned, Standing
 from orchestrator.report.progress import progress
+from orchestrator.report.sweep_table import running_text
 from orchestrator.text.units import duration
 
 CONFIG = {"measure": {"warmup_steps": 2, "steps": 8, "rounds": 4}}
 
 EXTENDING, REPEATING = {"event": "extending", "rounds": [5, 6]}, {"event": "repeating", "rounds": [1]}
+WAITING = {"event": "waiting", "turn": 5}
 
 
 def steps(last: int, **changed: Any) -> list[dict[str, Any]]:
@@ -39,14 +46,32 @@ def test_one_slow_step_does_not_change_the_pace() -> None:
         (steps(1), "warm-up 1/2"),
         ([*steps(4), {"event": "waiting", "turn": 2}], "waits for its turn, round 2/4"),
         ([*steps(10), EXTENDING], "measuring 2 further rounds"),
-        ([*steps(10), EXTENDING, {"event": "waiting", "turn": 5}], "waits for its turn, round 5/6"),
+        ([*steps(10), EXTENDING, WAITING], "waits for its turn, round 5/6"),
+        ([*steps(10), EXTENDING, WAITING, {"event": "turn", "turn": 5}], "measuring round 5/6"),
         ([*steps(10), EXTENDING, REPEATING], "measuring loaded rounds again"),
-        ([*steps(10), REPEATING, {"event": "waiting", "turn": 5}], "waits for its turn, to measure a round again"),
+        ([*steps(10), REPEATING, WAITING, {"event": "turn", "turn": 5}], "measuring loaded rounds again"),
+        ([*steps(10), REPEATING, WAITING], "waits for its turn, to measure a round again"),
         (steps(10), "ending"),
     ],
 )
 def test_the_words_name_the_phase(events: list[dict[str, Any]], words: str) -> None:
     assert progress(events, CONFIG).words == words
+
+
+def test_a_line_of_a_log_names_the_points_at_work_and_counts_those_that_wait(tmp_path: Path) -> None:
+    running = []
+    for number, events in enumerate([[*steps(5), WAITING], steps(5), [*steps(10), EXTENDING, WAITING]]):
+        attempt = AttemptPaths(tmp_path / str(number))
+        attempt.root.mkdir()
+        for event in events:
+            append_event(attempt.metrics, event)
+        running.append(Standing(Planned(f"p{number}", (), RunState.queued, config=CONFIG), RunState.running, attempt))
+    done = Standing(Planned("done", (), RunState.queued), RunState.ok)
+    assert (
+        running_text([*running, done])
+        == "p1 measuring 3/8, loss 5.9500, 1 s of steps left, 9,403 tokens/s; 2 wait for their turns"
+    )
+    assert running_text([done]) == ""
 
 
 def test_at_the_end_no_time_is_left() -> None:

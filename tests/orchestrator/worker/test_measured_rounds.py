@@ -227,6 +227,17 @@ def test_a_rank_waits_for_its_turn_and_says_so_once(tmp_path: Path) -> None:
     assert turns.session == "a session"
 
 
+def test_a_rank_says_when_it_has_its_turn(tmp_path: Path) -> None:
+    """Steps of further rounds are not recorded, so without it a point that is measured would seem to wait."""
+    attempt = AttemptPaths(tmp_path)
+    open_turns(attempt, "a session")
+    grant(attempt, 2)
+    rank = Rank(tmp_path, 2)
+    rank.run(0, [0.9, 0.5] * 2)
+    assert [event for event, _ in rank.events] == ["waiting", "turn", "round"] * 2
+    assert [values["turn"] for event, values in rank.events if event == "turn"] == [1, 2]
+
+
 def test_an_attempt_that_is_one_round_has_those_before_it_in_its_result(tmp_path: Path) -> None:
     first = Rank(tmp_path / "1", 1)
     first.run(1, [0.5, 0.4])
