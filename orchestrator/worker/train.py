@@ -158,6 +158,7 @@ class RankRun:
                 self._tell_all()
                 return Stopped(self._progress.step, self._saving.stop(self._progress))
         self._runtime.clock.stop()
+        self._tell_all()
         if end == self._steps:
             self._validate(end)
         if self._config.trains_to_the_end:
@@ -304,7 +305,7 @@ class RankRun:
         self._unread = partial(self._read_step, step, report, lr, self._runtime.clock.end())
         if not self._on_cuda:
             self._read_last_step()
-        elif self._saving.is_due(self._progress):
+        if self._saving.is_due(self._progress):
             self._tell_all()
 
     def _read_last_step(self) -> None:

@@ -1,4 +1,4 @@
-"""Events are written in order; on a CPU before the call returns, on a GPU without holding up the rank."""
+"""Events are written in order; on a CPU those of short steps together, on a GPU without holding up the rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from harness.patience import HANG_S
+from harness.patience import HANG_S, wait_until
 
 from orchestrator.records import record_file
 from orchestrator.records.record_file import EventAppender, append_event
+from orchestrator.worker import event_writer
 from orchestrator.worker.event_writer import EventWriter
 
 
@@ -21,13 +22,62 @@ def steps_in(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_on_a_cpu_an_event_is_in_the_file_when_the_call_returns(tmp_path: Path) -> None:
+class Steps:
+    """An EventWriter of a CPU with a clock that the test sets."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self.now = path, 100.0
+        monkeypatch.setattr(event_writer.time, "monotonic", lambda: self.now)
+        self.events = EventWriter(path, in_background=False)
+
+    def at(self, now: float, step: int, event: str = "step") -> list[int]:
+        """The steps in the file after an event at this time."""
+        self.now = now
+        self.events.write(event, step=step)
+        return steps_in(self.path)
+
+
+def test_on_a_cpu_the_events_of_short_steps_are_written_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_writer, "LATE_S", HANG_S)
+    steps = Steps(tmp_path / "events.jsonl", monkeypatch)
+    assert steps.at(100.0, 1) == [1]
+    assert steps.at(100.05, 2) == steps.at(100.09, 3) == [1]
+    assert steps.at(100.11, 4) == [1, 2, 3, 4]
+    assert steps.at(100.25, 5) == [1, 2, 3, 4, 5]  # a longer step: at once
+    assert steps.at(100.26, 6) == [1, 2, 3, 4, 5]
+    assert steps.at(100.27, 6, "saved") == [1, 2, 3, 4, 5, 6, 6]  # any other event: at once, and in order
+    steps.at(100.28, 7)
+    steps.events.flush()
+    assert steps_in(steps.path)[-1] == 7
+    steps.at(100.29, 8)
+    steps.events.end()
+    assert steps_in(steps.path)[-1] == 8
+
+
+def test_a_run_that_hangs_shows_all_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_writer, "LATE_S", 0.01)
+    monkeypatch.setattr(event_writer, "KEEP_S", HANG_S)
     events = EventWriter(tmp_path / "events.jsonl", in_background=False)
-    for step in (1, 2):
+    for step in (1, 2, 3):
         events.write("step", step=step)
-        assert steps_in(tmp_path / "events.jsonl") == list(range(1, step + 1))
-    events.flush()
+    wait_until(lambda: steps_in(tmp_path / "events.jsonl") == [1, 2, 3])
     events.end()
+
+
+def test_on_a_cpu_the_next_call_raises_that_kept_steps_cannot_be_written_and_none_is_lost_if_they_can_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_writer, "LATE_S", HANG_S)
+    folder = tmp_path / "folder"
+    steps = Steps(folder / "events.jsonl", monkeypatch)
+    for call in (lambda: steps.at(100.0, 1), lambda: steps.at(100.01, 2), lambda: steps.events.flush()):
+        with pytest.raises(OSError, match="No such file or directory"):
+            call()
+    folder.mkdir()
+    steps.events.end()
+    assert steps_in(steps.path) == [1, 2]
 
 
 def test_a_slow_disk_holds_up_no_step_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
