@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.charts.frame import AXIS_HEIGHT, WIDTH, axis_below, head, whisker
@@ -28,11 +28,12 @@ class EffectRow:
 
 @dataclass(frozen=True)
 class Panel:
-    """One of the panels next to each other, which share their rows."""
+    """One of the panels next to each other, which share their rows. text: how a change is written in tips."""
 
     name: str
     unit: AxisUnit
     style: SeriesStyle
+    text: Callable[[float], str]
 
 
 def effects(title: str, panels: Sequence[Panel], rows: Sequence[EffectRow]) -> Picture:
@@ -49,7 +50,7 @@ def effects(title: str, panels: Sequence[Panel], rows: Sequence[EffectRow]) -> P
         shapes += axis_below(scale, panel.unit, panel.name, top, bottom, 4)
         shapes.append(Stroke(((scale.at(0), top), (scale.at(0), bottom)), "muted", 1.4))
         for number, row in enumerate(rows):
-            shapes += _changes(row, index, scale, (top + (number + 0.5) * ROW_PX + 2, panel.style))
+            shapes += _changes(row, index, scale, (top + (number + 0.5) * ROW_PX + 2, panel))
     for number, row in enumerate(rows):
         y = top + (number + 0.5) * ROW_PX + 6
         name = shortened(row.name, NAME_LETTERS)
@@ -63,12 +64,13 @@ def _range(rows: Sequence[EffectRow], index: int) -> tuple[float, float]:
     return padded_range([0.0, *ends])
 
 
-def _changes(row: EffectRow, index: int, scale: Scale, at: tuple[float, SeriesStyle]) -> list[Shape]:
-    y, style = at
+def _changes(row: EffectRow, index: int, scale: Scale, at: tuple[float, Panel]) -> list[Shape]:
+    y, panel = at
     change = row.changes[index] if row.changes else None
     if change is None:
         return []
     low, middle, high = change
-    text = f"{row.name}: {100 * middle:+.1f} %, from {100 * low:+.1f} to {100 * high:+.1f} %"
-    shapes: list[Shape] = [] if low == high else whisker((scale.at(low), y), (scale.at(high), y), style.colour)
-    return [*shapes, Marker(scale.at(middle), y, style.marker, style.colour, 4.5, tip=text)]
+    tip = f"{row.name}: {panel.text(middle)}, from {panel.text(low)} to {panel.text(high)}"
+    colour, marker = panel.style.colour, panel.style.marker
+    shapes: list[Shape] = [] if low == high else whisker((scale.at(low), y), (scale.at(high), y), colour)
+    return [*shapes, Marker(scale.at(middle), y, marker, colour, 4.5, tip=tip)]

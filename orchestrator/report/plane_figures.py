@@ -17,7 +17,7 @@ from orchestrator.report.bar_figures import Figure
 from orchestrator.report.report_points import ReportPoint, group_of, length
 from orchestrator.report.scaling import WORDS, Scaling, scalings, world_of
 from orchestrator.report.varied import Varied, changes, other_than, pareto, share, share_of_ranges
-from orchestrator.text.units import digits, many, size
+from orchestrator.text.units import change_text, digits, many, size
 
 PERCENT = AxisUnit("%", 0.01)
 MOST_LEVELS = 12  # of a setting that are drawn
@@ -198,7 +198,11 @@ def main_effects(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> F
     rows = [row for setting in settings for row in _effect_rows(setting, settings, speeds, sizes)]
     if not rows:
         return None
-    panels = (Panel("tokens/s", PERCENT, SERIES[0]), Panel("memory of a rank", PERCENT, SERIES[1]))
+
+    def text(change: float) -> str:
+        return change_text(1 + change)
+
+    panels = (Panel("tokens/s", PERCENT, SERIES[0], text), Panel("memory of a rank", PERCENT, SERIES[1], text))
     caption = (
         "Pairs of points that differ in one setting alone, against its first value. Dot: the median change. Line: from "
         "the smallest to the largest; a long one says that the change depends on the other settings, or is noise."

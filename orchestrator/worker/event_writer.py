@@ -21,11 +21,12 @@ class EventWriter:
     """Appends events to a file. On a CPU each is written before `write` returns, except those of short steps.
 
     [Note: steps written together]
-    A step leaves the caches full of its own data. Encoding the event that follows it takes 0.11 to 0.16 ms, and that of
-    further events 0.015 ms each (two cores of an Intel Xeon): beside a step of 13 ms that is 1 % against 0.2 %. So on a
-    CPU the event of a step that follows the last write within KEEP_S is kept, and written with the next steps. Any
-    other event, `flush` and `end` write what is kept first. A thread does so if the next step takes longer than LATE_S,
-    so that a run that hangs shows all its steps. A process that is killed loses the steps of its last KEEP_S.
+    A step leaves the caches full of its own data, so that encoding the event that follows it takes several times as
+    long as encoding another one after that. Beside a step of 13 ms, events that were written one by one took 0.9 % of
+    it, and written ten times a second they take 0.3 % (benchmarks/logging_cost.py, two cores of an Intel Xeon). So on a
+    CPU the event of a step that follows the last write within KEEP_S is kept, and written with the next ones. Any other
+    event, `flush` and `end` write what is kept first. A thread writes it if the next step takes longer than LATE_S, so
+    that a run that hangs shows all its steps. A process that is killed loses the steps of its last KEEP_S.
 
     An OSError of a write is raised by that call, or with a thread by the next one, so that a full disk ends the run.
     """

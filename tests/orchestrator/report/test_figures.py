@@ -19,7 +19,7 @@ from orchestrator.charts.bar_data import MOST_STRETCH, Bar, BarChart, BarPart, a
 from orchestrator.charts.bars import MOST_ROWS, picture_of
 from orchestrator.charts.palette import DARK, LIGHT, PAINTS, SERIES, lightness
 from orchestrator.charts.scale import AxisUnit, Scale, padded_range, tick_text, ticks
-from orchestrator.charts.shapes import Label, Picture, Stroke, shortened, text_width
+from orchestrator.charts.shapes import Label, Marker, Picture, Stroke, shortened, text_width
 from orchestrator.config.schema import to_dict
 from orchestrator.report import answer, comparison, figures, page_details, plane_figures, ranking
 from orchestrator.report.checks import drift, warnings
@@ -137,6 +137,13 @@ def test_only_points_that_differ_in_nothing_else_are_compared() -> None:
     assert changes(zero, [precision], speeds, "a") == {"b": (0.0, 0.0, 0.0, 1)}
     assert changes(precision, [zero], speeds, "x") == {"y": (0.5, 0.5, 0.5, 1)}
     assert changes(zero, [precision], speeds, "b")["a"].pairs == 1
+
+
+def test_a_change_that_rounds_to_none_has_no_sign() -> None:
+    figure = plane_figures.main_effects(made_points(10_000, 9_999), varied_settings([("a=1",), ("a=2",)], [0, 1]))
+    assert figure is not None
+    tips = [shape.tip for shape in figure.picture.shapes if isinstance(shape, Marker)]
+    assert tips == ["2: 0.0 %, from 0.0 % to 0.0 %"] * 2
 
 
 def test_the_shares_of_settings_that_act_alone_add_up_to_one() -> None:
