@@ -49,6 +49,7 @@ ROUND = {
     "used": Maybe(bool),
     "joules_per_step": Maybe(NUMBER),
     "reference_ms": Maybe([NUMBER]),
+    "reference_work": Maybe(int),
 }
 TEXT_OR_IDS = {"ids": [int], "text": Maybe(str)}
 EXAMPLE = {"prompt": TEXT_OR_IDS, "answer": TEXT_OR_IDS, "reference": TEXT_OR_IDS}

@@ -20,6 +20,12 @@ Science 27 (1981), 322-335). It keeps the part 1 - R^2 of the variance. b is not
 ranks also wait for each other; where the reference tells nothing, b is near 0 and the fit costs a factor of
 (n - 2) / (n - 3) in the variance. So it is used from CONTROLLED rounds on.
 
+The reference work also has a speed of its own in each process, for as long as that lives: the mean of e is that of the
+cores and v, a difference of the two processes with the standard deviation OWN. Of a mean e, the part that the best
+linear predictor takes for the cores' is t = s / (s + OWN^2), where s is the variance of the mean of the rounds' e. So
+a = mean(d) - t b mean(e), and its variance has the further term b^2 t OWN^2. On cores whose speed changes much t is
+near 1; on calm ones, where e tells little of its mean, most of it is left.
+
 [Note: equal]
 A difference of up to EQUAL is no difference; nobody chooses a setting for it. Beyond that a point is behind another
 only if its rounds show it. The bootstrap does not tell that: its interval lies within the rounds that there are, and
@@ -41,6 +47,7 @@ from orchestrator.rounds import student
 
 LEAST = 3  # rounds below which nothing is ranked
 CONTROLLED = 6  # rounds below which the reference work is not used
+OWN = 0.007  # of two processes' reference work, benchmarks/core_speed.py; see [Note: equal speed of the cores]
 EQUAL = 0.01
 MISTAKEN = 0.01  # probability that a sweep calls any point slower than the best one that is not
 INTERVAL = 0.95
@@ -85,7 +92,7 @@ def ratio_of_turns(
     rounds = list(zip(map(math.log, ratios), map(math.log, reference), strict=True))
     return _estimate(
         math.exp(_at_equal_speed(rounds).mean),
-        lambda generator: math.exp(_at_equal_speed(generator.choices(rounds, k=len(rounds))).mean),
+        lambda generator: math.exp(_drawn_at_equal_speed(generator, rounds)),
     )
 
 
@@ -150,9 +157,18 @@ def _at_equal_speed(rounds: Sequence[tuple[float, float]]) -> _Mean:
     mean, center = sum(d for d, _ in rounds) / number, sum(e for _, e in rounds) / number
     spread = sum((e - center) ** 2 for _, e in rounds)
     slope = sum((d - mean) * (e - center) for d, e in rounds) / spread if spread else 0.0
-    left = sum((d - mean - slope * (e - center)) ** 2 for d, e in rounds)
-    leverage = 1 / number + (center * center / spread if spread else 0.0)
-    return _Mean(mean - slope * center, math.sqrt(left / (number - 2) * leverage), number - 2)
+    left = sum((d - mean - slope * (e - center)) ** 2 for d, e in rounds) / (number - 2)
+    of_mean = spread / (number - 1) / number
+    trusted = of_mean / (of_mean + OWN**2)
+    leverage = 1 / number + (trusted**2 * center**2 / spread if spread else 0.0)
+    variance = left * leverage + slope**2 * trusted * OWN**2
+    return _Mean(mean - trusted * slope * center, math.sqrt(variance), number - 2)
+
+
+def _drawn_at_equal_speed(generator: random.Random, rounds: Sequence[tuple[float, float]]) -> float:
+    """The logarithm of the ratio in rounds that are drawn, by two processes that are drawn."""
+    own = generator.gauss(0.0, OWN)
+    return _at_equal_speed([(d, e + own) for d, e in generator.choices(rounds, k=len(rounds))]).mean
 
 
 def _welch(above: Sequence[float], below: Sequence[float]) -> _Mean:

@@ -24,6 +24,7 @@ from orchestrator.rounds.intervals import CONTROLLED, LEAST
 # Up to a tenth, a load is within the range of most rows' steps; a larger share could decide the order.
 NOTABLE_SHARE = 0.1
 PASSES = 3
+REFERENCE_WORK = 2  # the version of the work in worker/core_speed.py
 
 
 @dataclass
@@ -34,7 +35,8 @@ class Round:
     which some process of the machine waited for a resource, by its name (Linux's pressure stall information); empty if
     the system does not report them. used: whether it counts. joules_per_step: energy of all ranks' devices, over all
     steps of the round; None if it was not measured. reference_ms: for each counted step the time of the reference work
-    next to it, the geometric mean over the ranks; empty where there is none.
+    next to it, the geometric mean over the ranks; empty where there is none. reference_work: which work that was: times
+    of different work, as two versions of the code may have, are not compared.
     """
 
     number: int
@@ -45,6 +47,7 @@ class Round:
     used: bool = True
     joules_per_step: float | None = None
     reference_ms: list[float] = field(default_factory=list)
+    reference_work: int = REFERENCE_WORK
 
     @property
     def median_ms(self) -> float:
@@ -115,7 +118,8 @@ def is_ranked(result: Mapping[str, Any]) -> bool:
 
 class InTurns(NamedTuple):
     """Two results with the rounds that both have. reference: by round, the time of the reference work next to the steps
-    of `one`, divided by that of `other`; None if a round has none, or if there are too few rounds for it."""
+    of `one`, divided by that of `other`; None if a round has none, if it is other work, or if there are too few rounds
+    for it."""
 
     one: dict[str, Any]
     other: dict[str, Any]
@@ -134,7 +138,8 @@ def in_turns(one: Mapping[str, Any], other: Mapping[str, Any]) -> InTurns | None
     if len(shared) < LEAST:
         return None
     mine, theirs = ([each for each in used_rounds(result) if each["number"] in shared] for result in (one, other))
-    if len(shared) < CONTROLLED or not all(each.get("reference_ms") for each in (*mine, *theirs)):
+    work = {each.get("reference_work") for each in (*mine, *theirs)}
+    if len(shared) < CONTROLLED or len(work) > 1 or not all(each.get("reference_ms") for each in (*mine, *theirs)):
         return InTurns({**one, "rounds": mine}, {**other, "rounds": theirs}, None)
     reference = [
         statistics.geometric_mean(my["reference_ms"]) / statistics.geometric_mean(their["reference_ms"])

@@ -33,6 +33,7 @@ import torch
 from orchestrator.config.schema import Device, RunConfig
 from zero_runtime.offload.plan import Tier
 
+# Whoever changes the work changes its number, rounds/recorded.py's REFERENCE_WORK.
 SIDE = 128  # of the matrices: three of them are 192 KiB
 PRODUCTS = 8
 NUMEL = 16384  # of the arrays: two of them are 128 KiB

@@ -67,6 +67,10 @@ def test_rounds_with_reference_work_count_by_geometric_means() -> None:
     assert fewer is not None
     assert fewer.reference is None, "too few rounds for it"
     assert recorded.step_medians_ms(fewer.one) == [1.0] * 5
+    earlier = {**one, "rounds": [{**each, "reference_work": 1} for each in one["rounds"]]}
+    another = recorded.in_turns(earlier, other)
+    assert another is not None
+    assert another.reference is None, "two versions of the code, with other work"
 
 
 def test_points_without_a_common_session_or_with_too_few_common_rounds_took_no_turns() -> None:
