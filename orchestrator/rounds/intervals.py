@@ -47,7 +47,8 @@ from orchestrator.rounds import student
 
 LEAST = 3  # rounds below which nothing is ranked
 CONTROLLED = 6  # rounds below which the reference work is not used
-OWN = 0.007  # of two processes' reference work, benchmarks/core_speed.py; see [Note: equal speed of the cores]
+# Of two processes' reference work: as much as benchmarks/core_speed.py could have missed on two cores of an Intel Xeon.
+OWN = 0.007
 EQUAL = 0.01
 MISTAKEN = 0.01  # probability that a sweep calls any point slower than the best one that is not
 INTERVAL = 0.95

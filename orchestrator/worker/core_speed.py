@@ -4,7 +4,7 @@
 A core of a virtual machine may share its hardware with a neighbour that no counter of the guest shows: the same step
 takes half as long again, and is back within a second. Work that is always the same meets the same
 neighbour. It has the three kinds of work that steps on cores consist of: products of small matrices, sums over arrays,
-and calls of operations that have next to nothing to do. It takes one to two milliseconds, which are left out of the
+and calls of operations that have next to nothing to do. It takes about a millisecond, which is left out of the
 step's time. How it is used is in [Note: equal speed of the cores] of rounds/intervals.py.
 
 [Note: between two steps]
