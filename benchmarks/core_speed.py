@@ -64,7 +64,7 @@ def process(commander: Connection) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.randint(SIZE.vocab, (SIZE.micro, SIZE.seq + 1))
     reference = core_speed.ReferenceWork(uses_cores=True)
-    page = core_speed._huge_page()
+    page = core_speed.huge_page()
     whole = torch.frombuffer(page, dtype=torch.float32)
     whole = whole[-whole.data_ptr() % core_speed.PAGE_BYTES // whole.itemsize :]
 

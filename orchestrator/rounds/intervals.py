@@ -20,11 +20,11 @@ Science 27 (1981), 322-335). It keeps the part 1 - R^2 of the variance. b is not
 ranks also wait for each other; where the reference tells nothing, b is near 0 and the fit costs a factor of
 (n - 2) / (n - 3) in the variance. So it is used from CONTROLLED rounds on.
 
-The reference work also has a speed of its own in each process, for as long as that lives: the mean of e is that of the
-cores and v, a difference of the two processes with the standard deviation OWN. Of a mean e, the part that the best
-linear predictor takes for the cores' is t = s / (s + OWN^2), where s is the variance of the mean of the rounds' e. So
-a = mean(d) - t b mean(e), and its variance has the further term b^2 t OWN^2. On cores whose speed changes much t is
-near 1; on calm ones, where e tells little of its mean, most of it is left.
+The reference work may have a speed of its own in each process, for as long as that lives: then the mean of e is that of
+the cores and of a difference between the two processes, with the standard deviation OWN. The best linear predictor
+takes the part t = s / (s + OWN^2) of the mean of e for the cores', where s is the variance of the mean of the rounds'
+e. So a = mean(d) - t b mean(e), and its variance has the further term b^2 t OWN^2. On cores whose speed changes much, t
+is near 1; on calm ones the mean of e tells little, and little of it is taken out.
 
 [Note: equal]
 A difference of up to EQUAL is no difference; nobody chooses a setting for it. Beyond that a point is behind another

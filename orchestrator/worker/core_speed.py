@@ -58,7 +58,7 @@ class ReferenceWork:
     speeds are compared."""
 
     def __init__(self, *, uses_cores: bool) -> None:
-        self._memory = _huge_page() if uses_cores else None
+        self._memory = huge_page() if uses_cores else None
 
     @torch.no_grad()
     def timed_ms(self) -> float | None:
@@ -78,7 +78,7 @@ class ReferenceWork:
         return 1e3 * (time.perf_counter() - began)
 
 
-def _huge_page() -> mmap.mmap:
+def huge_page() -> mmap.mmap:
     """Memory that holds one whole huge page, with ones in the arrays. A system without huge pages has small ones."""
     memory = mmap.mmap(-1, 2 * PAGE_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE"):
