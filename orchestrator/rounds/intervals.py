@@ -47,7 +47,7 @@ from orchestrator.rounds import student
 
 LEAST = 3  # rounds below which nothing is ranked
 CONTROLLED = 6  # rounds below which the reference work is not used
-# Of two processes' reference work: as much as benchmarks/core_speed.py could have missed on two cores of an Intel Xeon.
+# Of two processes' reference work; an upper bound: benchmarks/core_speed.py shows none beyond what rounds explain.
 OWN = 0.007
 EQUAL = 0.01
 MISTAKEN = 0.01  # probability that a sweep calls any point slower than the best one that is not

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from harness.patience import HANG_S
 from points import config_of, make_config
 from rank_runs import run as run_all_ranks
 
@@ -18,6 +19,7 @@ from orchestrator.config.schema import Measure
 from orchestrator.config.state_groups import Offload
 from orchestrator.launch.rank import RankInfo
 from orchestrator.records.record_file import EventTail
+from orchestrator.worker import event_writer
 from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.measure import Readings, phases_ms
 from orchestrator.worker.saving import Progress
@@ -80,13 +82,24 @@ def test_on_a_gpu_the_host_reads_a_step_when_it_has_issued_the_next(tmp_path: Pa
     assert run._readings.step_s == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(("device", "saves_at"), [("cpu", None), ("cuda", 1)])
-def test_on_a_cpu_and_before_a_save_a_step_is_in_the_record_immediately(
-    tmp_path: Path, device: str, saves_at: int | None
-) -> None:
-    run, _ = run_on(device, tmp_path, saves_at=saves_at)
+def test_on_a_cpu_the_clock_of_a_step_is_read_immediately(tmp_path: Path) -> None:
+    run, clock = run_on("cpu", tmp_path)
     run._note_step(0, report(3.0), 0.1)
-    assert told(tmp_path) == [(1, 1000.0)]
+    assert clock.read == [1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_before_a_save_all_steps_are_in_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    for waits in ("KEEP_S", "LATE_S"):
+        monkeypatch.setattr(event_writer, waits, HANG_S)
+    run, _ = run_on(device, tmp_path, saves_at=2)
+    for step in range(2):
+        run._note_step(step, report(3.0), 0.1)
+        if device == "cuda":
+            run._read_last_step()
+    assert told(tmp_path) == [(1, 1000.0), (2, 2000.0)]
 
 
 def test_the_phases_are_those_of_all_steps_that_count_in_the_speed_also_in_further_rounds(
