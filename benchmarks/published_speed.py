@@ -33,7 +33,6 @@ from orchestrator.plan import memory_cache, step  # noqa: E402
 from orchestrator.plan.points import checked_points  # noqa: E402
 from orchestrator.plan.rules.scene import Scene  # noqa: E402
 from orchestrator.plan.speed import Speed, speed_of  # noqa: E402
-from orchestrator.worker import activations, shapes  # noqa: E402
 from zero_runtime.activations.rule import RecomputeRule  # noqa: E402
 from zero_runtime.timing.data_sheet import PUBLISHED  # noqa: E402
 
@@ -88,39 +87,12 @@ def predictions(rows: Sequence[Row]) -> list[Predicted | LeftOut]:
     families: dict[str, list[RunConfig]] = {}
     for config in configs.values():
         families.setdefault(memory_cache.activations_key(config, any_micro=True), []).append(config)
-        if memory_cache.units_key(config) not in answers:
-            answers[memory_cache.units_key(config)] = _known_units(config)
     for done, family in enumerate(families.values()):
         print(f"traced {done} of {len(families)} models, lengths and recomputations", end="\r", file=sys.stderr)
-        answers |= _known_steps(family)
+        answers |= memory_cache.answers(family, family, together=True)
     print(file=sys.stderr)
     memories = step.Memories(answers)
     return [_predicted(row, configs.get(row["case"]), memories) for row in rows]
-
-
-def _known_units(config: RunConfig) -> dict[str, Any]:
-    key = memory_cache.units_key(config)
-    if memory_cache.stored(key) is None:
-        memory_cache.store(key, shapes.units_of(config))
-    found: dict[str, Any] = memory_cache.stored(key)
-    return found
-
-
-def _known_steps(family: Sequence[RunConfig]) -> dict[str, Any]:
-    """The answers for configurations that differ in the micro-batch, traced here if one is not in the cache.
-
-    Not by `memory_cache.answers`, which gives up on a child process that is silent for two minutes.
-    """
-    found = {key: memory_cache.stored(key) for key in map(memory_cache.activations_key, family)}
-    if any(answer is None for answer in found.values()):
-        for key, answer in activations.answers(family):
-            memory_cache.store(key, answer)
-            found[key] = answer
-    for answer in list(found.values()):
-        place = answer.get("trace")
-        if isinstance(place, str):  # of an answer; a trace has its own plain data there
-            found[place] = found.get(place) or memory_cache.stored(place)
-    return found
 
 
 def _predicted(row: Row, config: RunConfig | None, memories: step.Memories) -> Predicted | LeftOut:

@@ -32,8 +32,9 @@ class Admission:
         """
         tell = None if quiet else partial(screen.say, style="dim")
         placed = replace(point, config=self._on_its_nodes(point))
-        found = prediction.predict([placed], tell, within_s=self.within_s).get(point.label)
-        screen.rows([Row("predicted", decision.expected(found))])
+        why: dict[str, str] = {}
+        found = prediction.predict([placed], tell, within_s=self.within_s, reasons=why).get(point.label)
+        screen.rows([Row("predicted", decision.expected(found, why.get(point.label, "")))])
         if found is None or not found.cannot_fit:
             return True
         reason = decision.cannot_fit(found)

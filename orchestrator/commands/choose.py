@@ -18,7 +18,7 @@ from orchestrator.compose.line import composed
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.schema import to_dict
 from orchestrator.config.strict import Refusal
-from orchestrator.exit_codes import FAILED, OK
+from orchestrator.exit_codes import FAILED, INCOMPLETE, OK
 from orchestrator.plan import choice, speed
 from orchestrator.plan.choice import Candidate, ShortRun
 from orchestrator.plan.fit import Fit
@@ -58,12 +58,13 @@ class Outcome(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the ranking and writes the file of the chosen setting. Returns 0, or 1 if nothing fits or ran."""
+    """Prints the ranking and writes the file of the chosen setting. Returns 0, 1 if nothing fits or ran, or 3 if
+    combinations are missing because they could not be counted."""
     asked, words = parser().parse_known_args(argv)
     if asked.runs < 0:
         raise Refusal([f"--runs {asked.runs}: expected 0 or more      fix: --runs {RUNS}"])
     screen = Screen(make_console(on_stderr=asked.json))
-    fits, micro = _rows(words)
+    fits, tried, micro = _rows(words)
     fitting = [one for one in fits if one.micro]
     screen.say(f"{many(len(fits), 'combination')}: {len(fitting)} fit, with a micro-batch of up to {_largest(fits)}")
     if not fitting:
@@ -87,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         return FAILED
     largest = max(fitting, key=lambda one: one.micro)
     _show(ranked, finalists, Outcome(best, measured, chosen.tied if chosen else ()), largest, screen, asked.json)
-    return OK
+    return OK if len(fits) == tried else INCOMPLETE
 
 
 def parser() -> VerbParser:
@@ -104,8 +105,9 @@ def parser() -> VerbParser:
     return parser
 
 
-def _rows(words: Sequence[str]) -> tuple[list[Fit], int | None]:
-    """The rows of fit, and the micro-batch that the words give; None if they leave it open."""
+def _rows(words: Sequence[str]) -> tuple[list[Fit], int, int | None]:
+    """The rows of fit, of how many points they are, and the micro-batch that the words give; None if they leave it
+    open."""
     flags = sorted(set(arguments.split(words).flags) - set(calibrate.FLAGS))
     if flags:
         raise Refusal([f"choose has no {flag}      see: {program()} choose --help" for flag in flags])
@@ -115,12 +117,13 @@ def _rows(words: Sequence[str]) -> tuple[list[Fit], int | None]:
         raise Refusal([f"{given[-1]}: expected one number for choose      fix: {MICRO}=4, or leave it out"])
     left = [word for word in words if word not in given]
     axes = [f"{group}={options}" for group, options in fit.AXES.items() if group not in fit.names(left)]
-    fits = fit.fits_of(fit.valid_points([*left, *axes]), quiet=True)
+    points = fit.valid_points([*left, *axes])
+    fits = fit.fits_of(points, quiet=True)
     if any(one.config.cluster.kind is ClusterKind.slurm for one in fits):
         raise Refusal(["choose measures on this machine      fix: cluster=local, inside a job of the cluster"])
     if any(one.config.trains_to_the_end for one in fits):
         raise Refusal(["choose confirms by short runs, and measure=train trains to its end      fix: measure=standard"])
-    return fits, None if micro is None else int(micro)
+    return fits, len(points), None if micro is None else int(micro)
 
 
 def _largest(fits: Sequence[Fit]) -> str:

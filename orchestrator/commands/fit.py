@@ -6,7 +6,7 @@ import json
 import os
 import re
 from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from orchestrator.commands import fit_estimator, fit_peers
@@ -17,10 +17,12 @@ from orchestrator.compose.line import composed
 from orchestrator.config.pretrained import CONFIG
 from orchestrator.config.schema import Device, MeasureKind, RunConfig
 from orchestrator.config.strict import Refusal
+from orchestrator.exit_codes import FAILED, INCOMPLETE, OK
 from orchestrator.machine.hardware import memory_bytes
-from orchestrator.plan import fit, memory_cache, step
+from orchestrator.plan import counting_child, fit, memory_cache, step
+from orchestrator.plan.counting_child import Answer
 from orchestrator.plan.fit import Fit
-from orchestrator.plan.memory_cache import Answer
+from orchestrator.plan.memory_cache import activations_key, units_key
 from orchestrator.plan.point import Point
 from orchestrator.plan.points import distinct, judged
 from orchestrator.plan.prediction import NOT_ASKED, gpu_bytes_here, overhead_of
@@ -55,7 +57,8 @@ OWN_KEYS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table, one row's arithmetic, or a table over numbers. Returns 0, or 1 if nothing fits."""
+    """Prints the table, one row's arithmetic, or a table over numbers. Returns 0, 1 if nothing fits, or 3 if rows are
+    missing because they could not be counted."""
     asked, words = parser().parse_known_args(argv)
     overrides = [one for word in words for one in _with_folder(word)]
     if asked.estimator is not None:
@@ -64,9 +67,10 @@ def main(argv: Sequence[str]) -> int:
         return fit_estimator.main(asked.estimator, words, as_json=asked.json)
     over = _columns(asked.table)
     line = _name_of(words_that_count(words), asked.table, asked.explain)
-    with memory_cache.started_ahead(needed=may_be_lean(words) and memory_cache.stored(line) is None):
+    with counting_child.started_ahead(needed=may_be_lean(words) and memory_cache.stored(line) is None):
         code = _answer(asked, overrides, over)
-    memory_cache.store(line, {"answered": True})
+    if code != INCOMPLETE:
+        memory_cache.store(line, {"answered": True})
     return code
 
 
@@ -90,10 +94,14 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None) ->
         if over:
             raise Refusal(["--table and --as cannot be asked for together"])
         points = _points(overrides, None)
-        found = fit_peers.rows_as(asked.engine, points, answers_for(points, quiet=asked.json))
-        return fit_peers.show(asked.engine, found, len(points), overrides, asked.explain, as_json=asked.json)
+        answers = answers_for(points, quiet=asked.json)
+        counted = _counted(points, answers)
+        found = fit_peers.rows_as(asked.engine, counted, answers)
+        code = fit_peers.show(asked.engine, found, len(counted), overrides, asked.explain, as_json=asked.json)
+        return code if len(counted) == len(points) else INCOMPLETE
     points = _points(overrides, over)
-    fits = fits_of(points if asked.explain is None else [named(points, asked.explain)], quiet=asked.json)
+    asked_points = points if asked.explain is None else [named(points, asked.explain)]
+    fits = fits_of(asked_points, quiet=asked.json)
     if asked.json:
         print(json.dumps([one.to_dict() for one in fits], ensure_ascii=False))
     else:
@@ -107,7 +115,9 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None) ->
             page.by_number(fits, over, show_all=asked.all)
         else:
             page.rows(fits, show_all=asked.all)
-    return int(not any(one.micro for one in fits))
+    if len(fits) < len(asked_points):
+        return INCOMPLETE
+    return OK if any(one.micro for one in fits) else FAILED
 
 
 def parser() -> VerbParser:
@@ -245,7 +255,8 @@ def _given(words: Sequence[str]) -> dict[str, str]:
 def answers_for(points: Sequence[Point], *, quiet: bool) -> dict[str, Answer]:
     """The shapes and traces of the points, by key. Refusal if a model cannot be built."""
     configs = [point.config for point in points]
-    answers = memory_cache.answers(configs, _traced_for(points), None if quiet else complain)
+    tell = None if quiet else complain
+    answers = memory_cache.answers(configs, _traced_for(points), tell, together=True)
     problems = dict.fromkeys(answer["problem"] for answer in answers.values() if "problem" in answer)
     if problems:
         raise Refusal(list(problems))
@@ -268,31 +279,37 @@ def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
     memories = step.Memories(answers, recalls=True)
     gpu_bytes, host_bytes = gpu_bytes_here(), memory_bytes()
     fits: list[Fit] = []
-    left_out: dict[str, list[str]] = {}
-    for point in points:
+    for point in _counted(points, answers):
         memory = memories.of(point.config)
         target = target_of(point.config, gpu_bytes, host_bytes)
         if target.device_bytes is None:
             raise Refusal(["the memory of the GPU is not known      fix: name the GPU: hardware=a100_80gb"])
-        found = None
-        if memory is not None:
-            group = _group(point.overrides)
-            found = fit.fit_of(point.label, point.overrides, memory, target, overhead_of(point.config), group)
-        if found is None:
-            left_out.setdefault(_unknown(memories, point), []).append(point.label)
+        assert memory is not None, "a point that was counted has its shapes"
+        group, overhead = _group(point.overrides), overhead_of(point.config)
+        found = fit.fit_of(point.label, point.overrides, memory, target, overhead, group)
+        assert found is not None, "a point that was counted has its traces"
+        fits.append(found)
+    return fit.order(fits)
+
+
+def _counted(points: Sequence[Point], answers: Mapping[str, Answer]) -> list[Point]:
+    """The points all of whose counts are there. The others are reported on stderr. Refusal if there are none."""
+    counted: list[Point] = []
+    left_out: dict[str, list[str]] = {}
+    for point in points:
+        why = "" if "units" in answers.get(units_key(point.config), {}) else NOT_ASKED
+        unknown = (answers.get(activations_key(one), {"unknown": NOT_ASKED}) for one in _traced_for([point]))
+        reasons = [*(one["unknown"] for one in unknown if "unknown" in one), *filter(None, [why])]
+        if reasons:
+            left_out.setdefault(reasons[0], []).append(point.label)
         else:
-            fits.append(found)
-    if not fits:
+            counted.append(point)
+    if not counted:
         raise Refusal([f"{NOT_COUNTED}: {reason}" for reason in left_out])
     for reason, labels in left_out.items():
         rows = f"{len(labels)} of {many(len(points), 'row')}"
         complain(f"warning: {rows} left out, {NOT_COUNTED}: {reason}      rows: {' '.join(few(labels))}")
-    return fit.order(fits)
-
-
-def _unknown(memories: step.Memories, point: Point) -> str:
-    """Why nothing was counted for a point."""
-    return next(filter(None, map(memories.unknown, _traced_for([point]))), NOT_ASKED)
+    return counted
 
 
 def _group(overrides: Sequence[str]) -> tuple[str, ...]:

@@ -271,8 +271,11 @@ def decided(request: SweepRequest, hardware: Hardware, screen: Screen | None = N
     """The points of the sweep, predicted and decided. Nothing is started but the process that counts."""
     points = _runnable(request)
     tell = None if screen is None or request.as_json else partial(screen.say, style="dim")
-    predicted = prediction.predict(points, tell) if request.predicts else {}
+    unknown: dict[str, str] = {}
+    predicted = prediction.predict(points, tell, reasons=unknown) if request.predicts else {}
     wrong = prediction.problems(points) if request.predicts else {}
+    for why, count in Counter(why for label, why in unknown.items() if label not in wrong).items():
+        complain(f"warning: nothing is predicted: {why}      ({count} of {len(request.points)} points)")
     some = len(wrong) < len(points)  # otherwise it is raised as an error
     for problem, count in Counter(wrong.values()).items() if some else ():
         complain(f"refused: {problem}      ({count} of {len(request.points)} points)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import IO, NoReturn
 
 import psutil
 
@@ -21,6 +22,10 @@ from zero_runtime import process_identity
 
 _PR_SET_PDEATHSIG = 1
 PATIENCE_S = 5.0  # time in which the processes of a session must have ended
+TELLING = re.compile(
+    r"error|assert|what\(\)|fatal", re.IGNORECASE
+)  # what marks the line that tells why a process ended
+LAST_BYTES, LAST_SIGNS = 1 << 14, 300
 
 
 def output_of(*words: str, timeout_s: float = 20, folder: Path | None = None) -> str | None:
@@ -56,6 +61,21 @@ def is_alive(pid: int, token: object) -> bool:
     """
     current = started(pid)
     return current is not None and current == token
+
+
+def how_it_ended(code: int, stderr: IO[bytes] | None = None) -> str:
+    """The end of a process in words, such as "ended with SIGABRT: " and its last words.
+
+    code: its exit code, or minus the number of the signal. stderr: a file with what it has printed. Of its last lines,
+    the last one that names an error; the end of a C++ program prints a stack after it.
+    """
+    text = f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+    if stderr is None:
+        return text
+    stderr.seek(max(stderr.seek(0, os.SEEK_END) - LAST_BYTES, 0))
+    lines = [line.strip() for line in stderr.read().decode(errors="replace").splitlines() if line.strip()]
+    telling = [line for line in lines if TELLING.search(line)] or lines
+    return f"{text}: {telling[-1][:LAST_SIGNS]}" if telling else text
 
 
 class StoppedBySignal(KeyboardInterrupt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform
 import socket
@@ -17,6 +18,7 @@ PACKAGES = ("zero-lab", "torch", "transformers", "hydra-core", "submitit", "mlfl
 # Variables of the underlying libraries that affect what is measured. No others are recorded: some contain secrets.
 PREFIXES = ("CUDA_", "NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "OMP_", "MKL_", "GLIBC_TUNABLES", "ZLAB_", "SLURM_JOB_ID")
 LONGEST_DIFF_BYTES = 1 << 20
+OURS, SOURCES = ("kernels", "orchestrator", "zero_runtime"), ("*.py", "*.cpp", "*.h")  # of a checkout
 
 
 class Code(NamedTuple):
@@ -58,6 +60,20 @@ def facts(other: str | None = None) -> dict[str, Any]:
         "command": sys.argv,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
     }
+
+
+def sources(folder: Path) -> list[Path]:
+    """The files of the code in a checkout, or in site-packages."""
+    return sorted(file for room in OURS for ending in SOURCES for file in (folder / room).rglob(ending))
+
+
+@functools.cache
+def code_digest() -> str:
+    """A hash of all of this process's code: a list of single files would become wrong when code moves."""
+    digest = hashlib.sha256()
+    for file in sources(CODE):
+        digest.update(f"{file.relative_to(CODE)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def version_of(package: str) -> str | None:

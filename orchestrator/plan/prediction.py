@@ -15,8 +15,9 @@ from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import AdapterKind, Device, RunConfig, to_dict
 from orchestrator.machine import hardware
 from orchestrator.plan import memory_cache, remedies
+from orchestrator.plan.counting_child import Answer, Tell
 from orchestrator.plan.decision import Prediction
-from orchestrator.plan.memory_cache import Answer, Tell, activations_key, units_key
+from orchestrator.plan.memory_cache import activations_key, units_key
 from orchestrator.plan.moments import Met, met
 from orchestrator.plan.point import Point
 from orchestrator.plan.remedies import PredictedPeak
@@ -27,21 +28,30 @@ from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
 from zero_runtime.memory.model import total_state_bytes
 
-NOT_ASKED = "the process that counts them ended early, or was not done in time"
+NOT_ASKED = "they were not counted"
 ADVISED = 4  # most points for which remedies are searched: each needs further counts
 
 
-def predict(points: Sequence[Point], tell: Tell | None = None, *, within_s: float = math.inf) -> dict[str, Prediction]:
-    """The predictions by label. A point whose model the child cannot build has none; its run reports the reason.
+def predict(
+    points: Sequence[Point],
+    tell: Tell | None = None,
+    *,
+    within_s: float = math.inf,
+    reasons: dict[str, str] | None = None,
+) -> dict[str, Prediction]:
+    """The predictions by label. A point whose model the child cannot build has none; `reasons` gets why.
 
     `tell` is called with messages about the progress. within_s: the most time that the child may take for the points,
     and again for the settings that would fit. What is not counted by then is not predicted.
     """
-    first = _predictions([point.config for point in points], tell, within_s)
+    first, unknown = _predictions([point.config for point in points], tell, within_s)
+    if reasons is not None:
+        reasons |= {point.label: why for point, why in zip(points, unknown, strict=True) if why}
     named = {point.label: prediction for point, prediction in zip(points, first, strict=True) if prediction is not None}
     not_fitting = [point for point in points if point.label in named and named[point.label].cannot_fit][:ADVISED]
     neighbours = [remedies.neighbours(point.config) for point in not_fitting]
-    answers = iter(_predictions([neighbour.config for several in neighbours for neighbour in several], tell, within_s))
+    then_fits, _ = _predictions([neighbour.config for several in neighbours for neighbour in several], tell, within_s)
+    answers = iter(then_fits)
     for point, several in zip(not_fitting, neighbours, strict=True):
         then = [next(answers) for _ in several]
         fits = [
@@ -58,7 +68,7 @@ def predict(points: Sequence[Point], tell: Tell | None = None, *, within_s: floa
 
 def needs(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
     """Lower bounds on the memory of a rank; None if the model cannot be built."""
-    predictions = _predictions(configs)
+    predictions, _ = _predictions(configs)
     return [
         None if prediction is None else PredictedPeak(prediction.needed_bytes, prediction.activations is not None)
         for prediction in predictions
@@ -97,14 +107,17 @@ def _shipped_models() -> list[Any]:
 
 def _predictions(
     configs: Sequence[RunConfig], tell: Tell | None = None, within_s: float = math.inf
-) -> list[Prediction | None]:
+) -> tuple[list[Prediction | None], list[str]]:
+    """The predictions, and for those that there are not, why."""
     if not configs:
-        return []
+        return [], []
     answers = memory_cache.answers(configs, configs, tell, within_s=within_s)
     need_gpus = any(config.resources.device is Device.cuda and not config.hardware.is_described for config in configs)
     gpu_bytes = gpu_bytes_here() if need_gpus else None
     memories = Memories(answers)
-    return [_prediction(config, answers, memories, gpu_bytes) for config in configs]
+    units = [answers.get(units_key(config), {}) for config in configs]
+    found = [_prediction(config, answers, memories, gpu_bytes) for config in configs]
+    return found, [one.get("problem") or one.get("unknown", "") for one in units]
 
 
 def _prediction(

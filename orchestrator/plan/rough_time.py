@@ -11,7 +11,6 @@ from orchestrator.plan.step import ConfigMemory
 from zero_runtime.offload.plan import Tier
 from zero_runtime.timing.data_sheet import PUBLISHED, Layout, Peaks, Ring, segment_s, step_costs, update_bytes
 from zero_runtime.timing.step_time import StepSeconds, step_time
-from zero_runtime.timing.work import LinearWork
 
 TERA, GIGA = 1e12, 1e9
 
@@ -33,12 +32,11 @@ def _computed(memory: ConfigMemory) -> StepSeconds | None:
     peaks = peaks_of(config)
     if part is None or peaks is None or _offloads(config):
         return None
-    linear = part.linear
-    stored = memory_cache.stored(memory_cache.work_key(config, linear.low, linear.high))
-    if stored is None:
-        return None
-    work = LinearWork.of_plain(stored).at(config.batch.micro).map(lambda one: segment_s(one, peaks))
-    segments = work.in_order([(kind, unit) for _, kind, unit in linear.trace.marks])
+    linear, work = part.linear, memory.work(config.batch.micro)
+    assert work is not None, "the part is the trace of this micro-batch"
+    segments = work.map(lambda one: segment_s(one, peaks)).in_order(
+        [(kind, unit) for _, kind, unit in linear.trace.marks]
+    )
     if segments is None:
         return None
     rules, optimizer = memory.rules, config.optimizer

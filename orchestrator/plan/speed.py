@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -27,6 +28,8 @@ from zero_runtime.timing.costs import FREE, CollectiveCost, Curve, StepCosts
 from zero_runtime.timing.segments import SegmentTable
 from zero_runtime.timing.step_time import StepSeconds, step_time, surplus_s
 
+# Variables that decide which kernels compute, or how memory is handed out.
+CHOOSING = ("ZLAB_KERNELS", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "GLIBC_TUNABLES")
 ANCHOR_STAGE = 2  # of the real step that is measured next to the segments: each unit is gathered and reduced once
 
 
@@ -44,8 +47,9 @@ class TimingJob:
 
 @functools.cache
 def _folder(hardware: str) -> str:
-    """The folder of the cache for this hardware: answers also depend on the code and the versions of libraries."""
-    text = f"{memory_cache.folder()} {hardware}"
+    """The folder of the cache for this hardware: answers also depend on the code, the versions of libraries, and what
+    chooses among their kernels."""
+    text = f"{memory_cache.folder()} {hardware} {[os.environ.get(name) for name in CHOOSING]}"
     return f"times-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrator.config.schema import Device, RunConfig
-from orchestrator.plan.memory_cache import activations_key, hash_of, recalled, trace_key, units_key
+from orchestrator.plan.memory_cache import activations_key, hash_of, recalled, trace_prefix, units_key
 from orchestrator.plan.tensor_messages import TensorMessages, TensorSent, messages_in
 from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.memory.activation_count import LinearTrace
@@ -25,6 +25,8 @@ from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, whole_itemsize
 from zero_runtime.optim.matrix_owners import OwnedMatrix, most_sent_elements, owned_matrices, working_bytes
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, WEIGHT_BLOCK_NUMEL, MixedPrecision
+from zero_runtime.timing.segments import SegmentTable
+from zero_runtime.timing.work import LinearWork, Work
 from zero_runtime.wire import exchanged, gathered, reduced, signs_bytes
 
 Answers = Mapping[str, Mapping[str, Any]]
@@ -89,8 +91,9 @@ def matrices_of(config: RunConfig, shapes: Mapping[str, Any]) -> list[OwnedMatri
 @dataclass(frozen=True)
 class ConfigMemory:
     """The memory of one configuration's step on a rank. parts: for the micro-batches of each trace, in their order.
-    largest_numels: elements of the largest parameter of each unit. matrices: those that are updated whole. name: under
-    which results of it are kept in the cache; empty if they are not. full_numels: elements of each unit in the full
+    works: of the same traces, read when one is needed. largest_numels: elements of the largest parameter of each unit.
+    matrices: those that are updated whole. name: under which results of it are kept in the cache; empty if they are
+    not. full_numels: elements of each unit in the full
     model, of which a rank of a tensor-parallel group has a slice; empty: the same. tensor: the messages of that
     group."""
 
@@ -98,6 +101,7 @@ class ConfigMemory:
     units: Units
     rules: CountRules
     parts: tuple[StepMemory, ...]
+    works: tuple[Callable[[], LinearWork], ...] = field(default=(), kw_only=True)
     largest_numels: tuple[int, ...] = field(default=(), kw_only=True)
     matrices: tuple[OwnedMatrix, ...] = field(default=(), kw_only=True)
     name: str = field(default="", kw_only=True)
@@ -112,7 +116,18 @@ class ConfigMemory:
 
     def part(self, micro: int) -> StepMemory | None:
         """The memory of the trace that has this micro-batch; None if none has."""
-        return next((part for part in self.parts if part.peaks.low <= micro <= part.peaks.high), None)
+        place = self._place(micro)
+        return None if place is None else self.parts[place]
+
+    def _place(self, micro: int) -> int | None:
+        """Which of the traces has this micro-batch."""
+        ranges = (part.peaks for part in self.parts)
+        return next((place for place, one in enumerate(ranges) if one.low <= micro <= one.high), None)
+
+    def work(self, micro: int) -> SegmentTable[Work] | None:
+        """The work of the segments of a micro-batch; None if it was not traced."""
+        place = self._place(micro)
+        return None if place is None else self.works[place]().at(micro)
 
     def peak(self, micro: int) -> Peak | None:
         """The worst moment of a step; None for a micro-batch that was not traced."""
@@ -234,7 +249,7 @@ class ConfigMemory:
     def _gathers(self) -> Sequence[int]:
         """How often the replayed schedule gathers each unit in a step; without a trace as in the closed form."""
         if self.parts:
-            return self.parts[0].peaks.gathers
+            return (self.part(self.config.batch.micro) or self.parts[0]).peaks.gathers
         closed = self.collective_counts().gathers
         return [closed * size.trainable for size, _ in self.units]
 
@@ -258,6 +273,8 @@ class Memories:
         if shapes is None or "units" not in shapes:
             return None
         units, rules = self._units_of(config, key, shapes), rules_of(config, shapes)
+        prefix = trace_prefix(config)
+        traces = [name for name in self._answers if name.startswith(prefix)]
         memory = ConfigMemory(
             config,
             units,
@@ -265,22 +282,25 @@ class Memories:
             (),
             largest_numels=tuple(max(math.prod(shape) for _, shape in unit["shapes"]) for unit in shapes["units"]),
             matrices=tuple(matrices_of(config, shapes)),
-            name=hash_of(key, trace_key(config), rules, *_deciding(config)) if self._recalls else "",
+            name=hash_of(key, sorted(traces), rules, *_deciding(config)) if self._recalls else "",
             full_numels=tuple(unit["numel"] for unit in shapes["units"]),
             tensor=TensorMessages.of_plain(shapes["tensor"]),
         )
-        tokens, family = config.batch.seq * (config.batch.accumulation or 1), trace_key(config)
-        parts = [
-            StepMemory(
-                functools.partial(self._linear_of, trace),
-                self._peaks_of(memory, trace, shapes),
-                tokens,
-                shapes["buffer_bytes"],
+        tokens = config.batch.seq * (config.batch.accumulation or 1)
+        found = [
+            (
+                StepMemory(
+                    functools.partial(self._linear_of, trace),
+                    self._peaks_of(memory, trace, shapes),
+                    tokens,
+                    shapes["buffer_bytes"],
+                ),
+                functools.partial(self._work_of, trace),
             )
-            for trace in self._answers
-            if trace.startswith(family)
+            for trace in traces
         ]
-        return replace(memory, parts=tuple(sorted(parts, key=lambda part: (part.peaks.low, part.peaks.high))))
+        found.sort(key=lambda one: (one[0].peaks.low, one[0].peaks.high))
+        return replace(memory, parts=tuple(part for part, _ in found), works=tuple(work for _, work in found))
 
     def _peaks_of(self, memory: ConfigMemory, trace: str, shapes: Mapping[str, Any]) -> StepPeaks:
         """The peaks of the micro-batches of one trace, which is only read if they are not in the cache."""
@@ -290,8 +310,8 @@ class Memories:
             names = [unit["name"] for unit in shapes["units"]]
             return StepPeaks.of(linear, self._replay(memory, linear), names).plain()
 
-        micros = trace.removeprefix(trace_key(memory.config))
-        return StepPeaks.of_plain(recalled(f"peaks-{memory.name}-{micros}", computed) if memory.name else computed())
+        key = f"peaks-{memory.name}-{trace.removeprefix(trace_prefix(memory.config))}"
+        return StepPeaks.of_plain(recalled(key, computed) if memory.name else computed())
 
     def _units_of(self, config: RunConfig, key: str, shapes: Mapping[str, Any]) -> Units:
         ranks, offload = config.data_ranks, config.offload
@@ -308,8 +328,11 @@ class Memories:
 
     def _linear_of(self, trace: str) -> LinearTrace:
         if trace not in self._linear:
-            self._linear[trace] = LinearTrace.of_plain(self._answers[trace])
+            self._linear[trace] = LinearTrace.of_plain(self._answers[trace]["linear"])
         return self._linear[trace]
+
+    def _work_of(self, trace: str) -> LinearWork:
+        return LinearWork.of_plain(self._answers[trace]["work"])
 
     def _replay(self, memory: ConfigMemory, linear: LinearTrace) -> StatesReplay:
         # The runtime's half of a step depends on the order of the marks alone: see step_memory.py.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.pretrained import COMPANIONS, WEIGHTS
+from orchestrator.machine.provenance import sources
 from orchestrator.records.cache import read_cached, write_cached
 from orchestrator.workloads.text_files import is_text, text_files
 
@@ -28,7 +29,6 @@ PLACES = {
     "tokenizer": ("tokenizer", ("model", "path")),
     "code": ("code", ("resources", "code")),
 }
-PACKAGES, SOURCES = ("kernels", "orchestrator", "zero_runtime"), ("*.py", "*.cpp", "*.h")  # of a checkout
 BLOCK_BYTES = 1 << 20
 READERS = 4  # files read at the same time; hashing takes a core per file and releases the GIL
 SETTLED_NS = 2 * 10**9  # the coarsest clock of a file system
@@ -73,7 +73,7 @@ def _files(name: str, path: Path) -> list[Path]:
     if name == "tokenizer":
         return [path / file for file in COMPANIONS if (path / file).is_file()]
     if name == "code":
-        return sorted(file for folder in PACKAGES for ending in SOURCES for file in (path / folder).rglob(ending))
+        return sources(path)
     files = (*path.glob("*.safetensors"), *(path / name for name in WEIGHTS[1:]))
     return sorted(file for file in files if file.is_file())
 

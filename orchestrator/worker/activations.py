@@ -1,8 +1,9 @@
 """Counts the activations of a configuration without running it. Needs torch, but no ranks and no device.
 
 An answer is plain data: {"bytes": the fields of ActivationBytes, "trace": the key of the trace}, or {"unknown": why
-they cannot be counted}. A trace is a LinearTrace as plain data, for all micro-batches from the smallest to the largest
-that were asked for. Beside each trace is the work of its segments, a LinearWork as plain data.
+they cannot be counted}. The trace is {"linear": a LinearTrace, "work": the LinearWork of its segments}, both as plain
+data, for the micro-batches from one to another. A failure that another try does not repeat, or that the machine's state
+may explain, is "passing": another command asks again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -171,15 +172,14 @@ def _counted(config: RunConfig, model: nn.Module, rules: UnitRules) -> CountedSt
     return CountedStep(trace, work.table(trace))
 
 
-def known(config: RunConfig) -> dict[str, memory_cache.Answer]:
+def known(config: RunConfig) -> dict[str, Mapping[str, Any]]:
     """The answer and its trace by key, from the cache that predictions fill; otherwise counted here and added to it."""
-    key = memory_cache.activations_key(config)
-    if key in (found := memory_cache.stored_answers([key])):
-        return found
-    counted = dict(answers([config]))
-    for name, one in counted.items():
-        memory_cache.store(name, one)
-    return {**counted}
+    question = memory_cache.Question.of([config])
+    found = question.read()
+    if not found:
+        found = dict(answers([config]))
+        question.keep(found)
+    return found
 
 
 def answers(family: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
@@ -197,11 +197,11 @@ def answers(family: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
     for linear, work in tracing.linears(several[0], several[-1]) if len(several) > 1 else ():
         inside = [micro for micro in several if linear.low <= micro <= linear.high and micro in left]
         left -= set(inside)
-        yield from _told(linear, work, family[0], [by_micro[micro] for micro in inside])
+        yield from _told(linear, work, family, [by_micro[micro] for micro in inside])
     for micro in sorted(left):
         found = tracing.one(micro)
         if isinstance(found, tuple):
-            yield from _told(*found, family[0], [by_micro[micro]])
+            yield from _told(*found, family, [by_micro[micro]])
         else:
             yield memory_cache.activations_key(by_micro[micro]), found
 
@@ -222,13 +222,21 @@ class _Tracing:
     def _at(self, micro: int) -> TracedStep | Answer:
         """The traced step, or why there is none."""
         if micro not in self._found:
-            config = replace(self._config, batch=replace(self._config.batch, micro=micro))
-            try:
-                self._found[micro] = _traced_step(config, whole=self._whole)
-            except Exception as error:  # a model's code may raise anything, and the run itself does not need this
-                first = (str(error).strip().splitlines() or [""])[0]
-                self._found[micro] = {"unknown": f"{type(error).__name__}: {first[:REASON_LENGTH]}"}
+            found = self._try(micro)
+            if isinstance(found, dict):  # once more: a reason that is not found again is none of the model's
+                again = self._try(micro)
+                found = found if again == found else _passing(again)
+            self._found[micro] = found
         return self._found[micro]
+
+    def _try(self, micro: int) -> TracedStep | Answer:
+        config = replace(self._config, batch=replace(self._config.batch, micro=micro))
+        try:
+            return _traced_step(config, whole=self._whole)
+        except Exception as error:  # a model's code may raise anything, and the run itself does not need this
+            first = (str(error).strip().splitlines() or [""])[0]
+            reason: Answer = {"unknown": f"{type(error).__name__}: {first[:REASON_LENGTH]}"}
+            return _passing(reason) if isinstance(error, (MemoryError, OSError)) else reason
 
     def one(self, micro: int) -> Linear | Answer:
         """The trace of one size, or why there is none."""
@@ -268,12 +276,16 @@ class _Tracing:
         self._found.clear()
 
 
+def _passing(found: TracedStep | Answer) -> TracedStep | Answer:
+    return {**found, "passing": True} if isinstance(found, dict) else found
+
+
 def _told(
-    linear: LinearTrace, work: LinearWork, of: RunConfig, configs: Sequence[RunConfig]
+    linear: LinearTrace, work: LinearWork, family: Sequence[RunConfig], configs: Sequence[RunConfig]
 ) -> Iterator[tuple[str, Answer]]:
-    place = memory_cache.trace_key(of, linear.low, linear.high)
-    yield place, linear.plain()
-    yield memory_cache.work_key(of, linear.low, linear.high), work.plain()
+    """The answers of those of the family that this trace covers; the trace comes before them."""
+    place = memory_cache.trace_key(family, linear.low, linear.high)
+    yield place, {"linear": linear.plain(), "work": work.plain()}
     for config in configs:
         counted = asdict(linear.at(config.batch.micro).total())
         yield memory_cache.activations_key(config), {"bytes": counted, "trace": place}

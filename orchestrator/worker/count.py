@@ -10,12 +10,12 @@ import gc
 import json
 import sys
 
-from orchestrator.plan import memory_cache
+from orchestrator.plan.counting_child import LEAN
 
 
 def main() -> None:
     gc.disable()  # what is imported stays, so that collections would only visit it
-    if sys.argv[1:] == [memory_cache.LEAN]:
+    if sys.argv[1:] == [LEAN]:
         from orchestrator.worker import lean_imports
 
         lean_imports.import_lean()

@@ -15,17 +15,15 @@ Numbers = dict[str, Any]
 
 def planned(config: RunConfig) -> Numbers:
     """Predicted bytes, if an earlier plan or run counted them: counting now would affect the measurement."""
-    counted = memory_cache.stored_answers([memory_cache.units_key(config), memory_cache.activations_key(config)])
-    return _numbers(config, counted) if memory_cache.activations_key(config) in counted else {}
+    counted, units = memory_cache.Question.of([config]).read(), memory_cache.stored(memory_cache.units_key(config))
+    return _numbers(config, {**counted, memory_cache.units_key(config): units}) if counted and units else {}
 
 
 def known(config: RunConfig) -> Numbers:
     """Predicted bytes, from the cache that plans fill; otherwise counted here and added to the cache."""
     key = memory_cache.units_key(config)
     counted = activations.known(config)
-    if key not in counted:
-        counted[key] = memory_cache.stored(key) or shapes.units_of(config)
-    return _numbers(config, counted)
+    return _numbers(config, {**counted, key: memory_cache.stored(key) or shapes.units_of(config)})
 
 
 def _numbers(config: RunConfig, counted: Mapping[str, Mapping[str, Any]]) -> Numbers:

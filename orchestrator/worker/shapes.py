@@ -2,14 +2,21 @@
 
 Reads {"units": {key: configuration}, "activations": [{key: configuration}, ...]} as JSON from stdin; the configurations
 in one dictionary of activations differ only in the micro-batch. Writes [key, answer] as one line of JSON to stdout as
-each answer is ready. The answer is from `units_of` (the problem for a model that cannot be built, null for any other
-failure) or from activations.py.
+each answer is ready. The answer is from `units_of` or from activations.py, the problem of a model that cannot be built,
+or what else failed, which is "passing".
 
 [Note: forked counting]
 Families of activations share nothing but the model, so that forks of this process count them, as many as there are
 cores and at most MOST. The model is built before, for all of them. Numbers of families wait in a pipe, from which each
-process takes the next one; the numbers of those that it has answered go into another pipe, so that a process that dies
-is told for the family that it had taken, and the other families are counted by the others.
+process takes the next one; the numbers of those that it has answered go into another pipe. Families that a process left
+unanswered when it died are counted again, one at a time, each in a fork of its own; one that dies again is told with
+the last words of its process.
+
+[Note: threads after a fork]
+The first call of torch.set_num_threads makes a pool of threads, which a fork cannot use: in a fork, the next such call
+replaces the pool. The threads of autograd's devices, one for each, all make that call when they start, and two at once
+end the process ("Invalid thread pool!"). So each fork makes it before it has any other thread, and this process, which
+computes nothing, never makes it.
 """
 
 from __future__ import annotations
@@ -17,18 +24,17 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import signal
 import struct
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 import torch
 
 from orchestrator.config.schema import RunConfig, from_dict
-from orchestrator.machine.processes import die_with_parent
+from orchestrator.machine.processes import die_with_parent, how_it_ended
 from orchestrator.worker.activations import answers, built, shorten_once
 from orchestrator.worker.setup import unit_rules
 from orchestrator.worker.sliced import messages_of
@@ -71,14 +77,13 @@ def units_of(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _answer(config: RunConfig) -> dict[str, Any] | None:
+def _answer(config: RunConfig) -> dict[str, Any]:
     try:
         return units_of(config)
     except ValueError as error:  # the user's mistake, as every builder promises; a job would report the same
         return {"problem": "; ".join(str(error).splitlines())}
     except Exception as error:  # the other answers are still needed, and the run itself will report the error
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return None
+        return {"unknown": f"{type(error).__name__}: {error}", "passing": True}
 
 
 class _Answers:
@@ -104,34 +109,50 @@ def _answer_family(family: Mapping[str, Any], to: _Answers) -> None:
 
 
 def _answer_families(families: Sequence[Mapping[str, Any]], to: _Answers, processes: int) -> None:
-    """Answers each family, in forks of this process if that is asked for: see [Note: forked counting]."""
-    if min(processes, len(families)) < 2:
-        for family in families:
-            _answer_family(family, to)
+    """Answers each family, in forks of this process: see [Note: forked counting]."""
+    if not families:
         return
     shorten_once(from_dict(next(iter(families[0].values()))))  # before it is forked, so that no fork builds it again
+    left, _ = _in_forks(families, range(len(families)), to, processes)
+    for number in left:
+        died, end = _in_forks(families, [number], to, 1)
+        for key in families[number] if died else ():
+            to.tell(key, {"unknown": f"the process that counted them {end}", "passing": True})
+
+
+def _in_forks(
+    families: Sequence[Mapping[str, Any]], numbers: Sequence[int], to: _Answers, processes: int
+) -> tuple[list[int], str]:
+    """Answers the families of these numbers. Returns the numbers of those that were left unanswered, and how the
+    process that failed last ended."""
     (waiting, put), (done, answered) = os.pipe(), os.pipe()
-    os.write(put, b"".join(map(_NUMBER.pack, range(len(families)))))  # a pipe holds more than a sweep has points
+    os.write(put, b"".join(map(_NUMBER.pack, numbers)))  # a pipe holds more than a sweep has points
     os.close(put)
-    forks = [_fork(families, to, waiting, answered) for _ in range(min(processes, len(families)))]
+    forks = [_fork(families, to, waiting, answered) for _ in range(min(processes, len(numbers)))]
     os.close(waiting)
     os.close(answered)
     with os.fdopen(done, "rb") as file:
-        left = set(range(len(families))) - {number for (number,) in _NUMBER.iter_unpack(file.read())}
-    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in forks]
-    for number in sorted(left):
-        for key in families[number]:
-            to.tell(key, {"unknown": f"a process that counted ended with {_in_words(ends)}", "passing": True})
+        left = set(numbers) - {number for (number,) in _NUMBER.iter_unpack(file.read())}
+    end = ""
+    for pid, stderr in forks:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with stderr:
+            end = how_it_ended(code, stderr) if code else end
+    return sorted(left), end
 
 
-def _fork(families: Sequence[Mapping[str, Any]], to: _Answers, waiting: int, answered: int) -> int:
-    """Starts a process that answers the families whose numbers it takes. Returns its pid."""
-    parent = os.getpid()
+def _fork(families: Sequence[Mapping[str, Any]], to: _Answers, waiting: int, answered: int) -> tuple[int, IO[bytes]]:
+    """Starts a process that answers the families whose numbers it takes. Returns its pid, and a file for what it prints
+    to stderr."""
+    parent, stderr = os.getpid(), tempfile.TemporaryFile()  # noqa: SIM115  it is read when the process has ended
     if pid := os.fork():
-        return pid
+        return pid, stderr
     code = 1
     try:
+        os.dup2(stderr.fileno(), 2)
+        os.dup2(2, 1)
         die_with_parent(parent)
+        torch.set_num_threads(1)  # fake tensors need no more: see [Note: threads after a fork]
         while len(taken := os.read(waiting, _NUMBER.size)) == _NUMBER.size:
             _answer_family(families[_NUMBER.unpack(taken)[0]], to)
             os.write(answered, taken)
@@ -140,12 +161,6 @@ def _fork(families: Sequence[Mapping[str, Any]], to: _Answers, waiting: int, ans
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     finally:
         os._exit(code)
-
-
-def _in_words(ends: Sequence[int]) -> str:
-    """How those processes ended that failed."""
-    found = [signal.Signals(-end).name if end < 0 else f"exit code {end}" for end in ends if end]
-    return ", ".join(dict.fromkeys(found)) or "no answer"
 
 
 def _count() -> int:
@@ -159,7 +174,6 @@ def main(asked: Mapping[str, Any] | None = None) -> None:
     to = _Answers(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)
     asked = json.load(sys.stdin) if asked is None else asked
-    torch.set_num_threads(1)  # fake tensors need no more, and forks must not inherit a pool of threads
     for key, config in asked["units"].items():
         to.tell(key, _answer(from_dict(config)))
     _answer_families(asked["activations"], to, _count())

@@ -37,12 +37,14 @@ from orchestrator.compose.composition import Composed, Composition
 from orchestrator.config.schema import from_dict, to_dict
 from orchestrator.launch.script_ranks import ScriptEnd
 from orchestrator.machine import hardware
-from orchestrator.plan import memory_cache
+from orchestrator.plan import counting_child, memory_cache
 from orchestrator.plan.point import Point
 from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import program
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
+from zero_runtime.timing.segments import SegmentTable
+from zero_runtime.timing.work import LinearWork
 
 # Allowed beginnings of lines on stderr: any other line comes from a message with a line break in it.
 LINES = ("error: ", "nothing was started (exit 2)", "refused: ", "note: ", "warning: ", "== ", "in /")
@@ -83,6 +85,7 @@ TRACE = LinearTrace(
     [1 << 10],
     *MICROS,
 )
+WORK = LinearWork(*MICROS, SegmentTable({}), SegmentTable({}))
 POINTS = 12  # limit of a sweep here: each costs milliseconds
 ROWS = math.prod(len(options.split(",")) for options in fit.AXES.values())  # that fit and choose compose themselves
 # These must not be imported; code that searches the current folder first would import them.
@@ -123,8 +126,8 @@ class Typist:
         monkeypatch.setattr(hardware, "_ask_nvidia_smi", list)
         monkeypatch.setattr(hardware, "_smi", lambda query: [])
         monkeypatch.setattr(doctor, "loopback", lambda: "127.0.0.1")
-        monkeypatch.setattr(memory_cache, "_ask_child", _counted)
-        monkeypatch.setattr(memory_cache, "_start_child", _no_child)  # which fit starts before it reads its words
+        monkeypatch.setattr(counting_child.Asked, "_ask_child", _counted)
+        monkeypatch.setattr(counting_child, "start_process", _no_child)  # which fit starts before it reads its words
         monkeypatch.setattr(sync, "start_sync", _nothing_missing)
         monkeypatch.setattr(subprocess, "run", _no_tool)
         # matplotlib, which only report.png needs, takes a second; odd numbers in pictures: report/test_figures.py.
@@ -237,7 +240,7 @@ def _recorded(point: Point, *, as_json: bool, admission: object) -> int:
     return 0
 
 
-def _no_child(*, lean: bool) -> NoReturn:
+def _no_child(stderr: object, *, lean: bool) -> NoReturn:
     raise OSError
 
 
@@ -246,14 +249,12 @@ def _nothing_missing(*words: object, **named: object) -> SimpleNamespace:
     return SimpleNamespace(stdout=[], poll=lambda: 0, wait=lambda: 0, returncode=0)
 
 
-def _counted(
-    asked: Mapping[str, Any], total: int, tell: object, within_s: float, lean: bool
-) -> Iterator[tuple[str, Any]]:
+def _counted(_: counting_child.Asked, asked: Mapping[str, Any], *, lean: bool) -> Iterator[tuple[str, Any]]:
     """What the child process would answer for one small model."""
     yield from ((key, UNITS) for key in asked["units"])
     for family in asked["activations"]:
-        place = memory_cache.trace_key(from_dict(next(iter(family.values()))), *MICROS)
-        yield place, TRACE.plain()
+        place = memory_cache.trace_key([from_dict(one) for one in family.values()], *MICROS)
+        yield place, {"linear": TRACE.plain(), "work": WORK.plain()}
         yield from ((key, ACTIVATIONS | {"trace": place}) for key in family)
 
 

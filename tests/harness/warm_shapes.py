@@ -6,24 +6,27 @@ import multiprocessing as mp
 import os
 import sys
 from multiprocessing.reduction import DupFd
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 
 class WarmShapes:
-    """What `memory_cache` uses of the process that it starts: its pipes, `kill` and `wait`."""
+    """What counting_child.py uses of the process that it starts: its pipes, `kill` and `wait`."""
 
-    def __init__(self, *, lean: bool = False) -> None:
+    def __init__(self, stderr: IO[bytes], *, lean: bool = False) -> None:
         del lean  # what the fork server has imported stays
         asked, stdin = os.pipe()
         stdout, answers = os.pipe()
         self.stdin: TextIO = os.fdopen(stdin, "w", encoding="utf-8")
         self.stdout: TextIO = os.fdopen(stdout, encoding="utf-8")
-        self._process = _Process(asked, answers)
+        self._process = _Process(asked, answers, stderr.fileno())
         self._process.start()
         os.close(asked)
         os.close(answers)
         self.kill = self._process.kill
-        self.wait = self._process.join
+
+    def wait(self) -> int:
+        self._process.join()
+        return self._process.exitcode or 0
 
     def __enter__(self) -> WarmShapes:
         return self
@@ -36,9 +39,9 @@ class WarmShapes:
 class _Process(mp.get_context("forkserver").Process):  # type: ignore[name-defined,misc]
     """Holds the ends of the pipes as numbers until it is started, when they can be sent to the fork server."""
 
-    def __init__(self, asked: int, answers: int) -> None:
+    def __init__(self, *ends: int) -> None:
         super().__init__(daemon=True)
-        self._ends = asked, answers
+        self._ends = ends  # its stdin, stdout and stderr
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ends": tuple(DupFd(end) for end in self._ends)}

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from orchestrator.commands.admission import Admission
 from orchestrator.commands.run import run_point
-from orchestrator.plan import decision, memory_cache, prediction
+from orchestrator.plan import counting_child, decision, prediction
 from orchestrator.plan.decision import Prediction, Wishes
 from orchestrator.plan.point import Point
 from orchestrator.records.record_file import read_json
@@ -108,7 +108,7 @@ def test_a_run_starts_if_it_is_not_to_be_pruned_or_cannot_be_predicted(
 ) -> None:
     code, shown, _ = run(monkeypatch, tmp_path, found, prune=found is None)
     assert code == 0
-    assert ("warning: needs 2 x 5.00 GiB" if found else "predicted  nothing: the process") in shown
+    assert ("warning: needs 2 x 5.00 GiB" if found else "predicted  nothing: ") in shown
 
 
 def test_a_line_says_what_the_prediction_lacks() -> None:
@@ -126,11 +126,11 @@ def test_a_child_that_is_slow_is_killed_in_time_and_the_run_is_not_predicted(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     slow = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    monkeypatch.setattr(memory_cache, "_start_child", lambda **_: slow)
-    monkeypatch.setattr(memory_cache, "_talk", lambda *_: time.sleep(HANG_S))
+    monkeypatch.setattr(counting_child, "start_process", lambda *_, **__: slow)
+    monkeypatch.setattr(counting_child, "_talk", lambda *_: time.sleep(HANG_S))
     begun = time.monotonic()
     assert prediction.predict([make_point(make_config(tmp_path))], within_s=0.2) == {}
-    assert time.monotonic() - begun < memory_cache.TELL_S  # the wait for the next answer is cut short too
+    assert time.monotonic() - begun < counting_child.TELL_S  # the wait for the next answer is cut short too
     assert slow.returncode is not None
 
 

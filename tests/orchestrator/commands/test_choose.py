@@ -15,7 +15,7 @@ from orchestrator import cli
 from orchestrator.commands import calibrate, choose
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
-from orchestrator.plan import memory_cache, speed
+from orchestrator.plan import counting_child, memory_cache, speed
 from orchestrator.plan.speed import TimingJob
 
 TEXT = (
@@ -70,7 +70,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
     found = Measured()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setattr(memory_cache, "_start_child", WarmShapes)
+    monkeypatch.setattr(counting_child, "start_process", WarmShapes)
     monkeypatch.setattr(calibrate, "measure", found)
     return found
 

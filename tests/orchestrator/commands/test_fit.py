@@ -15,7 +15,7 @@ from orchestrator import cli
 from orchestrator.commands import fit as command
 from orchestrator.commands.fit_page import DROPPED
 from orchestrator.config.strict import Refusal
-from orchestrator.plan import fit_arithmetic, memory_cache
+from orchestrator.plan import counting_child, fit_arithmetic, memory_cache
 from orchestrator.plan.point import Point
 from orchestrator.report.narrow import Narrowed, narrowed
 from orchestrator.report.summary import Table
@@ -40,19 +40,19 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        patch.setattr(memory_cache, "_start_child", WarmShapes)
+        patch.setattr(counting_child, "start_process", WarmShapes)
         assert cli.main(["fit", *TWO, "--json"]) == 0
     return folder
 
 
 @pytest.fixture(autouse=True)
 def from_the_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_child(*, lean: bool) -> None:
+    def no_child(stderr: object, *, lean: bool) -> None:
         raise AssertionError("a child process was started")
 
     if "counted" in request.fixturenames:
         monkeypatch.setenv("XDG_CACHE_HOME", str(request.getfixturevalue("counted")))
-    monkeypatch.setattr(memory_cache, "_start_child", no_child)
+    monkeypatch.setattr(counting_child, "start_process", no_child)
     monkeypatch.setattr(command, "may_be_lean", lambda words: False)  # no child before it is needed
 
 
@@ -200,7 +200,7 @@ def test_a_table_has_a_column_for_each_number_of_ranks_on_as_many_nodes_as_they_
 
 @pytest.mark.full
 def test_a_table_has_a_column_for_each_number_of_slices(monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
-    monkeypatch.setattr(memory_cache, "_start_child", WarmShapes)  # slices are counted for this table alone
+    monkeypatch.setattr(counting_child, "start_process", WarmShapes)  # slices are counted for this table alone
     small = (*LINE, "zero=stage1,stage3", "offload=none", "resources.ranks=4")
     code, out, _ = say(*small, "--table", "tp=1,2")
     assert code == 0
@@ -213,7 +213,7 @@ def test_a_table_has_a_column_for_each_number_of_slices(monkeypatch: pytest.Monk
 
 @pytest.mark.full
 def test_a_table_has_a_column_for_each_number_of_parts(monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
-    monkeypatch.setattr(memory_cache, "_start_child", WarmShapes)
+    monkeypatch.setattr(counting_child, "start_process", WarmShapes)
     small = (*LINE, "zero=stage3", "offload=none", "resources.ranks=4", "--table", "sp=1,2")
     code, out, _ = say(*small)
     assert code == 0

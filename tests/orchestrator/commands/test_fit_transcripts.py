@@ -11,7 +11,7 @@ from harness.warm_shapes import WarmShapes
 
 from benchmarks.published_tutorials import tutorials
 from orchestrator import cli
-from orchestrator.plan import memory_cache
+from orchestrator.plan import counting_child
 from orchestrator.text.paths import program
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "fit.md").read_text(encoding="utf-8")
@@ -33,7 +33,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def counted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setattr(memory_cache, "_start_child", WarmShapes)
+    monkeypatch.setattr(counting_child, "start_process", WarmShapes)
 
 
 def printed(line: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -24,7 +24,8 @@ def test_states_that_leave_a_gpu_stay_on_a_cpu_of_the_same_settings() -> None:
     unit |= {"numel": NUMEL, "precision": asdict(MixedPrecision())}
     shapes = {"units": [unit], "state_bytes": 8.0, "block_numel": 1, "tensor": TensorMessages().plain()}
     linear = LinearTrace.of_one(1, Trace(marks=[(0, Mark.BEFORE_FORWARD, 0), (0, Mark.GRADIENT, 0)])).plain()
-    answers = {units_key(cpu): shapes | {"buffer_bytes": 0}} | {trace_key(one, 1, 1): linear for one in (cpu, gpu)}
+    traced = {"linear": linear}
+    answers = {units_key(cpu): shapes | {"buffer_bytes": 0}} | {trace_key([one], 1, 1): traced for one in (cpu, gpu)}
     memories = Memories(answers)
     between = [memories.of(one).parts[0].peaks.between_steps for one in (cpu, gpu)]  # type: ignore[union-attr]
     assert between[0] - between[1] == 8 * NUMEL  # the optimizer's states

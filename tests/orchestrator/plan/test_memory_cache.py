@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from points import config_of_line
 
-from orchestrator.plan import memory_cache
+from orchestrator.config.schema import from_dict
+from orchestrator.plan import counting_child, memory_cache
 
 
 def test_code_that_cannot_be_read_means_that_no_answer_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,39 +24,75 @@ def test_code_that_cannot_be_read_means_that_no_answer_is_stored(monkeypatch: py
     assert memory_cache.stored("activations-0") is None
 
 
-def test_micro_batches_that_were_counted_one_by_one_are_counted_again_together(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Else `fit` would know each of them and none between: two traces of one micro-batch each are no line."""
+def child_of(answers: Callable[[dict[str, Any]], Iterator[tuple[str, Any]]]) -> Callable[..., Any]:
+    """In place of `Asked._ask_child`."""
+
+    def ask(_: counting_child.Asked, request: dict[str, Any], *, lean: bool) -> Iterator[tuple[str, Any]]:
+        return answers(request)
+
+    return ask
+
+
+def test_only_the_same_question_has_a_stored_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Traces of single micro-batches do not determine those between, and what was asked before changes no answer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked: list[list[int]] = []
 
-    def child(request: dict[str, Any], *_: Any) -> Iterator[tuple[str, Any]]:
+    def answers(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         for family in request["activations"]:
             asked.append(sorted(config["batch"]["micro"] for config in family.values()))
+            place = memory_cache.trace_key([from_dict(config) for config in family.values()], 2, 8)
+            yield place, {"linear": len(asked)}
             yield from ((key, {"bytes": {}}) for key in family)
 
-    monkeypatch.setattr(memory_cache, "_ask_child", child)
+    monkeypatch.setattr(counting_child.Asked, "_ask_child", child_of(answers))
     two, eight = (config_of_line(f"batch.micro={micro} resources.device=cpu") for micro in (2, 8))
-    for configs in ([two], [eight], [two, eight], [two, eight], [two]):
-        memory_cache.answers([], configs)
-    assert asked == [[2], [8], [2, 8]]
+    found = []
+    for configs, together in (([two], False), ([two, eight], True), ([two, eight], True), ([two, eight], False)):
+        known = memory_cache.answers([], configs, together=together)
+        found.append([known[key]["linear"] for key in known if key.startswith(memory_cache.TRACE)])
+    assert asked == [[2], [2, 8], [8]]
+    assert found == [[1], [2], [2], [1, 3]]
+
+
+def test_half_an_answer_is_not_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A child that dies in the middle of a question leaves nothing of it, and its answers of other questions."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lines = [
+        f"recompute={kind} batch.micro={micro} resources.device=cpu" for kind in ("none", "full") for micro in "24"
+    ]
+    configs = [config_of_line(line) for line in lines]
+    asked: list[int] = []
+
+    def answers(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        asked.append(len(request["activations"]))
+        keys = [key for family in request["activations"] for key in family]
+        yield from ((key, {"bytes": {}}) for key in (keys[:3] if len(asked) == 1 else keys))
+
+    monkeypatch.setattr(counting_child.Asked, "_ask_child", child_of(answers))
+    first = memory_cache.answers([], configs, together=True)
+    assert sum("unknown" in answer for answer in first.values()) == 1
+    second = memory_cache.answers([], configs, together=True)
+    assert not any("unknown" in answer for answer in second.values())
+    assert memory_cache.answers([], configs, together=True) == second
+    assert asked == [2, 1]
 
 
 class Child:
-    """What is used of a process that was started ahead."""
+    """In place of a process that was started, and answers nothing."""
 
     def __init__(self, *, lean: bool) -> None:
         self.lean, self.killed = lean, False
+        self.process = SimpleNamespace(stdin=io.StringIO(), stdout=())
+
+    def ended(self) -> str:
+        return "ended"
 
     def kill(self) -> None:
         self.killed = True
 
-    def __enter__(self) -> Child:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        assert self.killed
+PLAIN, LORA = {"adapter": {"kind": "none"}}, {"adapter": {"kind": "lora"}}
 
 
 @pytest.fixture
@@ -64,46 +103,51 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
         found.append(Child(lean=lean))
         return found[-1]
 
-    monkeypatch.setattr(memory_cache, "_start_child", start)
+    monkeypatch.setattr(counting_child, "Child", start)
     return found
 
 
+def ask(one: dict[str, Any]) -> None:
+    assert list(counting_child.Asked({"units": {"a": one}, "activations": []}).answers()) == []
+
+
 def test_a_child_that_was_started_ahead_is_the_one_that_is_asked(started: list[Child]) -> None:
-    with memory_cache.started_ahead(needed=True):
-        assert memory_cache._child(lean=True) is started[0]
-        assert memory_cache._child(lean=True) is started[1]  # it answers one question
-    assert not started[0].killed  # whoever has asked it ends it
+    with counting_child.started_ahead(needed=True):
+        ask(PLAIN)
+        assert [child.killed for child in started] == [True]  # it answers one question
+        ask(PLAIN)
+    assert [child.killed for child in started] == [True, True]
 
 
 def test_a_child_that_was_started_ahead_is_not_asked_about_adapters_and_is_killed(started: list[Child]) -> None:
-    with memory_cache.started_ahead(needed=True):
-        assert not memory_cache._child(lean=False).lean
-    assert [child.killed for child in started] == [True, False]
-    with memory_cache.started_ahead(needed=False):
+    with counting_child.started_ahead(needed=True):
+        ask(LORA)
+        assert [(child.lean, child.killed) for child in started] == [(True, False), (False, True)]
+    assert all(child.killed for child in started)
+    with counting_child.started_ahead(needed=False):
         assert len(started) == 2
 
 
 def test_adapters_are_found_in_all_that_is_asked() -> None:
-    plain, lora = {"adapter": {"kind": "none"}}, {"adapter": {"kind": "lora"}}
-    assert not memory_cache._has_adapter({"units": {"a": plain}, "activations": [{"b": plain}]})
-    assert memory_cache._has_adapter({"units": {"a": lora}, "activations": []})
-    assert memory_cache._has_adapter({"units": {}, "activations": [{"a": plain, "b": lora}]})
+    assert not counting_child._has_adapter({"units": {"a": PLAIN}, "activations": [{"b": PLAIN}]})
+    assert counting_child._has_adapter({"units": {"a": LORA}, "activations": []})
+    assert counting_child._has_adapter({"units": {}, "activations": [{"a": PLAIN, "b": LORA}]})
 
 
-@pytest.mark.parametrize("first", [None, {"unknown": "ImportError: no"}, {"unknown": "AttributeError: no"}])
+@pytest.mark.parametrize("first", ["ImportError: no", "AttributeError: no", "passing"])
 def test_what_a_lean_child_could_not_import_is_asked_of_a_complete_one(
-    monkeypatch: pytest.MonkeyPatch, first: dict[str, str] | None
+    monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    plain = {"adapter": {"kind": "none"}}
-    asked = {"units": {"a": plain, "b": plain}, "activations": [{"c": plain}, {"d": plain}]}
+    asked = {"units": {"a": PLAIN, "b": PLAIN}, "activations": [{"c": PLAIN}, {"d": PLAIN}]}
     found: list[tuple[list[str], bool]] = []
 
-    def child(request: dict[str, Any], *more: Any) -> Iterator[tuple[str, Any]]:
+    def child(_: object, request: dict[str, Any], *, lean: bool) -> Iterator[tuple[str, Any]]:
         keys = [*request["units"], *(key for family in request["activations"] for key in family)]
-        found.append((keys, more[-1]))
-        yield from ((key, first if len(found) == 1 and key in "ac" else {"unknown": "ValueError"}) for key in keys)
+        found.append((keys, lean))
+        failed = {"unknown": first, "passing": first == "passing"}
+        yield from ((key, failed if len(found) == 1 and key in "ac" else {"unknown": "ValueError"}) for key in keys)
 
-    monkeypatch.setattr(memory_cache, "_ask_child", child)
-    answers = list(memory_cache._asked(asked, 4, None, 10.0))
+    monkeypatch.setattr(counting_child.Asked, "_ask_child", child)
+    answers = list(counting_child.Asked(asked).answers())
     assert sorted(answers) == [(key, {"unknown": "ValueError"}) for key in "abcd"]
     assert found == [(["a", "b", "c", "d"], True), (["a", "c"], False)]

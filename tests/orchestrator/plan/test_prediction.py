@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import pytest
 
@@ -17,7 +19,7 @@ from orchestrator.config.schema import Device
 from orchestrator.config.strict import Refusal
 from orchestrator.machine import hardware
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan import decision, memory_cache, prediction, remedies
+from orchestrator.plan import counting_child, decision, memory_cache, prediction, remedies
 from orchestrator.plan.decision import Prediction, Wishes
 from orchestrator.plan.memory_cache import units_key
 from orchestrator.plan.point import Point
@@ -266,10 +268,9 @@ def test_a_cached_answer_that_was_corrupted_counts_as_missing(cache: None) -> No
 
 
 def test_lines_that_a_library_prints_are_not_taken_for_answers() -> None:
-    assert memory_cache._answer_in('["key", {"bytes": 1}]\n') == ("key", {"bytes": 1})
-    assert memory_cache._answer_in('["key", null]\n') == ("key", None)
-    for line in ("Loading weights: 100%\n", "[]\n", '"ab"\n', "3\n", '[["a"], {}]\n', '["key", 3]\n', "[" * 99_999):
-        assert memory_cache._answer_in(line) is None
+    assert counting_child._answer_in('["key", {"bytes": 1}]\n') == ("key", {"bytes": 1})
+    for line in ("Loading weights: 100%\n", "[]\n", '"ab"\n', "3\n", '[["a"], {}]\n', '["key", null]\n', "[" * 99_999):
+        assert counting_child._answer_in(line) is None
 
 
 def test_without_a_cache_folder_answers_are_not_stored_and_nothing_fails(
@@ -314,16 +315,53 @@ def test_a_sweep_of_only_wrong_models_is_an_error_that_suggests_the_right_name(
 
 
 def test_shipped_models_are_checked_without_a_child_process(cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_cache, "_ask_child", lambda *_: pytest.fail("a child was started"))
+    monkeypatch.setattr(counting_child, "start_process", lambda *_, **__: pytest.fail("a child was started"))
     assert prediction.problems(points("-m model=llama_tiny,gpt2 zero=stage1,stage3 resources.device=cpu")) == {}
 
 
 def test_output_that_a_library_prints_in_the_child_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["welcome to a library", "[1]", "3", json.dumps(["key", {"a": 1}])]
 
-    def start(*, lean: bool) -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", f"print({chr(10).join(lines)!r})"]
-        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
+    monkeypatch.setattr(counting_child, "start_process", process_of(f"print({chr(10).join(lines)!r})"))
+    assert list(counting_child.Asked({"units": {}, "activations": []}).answers()) == [("key", {"a": 1})]
 
-    monkeypatch.setattr(memory_cache, "_start_child", start)
-    assert list(memory_cache._ask_child({"units": {}, "activations": []}, 1, None)) == [("key", {"a": 1})]
+
+def process_of(code: str) -> Callable[..., subprocess.Popen[str]]:
+    """Starts a process that runs this code in place of the one that counts."""
+
+    def start(stderr: IO[bytes], *, lean: bool) -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", code]
+        return subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, encoding="utf-8", errors="replace"
+        )
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("code", "within_s", "why"),
+    [
+        (
+            "import os, sys; print('RuntimeError: no memory', 'frame #0', sep=chr(10), file=sys.stderr); os._exit(7)",
+            math.inf,
+            "the process that counts ended with exit code 7: RuntimeError: no memory",
+        ),
+        (
+            "import os; os.write(2, b'what():  no\\n'); os.abort()",
+            math.inf,
+            "the process that counts ended with SIGABRT: what():  no",
+        ),
+        ("input(); input()", 0.1, "the counts took longer than the 0 s given"),
+    ],
+)
+def test_a_count_that_fails_and_one_that_takes_too_long_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, within_s: float, why: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(counting_child, "start_process", process_of(code))
+    reasons: dict[str, str] = {}
+    point = points("zero=stage1 resources.device=cpu")[0]
+    assert prediction.predict([point], within_s=within_s, reasons=reasons) == {}
+    assert reasons == {point.label: why}
+    assert decision.expected(None, why) == f"nothing: {why}"
+    assert not list(tmp_path.rglob("*.json"))  # it may succeed next time

@@ -11,7 +11,7 @@ from orchestrator.compose import arguments, compose
 from orchestrator.config.schema import RunConfig
 from orchestrator.machine.hardware import Hardware
 from orchestrator.plan import memory_cache, rough_time, speed, step
-from orchestrator.plan.memory_cache import activations_key, units_key, work_key
+from orchestrator.plan.memory_cache import units_key
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.plan.tensor_messages import TensorMessages
@@ -39,10 +39,10 @@ def counted() -> dict[str, Any]:
     return found | {units_key(one): shapes.units_of(one)}
 
 
-@pytest.fixture
-def stored(counted: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(memory_cache, "stored", counted.get)
-    return counted
+def trace_key() -> str:
+    one = config("resources.ranks=1")
+    family = [replace(one, batch=replace(one.batch, micro=micro)) for micro in MICROS]
+    return memory_cache.trace_key(family, *MICROS)
 
 
 def speed_of(line: str, counted: dict[str, Any], **groups: Any) -> speed.Speed | None:
@@ -51,14 +51,14 @@ def speed_of(line: str, counted: dict[str, Any], **groups: Any) -> speed.Speed |
     return speed.speed_of(memory, "this machine")
 
 
-def test_one_gpu_takes_the_time_of_its_work_and_of_the_update(stored: dict[str, Any]) -> None:
+def test_one_gpu_takes_the_time_of_its_work_and_of_the_update(counted: dict[str, Any]) -> None:
     one = config("resources.ranks=1 zero=stage0")
-    peaks, memory = rough_time.peaks_of(one), step.Memories(stored).of(one)
+    peaks, memory = rough_time.peaks_of(one), step.Memories(counted).of(one)
     assert peaks is not None
     assert memory is not None
-    work = LinearWork.of_plain(stored[work_key(one, *MICROS)]).at(3)
+    work = LinearWork.of_plain(counted[trace_key()]["work"]).at(3)
     seconds = sum(segment_s(piece, peaks) for of_key in work.values.values() for piece in of_key)
-    found = speed_of("resources.ranks=1 zero=stage0", stored)
+    found = speed_of("resources.ranks=1 zero=stage0", counted)
     assert found is not None
     assert found.time.model_s == pytest.approx(seconds)
     numel = sum(size.padded_numel for size, _ in memory.units)
@@ -68,9 +68,9 @@ def test_one_gpu_takes_the_time_of_its_work_and_of_the_update(stored: dict[str, 
     assert found.tokens_per_second == pytest.approx(3 * SEQ / found.time.total_s)
 
 
-def test_the_estimate_is_rough_and_has_the_utilization_of_the_peak(stored: dict[str, Any]) -> None:
+def test_the_estimate_is_rough_and_has_the_utilization_of_the_peak(counted: dict[str, Any]) -> None:
     """6 operations for each parameter and token, of 312e12 a second on each of 8 GPUs."""
-    found, memory = speed_of("resources.ranks=8 zero=stage3", stored), step.Memories(stored).of(config(""))
+    found, memory = speed_of("resources.ranks=8 zero=stage3", counted), step.Memories(counted).of(config(""))
     assert found is not None
     assert memory is not None
     assert found.rough
@@ -78,9 +78,9 @@ def test_the_estimate_is_rough_and_has_the_utilization_of_the_peak(stored: dict[
     assert found.mfu == pytest.approx(flops / (8 * 312e12 * found.time.total_s))
 
 
-def test_ranks_wait_for_their_links_and_longer_across_nodes(stored: dict[str, Any]) -> None:
+def test_ranks_wait_for_their_links_and_longer_across_nodes(counted: dict[str, Any]) -> None:
     one, node, nodes = (
-        speed_of(line, stored)
+        speed_of(line, counted)
         for line in (
             "resources.ranks=1 zero=stage3",
             "resources.ranks=8 zero=stage3",
@@ -94,30 +94,18 @@ def test_ranks_wait_for_their_links_and_longer_across_nodes(stored: dict[str, An
 
 
 @pytest.mark.parametrize("line", ["offload=optimizer_cpu zero=stage2", "offload=optimizer_param_cpu zero=stage3"])
-def test_offload_on_described_hardware_is_not_predicted(line: str, stored: dict[str, Any]) -> None:
-    assert speed_of(f"resources.ranks=8 {line}", stored) is None
+def test_offload_on_described_hardware_is_not_predicted(line: str, counted: dict[str, Any]) -> None:
+    assert speed_of(f"resources.ranks=8 {line}", counted) is None
 
 
 @pytest.mark.parametrize("lacking", ["bf16_tflops", "memory_gb_per_s", "link_gb_per_s"])
-def test_a_number_that_the_data_sheet_lacks_is_not_guessed(lacking: str, stored: dict[str, Any]) -> None:
+def test_a_number_that_the_data_sheet_lacks_is_not_guessed(lacking: str, counted: dict[str, Any]) -> None:
     node = replace(config("").hardware, **{lacking: None})
-    assert speed_of("resources.ranks=8 zero=stage3", stored, hardware=node) is None
-
-
-def test_a_trace_without_its_work_has_no_estimate(stored: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_cache, "stored", lambda _key: None)
-    assert speed_of("resources.ranks=8 zero=stage3", stored) is None
+    assert speed_of("resources.ranks=8 zero=stage3", counted, hardware=node) is None
 
 
 def test_nothing_is_measured_for_described_hardware() -> None:
     assert speed.missing([config("resources.ranks=8")], "this machine") == []
-
-
-def test_the_work_is_stored_beside_the_trace_and_changes_no_other_answer(counted: dict[str, Any]) -> None:
-    one = config("resources.ranks=1")
-    keys = [memory_cache.trace_key(one, *MICROS), work_key(one, *MICROS), units_key(one)]
-    keys += [activations_key(replace(one, batch=replace(one.batch, micro=micro))) for micro in MICROS]
-    assert sorted(counted) == sorted(keys)
 
 
 def test_the_ranks_of_a_group_wait_for_every_sum_over_their_slices(counted: dict[str, Any]) -> None:

@@ -16,7 +16,8 @@ from points import config_of_line
 
 from orchestrator.config.schema import Device, to_dict
 from orchestrator.machine import children
-from orchestrator.plan.memory_cache import LEAN, activations_key, units_key
+from orchestrator.plan.counting_child import LEAN
+from orchestrator.plan.memory_cache import activations_key, units_key
 from orchestrator.worker import activations
 from orchestrator.worker.lean_imports import PostponedPackage
 
