@@ -27,7 +27,7 @@ Tell = Callable[[str], None]
 Answer = Mapping[str, Any]
 
 
-class Asked:
+class Counting:
     """What is asked, {"units": {key: configuration}, "activations": [{key: configuration}, ...]}, and the answers.
 
     within_s: the most time that all answers may take. `tell` is called at most every two seconds with the progress.
@@ -77,7 +77,7 @@ class Asked:
                     if (answer := _answer_in(line)) is not None:
                         progress.done += not answer[0].startswith(TRACE)
                         yield answer
-            most = f"{SILENCE_S:.0f} s for one of them" if now < self._end else f"the {self._within_s:.0f} s given"
+            most = f"{SILENCE_S:.0f} s for one of them" if now < self._end else f"the {self._within_s:g} s given"
             self.silence = f"the counts took longer than {most}"
         finally:
             child.kill()

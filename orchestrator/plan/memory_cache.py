@@ -196,7 +196,7 @@ def _ask(
 ) -> None:
     """Adds the child's answers to `known`, and stores each question as soon as it is answered."""
     by_key = {key: question for question in questions for key in question.configs}
-    child = counting_child.Asked(asked, tell, within_s)
+    child = counting_child.Counting(asked, tell, within_s)
     for key, answer in child.answers():
         known[key] = answer
         if key in by_key:

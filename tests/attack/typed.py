@@ -126,7 +126,7 @@ class Typist:
         monkeypatch.setattr(hardware, "_ask_nvidia_smi", list)
         monkeypatch.setattr(hardware, "_smi", lambda query: [])
         monkeypatch.setattr(doctor, "loopback", lambda: "127.0.0.1")
-        monkeypatch.setattr(counting_child.Asked, "_ask_child", _counted)
+        monkeypatch.setattr(counting_child.Counting, "_ask_child", _counted)
         monkeypatch.setattr(counting_child, "start_process", _no_child)  # which fit starts before it reads its words
         monkeypatch.setattr(sync, "start_sync", _nothing_missing)
         monkeypatch.setattr(subprocess, "run", _no_tool)
@@ -249,7 +249,7 @@ def _nothing_missing(*words: object, **named: object) -> SimpleNamespace:
     return SimpleNamespace(stdout=[], poll=lambda: 0, wait=lambda: 0, returncode=0)
 
 
-def _counted(_: counting_child.Asked, asked: Mapping[str, Any], *, lean: bool) -> Iterator[tuple[str, Any]]:
+def _counted(_: counting_child.Counting, asked: Mapping[str, Any], *, lean: bool) -> Iterator[tuple[str, Any]]:
     """What the child process would answer for one small model."""
     yield from ((key, UNITS) for key in asked["units"])
     for family in asked["activations"]:

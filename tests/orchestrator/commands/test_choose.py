@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness.warm_shapes import WarmShapes
+from measured import Measured
 
 from orchestrator import cli
 from orchestrator.commands import calibrate, choose
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
-from orchestrator.plan import counting_child, memory_cache, speed
-from orchestrator.plan.speed import TimingJob
+from orchestrator.plan import counting_child
 
 TEXT = (
     "model=llama_tiny model.config.num_hidden_layers=2 model.config.hidden_size=32 model.config.intermediate_size=48 "
@@ -25,40 +24,7 @@ TEXT = (
 )
 LINE = TEXT.split(" ")
 PLAIN = (*LINE, "recompute=none", "loss=full")  # fewer traces
-SEGMENT_S = 1e-3  # of each segment at each micro-batch: a larger one is faster for a token
 SPREAD = 0.5  # of measured tokens per second, up and down
-UPDATE_S = 1e-6  # for an element: a rank with a shard is faster
-
-
-class Measured:
-    """Takes the place of ranks that measure; notes the kinds of the jobs."""
-
-    def __init__(self) -> None:
-        self.kinds: list[str] = []
-
-    def __call__(self, jobs: Sequence[TimingJob], hardware: str, told: Callable[[str], None], **_: Any) -> int:
-        self.kinds += [job.kind for job in jobs]
-        speed.store(hardware, [(job, self._answer(job)) for job in jobs])
-        return len(jobs)
-
-    def _answer(self, job: TimingJob) -> dict[str, Any]:
-        if job.kind == "links":
-            return {}
-        if job.kind != "segments":
-            return {"points": [[0.0, 0.0], [1.0, UPDATE_S if job.kind == "update" else 0.0]]}
-        trace = next(value for key, value in self._traces(job).items())
-        marks = [[kind, unit] for _, kind, unit in trace["trace"]["marks"]]
-        found: dict[tuple[int, int], int] = {}
-        for kind, unit in marks:
-            found[kind, unit] = found.get((kind, unit), 0) + 1
-        table = [[kind, unit, [SEGMENT_S] * count] for (kind, unit), count in found.items()]
-        table.append([4, -1, [SEGMENT_S]])  # the end of the backward
-        nothing = {"seconds": 0.0, "marks": [], "units": [], "segments": [0.0]}  # a real step without a surplus
-        return {"table": table, "anchor": nothing}
-
-    def _traces(self, job: TimingJob) -> dict[str, Any]:
-        answers = memory_cache.answers([job.config], [job.config])
-        return {key: answer for key, answer in answers.items() if key.startswith(memory_cache.TRACE)}
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,9 @@ def test_code_that_cannot_be_read_means_that_no_answer_is_stored(monkeypatch: py
 
 
 def child_of(answers: Callable[[dict[str, Any]], Iterator[tuple[str, Any]]]) -> Callable[..., Any]:
-    """In place of `Asked._ask_child`."""
+    """In place of `Counting._ask_child`."""
 
-    def ask(_: counting_child.Asked, request: dict[str, Any], *, lean: bool) -> Iterator[tuple[str, Any]]:
+    def ask(_: counting_child.Counting, request: dict[str, Any], *, lean: bool) -> Iterator[tuple[str, Any]]:
         return answers(request)
 
     return ask
@@ -45,7 +45,7 @@ def test_only_the_same_question_has_a_stored_answer(monkeypatch: pytest.MonkeyPa
             yield place, {"linear": len(asked)}
             yield from ((key, {"bytes": {}}) for key in family)
 
-    monkeypatch.setattr(counting_child.Asked, "_ask_child", child_of(answers))
+    monkeypatch.setattr(counting_child.Counting, "_ask_child", child_of(answers))
     two, eight = (config_of_line(f"batch.micro={micro} resources.device=cpu") for micro in (2, 8))
     found = []
     for configs, together in (([two], False), ([two, eight], True), ([two, eight], True), ([two, eight], False)):
@@ -58,10 +58,8 @@ def test_only_the_same_question_has_a_stored_answer(monkeypatch: pytest.MonkeyPa
 def test_half_an_answer_is_not_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A child that dies in the middle of a question leaves nothing of it, and its answers of other questions."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    lines = [
-        f"recompute={kind} batch.micro={micro} resources.device=cpu" for kind in ("none", "full") for micro in "24"
-    ]
-    configs = [config_of_line(line) for line in lines]
+    kinds = [(kind, micro) for kind in ("none", "full") for micro in (2, 4)]
+    configs = [config_of_line(f"recompute={kind} batch.micro={micro} resources.device=cpu") for kind, micro in kinds]
     asked: list[int] = []
 
     def answers(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -69,7 +67,7 @@ def test_half_an_answer_is_not_stored(monkeypatch: pytest.MonkeyPatch, tmp_path:
         keys = [key for family in request["activations"] for key in family]
         yield from ((key, {"bytes": {}}) for key in (keys[:3] if len(asked) == 1 else keys))
 
-    monkeypatch.setattr(counting_child.Asked, "_ask_child", child_of(answers))
+    monkeypatch.setattr(counting_child.Counting, "_ask_child", child_of(answers))
     first = memory_cache.answers([], configs, together=True)
     assert sum("unknown" in answer for answer in first.values()) == 1
     second = memory_cache.answers([], configs, together=True)
@@ -108,7 +106,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
 
 
 def ask(one: dict[str, Any]) -> None:
-    assert list(counting_child.Asked({"units": {"a": one}, "activations": []}).answers()) == []
+    assert list(counting_child.Counting({"units": {"a": one}, "activations": []}).answers()) == []
 
 
 def test_a_child_that_was_started_ahead_is_the_one_that_is_asked(started: list[Child]) -> None:
@@ -147,7 +145,7 @@ def test_what_a_lean_child_could_not_import_is_asked_of_a_complete_one(
         failed = {"unknown": first, "passing": first == "passing"}
         yield from ((key, failed if len(found) == 1 and key in "ac" else {"unknown": "ValueError"}) for key in keys)
 
-    monkeypatch.setattr(counting_child.Asked, "_ask_child", child)
-    answers = list(counting_child.Asked(asked).answers())
+    monkeypatch.setattr(counting_child.Counting, "_ask_child", child)
+    answers = list(counting_child.Counting(asked).answers())
     assert sorted(answers) == [(key, {"unknown": "ValueError"}) for key in "abcd"]
     assert found == [(["a", "b", "c", "d"], True), (["a", "c"], False)]

@@ -323,7 +323,7 @@ def test_output_that_a_library_prints_in_the_child_is_skipped(monkeypatch: pytes
     lines = ["welcome to a library", "[1]", "3", json.dumps(["key", {"a": 1}])]
 
     monkeypatch.setattr(counting_child, "start_process", process_of(f"print({chr(10).join(lines)!r})"))
-    assert list(counting_child.Asked({"units": {}, "activations": []}).answers()) == [("key", {"a": 1})]
+    assert list(counting_child.Counting({"units": {}, "activations": []}).answers()) == [("key", {"a": 1})]
 
 
 def process_of(code: str) -> Callable[..., subprocess.Popen[str]]:
@@ -351,7 +351,7 @@ def process_of(code: str) -> Callable[..., subprocess.Popen[str]]:
             math.inf,
             "the process that counts ended with SIGABRT: what():  no",
         ),
-        ("input(); input()", 0.1, "the counts took longer than the 0 s given"),
+        ("import time; time.sleep(60)", 0.5, "the counts took longer than the 0.5 s given"),
     ],
 )
 def test_a_count_that_fails_and_one_that_takes_too_long_are_told_apart(

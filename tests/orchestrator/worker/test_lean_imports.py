@@ -95,7 +95,7 @@ def test_a_lean_process_answers_as_one_with_all_imports_byte_for_byte(tmp_path: 
             units[units_key(configs[0])] = to_dict(configs[0])
     asked = json.dumps({"units": units, "activations": families})
     lean, complete = (_answers(asked, words) for words in ((LEAN,), ()))
-    assert len(lean) == len(units) + len(families) * (3 + 2 * 2)  # each family has two traces, and their work
+    assert len(lean) == len(units) + len(families) * (3 + 2)  # each family has two traces
     assert lean == complete
 
 
