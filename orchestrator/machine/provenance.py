@@ -72,7 +72,7 @@ def code_digest() -> str:
     """A hash of all of this process's code: a list of single files would become wrong when code moves."""
     digest = hashlib.sha256()
     for file in sources(CODE):
-        digest.update(f"{file.relative_to(CODE)}\0".encode() + file.read_bytes())
+        digest.update(f"{file.relative_to(CODE)}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""`fit` with an empty cache gives its whole table at each start: the processes that count are forked from one with torch.
+"""`fit` with an empty cache gives its whole table at each start: its processes are forked from one that has torch.
 
 A race between the first threads of autograd in such a fork ended a third of these starts ([Note: threads after a fork]
 in orchestrator/worker/shapes.py), and each start was another throw of the dice.
@@ -20,7 +20,7 @@ from harness.patience import HANG_S
 ROOT = Path(__file__).resolve().parents[2]
 # The model of README's line. Two families of traces, so that two processes count.
 LINE = "fit model=llama2_7b hardware=a100_80gb resources.ranks=8 batch.seq=4096 recompute=none,full loss=full"
-ROWS = 24  # of four stages, three offloads and two recomputations
+ROWS = 18  # of four stages and two recomputations: stage 3 has three kinds of offload, the others have two
 BUSY = "while True: pass"
 
 

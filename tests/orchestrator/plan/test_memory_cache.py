@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from points import config_of_line
 
 from orchestrator.config.schema import from_dict
+from orchestrator.machine import provenance
 from orchestrator.plan import counting_child, memory_cache
 
 
@@ -22,6 +24,28 @@ def test_code_that_cannot_be_read_means_that_no_answer_is_stored(monkeypatch: py
     monkeypatch.setattr(memory_cache, "folder", vanished)
     memory_cache.store("activations-0", {"kept": 1})
     assert memory_cache.stored("activations-0") is None
+
+
+def test_answers_of_other_versions_or_code_are_not_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "kernels" / "cpu").mkdir(parents=True)
+    (tmp_path / "kernels" / "cpu" / "adamw.cpp").write_text("one")
+    monkeypatch.setattr(provenance, "CODE", tmp_path)
+    monkeypatch.setattr(provenance, "code_digest", provenance.code_digest.__wrapped__)
+    versions = dict.fromkeys(memory_cache.LIBRARIES, "1.0")
+    monkeypatch.setattr(provenance, "version_of", versions.get)
+
+    def folder() -> str:
+        return memory_cache.folder.__wrapped__()
+
+    found = {folder()}
+    for library in versions:
+        versions[library] = "1.0+cu130"
+        found.add(folder())
+    (tmp_path / "kernels" / "cpu" / "adamw.cpp").write_text("two")
+    found.add(folder())
+    monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
+    found.add(folder())
+    assert len(found) == len(versions) + 3
 
 
 def child_of(answers: Callable[[dict[str, Any]], Iterator[tuple[str, Any]]]) -> Callable[..., Any]:
