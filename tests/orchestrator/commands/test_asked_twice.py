@@ -38,6 +38,7 @@ LINES = {
     "plan": f"-m {FAR} loss=full,tiled zero=stage1,stage3 batch.micro=1,2,5 --plan --json",
     "plan, one": f"{ONE} zero=stage1 batch.micro=2 --plan",
 }
+PROGRESS = "counting without running: "
 SHORT = ("fit, small", "plan, one")  # in `make test`: two questions about the same family of traces
 ORDERS = [
     SHORT,
@@ -48,8 +49,10 @@ ORDERS = [
 
 
 class Answer(NamedTuple):
+    """The exit code and the lines on stdout, without those of progress, which a slow count has."""
+
     code: int
-    out: str
+    out: list[str]
 
 
 class Asking:
@@ -62,7 +65,8 @@ class Asking:
         self._patch.setenv("XDG_CACHE_HOME", str(self._folder / cache))
         self._capsys.readouterr()
         code = cli.main([*LINES[name].split(), "output=outputs"])
-        return Answer(code, self._capsys.readouterr().out)
+        lines = self._capsys.readouterr().out.splitlines()
+        return Answer(code, [line for line in lines if not line.startswith(PROGRESS)])
 
 
 @pytest.fixture
