@@ -212,7 +212,7 @@ Linear = tuple[LinearTrace, LinearWork]
 class _Tracing:
     """The steps of one family that have been traced. MOST bounds their number."""
 
-    MOST = 10
+    MOST = 16  # enough to halve a thousand sizes down to two neighbours
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config

@@ -15,15 +15,15 @@ from orchestrator.commands import calibrate
 from orchestrator.plan import counting_child
 from orchestrator.plan.counting_child import Counting
 
-# 2,048 positions: a micro-batch of two already has several tiles of the loss, and the largest has another number of
-# them, so that there are traces between the sizes that are asked for.
+# A tile of the loss has four of these sequences, so that there are traces between the sizes that are asked for, and the
+# GPU is so small that the largest micro-batch that fits is in one of them.
 MODEL = (
     "model=llama_tiny model.config.num_hidden_layers=2 model.config.hidden_size=32 model.config.intermediate_size=48 "
-    "model.config.num_attention_heads=2 model.config.num_key_value_heads=2 batch.seq=2048 "
-    "model.config.max_position_embeddings=2048 tracking=none"
+    "model.config.num_attention_heads=2 model.config.num_key_value_heads=2 batch.seq=256 "
+    "tracking=none"
 )
-FAR = f"{MODEL} hardware=a100_80gb resources.ranks=2 offload=none recompute=none,full"
-ONE = f"{MODEL} hardware=a100_80gb resources.ranks=2 offload=none recompute=full loss=tiled"
+FAR = f"{MODEL} hardware=a100_80gb hardware.memory_mib=2850 resources.ranks=2 offload=none recompute=none,full"
+ONE = f"{MODEL} hardware=a100_80gb hardware.memory_mib=2850 resources.ranks=2 offload=none recompute=full loss=tiled"
 HERE = f"{MODEL} resources.device=cpu resources.ranks=2 resources.threads=1 precision=fp32 recompute=none"
 LINES = {
     "fit, small": f"fit {ONE} zero=stage1",
