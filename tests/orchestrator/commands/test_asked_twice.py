@@ -86,9 +86,8 @@ def test_a_question_has_one_answer_whatever_was_asked_before(ask: Asking, names:
             assert ask(name, "shared") == alone[name]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == SHORT[0] else pytest.mark.full) for name in LINES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", LINES)
 def test_a_question_that_was_interrupted_has_the_same_answer_when_asked_again(
     ask: Asking, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +109,7 @@ def test_a_question_that_was_interrupted_has_the_same_answer_when_asked_again(
     assert ask(name, "torn") == alone
 
 
+@pytest.mark.full
 def test_a_question_has_the_same_answer_without_a_cache(ask: Asking) -> None:
     alone = ask(SHORT[0], "empty")
     Path("file").touch()
