@@ -152,7 +152,17 @@ def short_name(model: str) -> str:
 
 def cpu_model() -> str:
     """The short name of the CPU."""
-    return short_name(match_in(CPU_INFO, r"^model name\s*:\s*(.+)$") or platform.machine())
+    return short_name(_model_name())
+
+
+def _model_name() -> str:
+    return match_in(CPU_INFO, r"^model name\s*:\s*(.+)$") or platform.machine()
+
+
+def described_cpu() -> str:
+    """The CPU's name and whether it multiplies bf16 natively: a hypervisor gives the same name to both kinds."""
+    native = "native" if "bf16" in cpu_dtypes() else "no native"
+    return f"{_model_name()}, {native} bf16"
 
 
 def cpu_dtypes() -> frozenset[str]:

@@ -73,7 +73,8 @@ class Planned:
     point: its id; empty if it was refused. attempt: the folder of the attempt whose answer is kept. predicted_bytes:
     the model states of one rank according to the memory model; None without a prediction. predicted: the complete
     prediction. contents: hashes of the contents of its files at that time, by contents.of. anchor: the folder of the
-    attempt of an earlier day, for a point that is measured once more because others of that day are kept.
+    attempt of an earlier day, for a point that is measured once more because others of that day are kept. differs: what
+    the kept answer was made with that a run of now would not be, by records.versions.
     """
 
     label: str
@@ -87,6 +88,7 @@ class Planned:
     predicted: dict[str, Any] = field(default_factory=dict)
     contents: dict[str, str] = field(default_factory=dict)
     anchor: str = ""
+    differs: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "decision": self.decision.value}
