@@ -169,6 +169,7 @@ POINT = {
     "contents": Maybe(Each(str)),
     "anchor": Maybe(str),
     "differs": Maybe(Each({"then": str, "now": str})),
+    "own": Maybe(bool),
 }
 CONTROLLER = PROCESS
 # What `compare` needs of a document that `report --json` printed.

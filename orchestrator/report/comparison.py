@@ -35,6 +35,7 @@ def _entry(standing: Standing) -> Entry:
         standing.planned.config,
         read_or_warn(AttemptPaths(Path(anchor)).result, RESULT) if (anchor := standing.planned.anchor) else None,
         standing.planned.differs or {},
+        standing.planned.own,
     )
 
 

@@ -110,11 +110,12 @@ class Entry:
     config: Mapping[str, Any] = field(default_factory=dict)  # of the point, as it is recorded
     anchor: Mapping[str, Any] | None = None  # its result of an earlier day, if it was measured again to compare
     differs: Differing = field(default_factory=dict)  # what it was made with that a run of the sweep would not be
+    own: bool = False  # the sweep has measured it when it was typed before
 
     @property
     def is_reused(self) -> bool:
-        """Whether another command measured it before the sweep."""
-        return self.state == RunState.cached.value
+        """Whether another sweep measured it, or this one in another session or with other versions."""
+        return self.state == RunState.cached.value and (not self.own or bool(self.differs))
 
     @property
     def others_share(self) -> float | None:
