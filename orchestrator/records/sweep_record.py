@@ -74,8 +74,8 @@ class Planned:
     the model states of one rank according to the memory model; None without a prediction. predicted: the complete
     prediction. contents: hashes of the contents of its files at that time, by contents.of. anchor: the folder of the
     attempt of an earlier day, for a point that is measured once more because others of that day are kept. differs: what
-    the kept answer was made with that a run of now would not be, by records.versions. own: the sweep itself has measured
-    the kept answer, when the same command was typed before.
+    the kept answer was made with that a run of now would not be, by records.versions. own: the sweep has measured the
+    kept answer itself, when the same command was typed before.
     """
 
     label: str
@@ -157,8 +157,8 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
 
 
 def _with_own(paths: SweepPaths, planned: Sequence[Planned]) -> Sequence[Planned]:
-    """The plan, with the kept answers that this sweep has measured as its own. If points are left to run there are none:
-    what was measured before stands beside what is measured in another session."""
+    """The plan, with the kept answers that this sweep has measured as its own. If points are left to run there are
+    none: what was measured before stands beside what is measured in another session."""
     if any(point.decision is RunState.queued for point in planned):
         return planned
     try:
