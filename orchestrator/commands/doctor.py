@@ -22,7 +22,7 @@ from orchestrator.text.paths import program
 from orchestrator.text.units import size
 
 ENOUGH_DISK_BYTES = 10 << 30
-SLURM_GPUS = "SLURM GPUs"
+SLURM_GPUS, TORCH, NETWORK = "SLURM GPUs", "torch", "network"
 
 
 class Finding(NamedTuple):
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
             if finding.advice:
                 screen.warn(f"{finding.name}: {finding.advice}")
         screen.closing(what_works(results))
-    return int(any(finding.name == "torch" and finding.advice for finding in results))
+    return int(bool(_of_every_run(results)))
 
 
 def parser() -> VerbParser:
@@ -64,8 +64,15 @@ def findings(output: Path) -> list[Finding]:
     return [*machine, *_slurm(), _disk(output), _compiler(), *_launcher(), _loopback()]
 
 
+def _of_every_run(results: Sequence[Finding]) -> list[str]:
+    """The names of the findings without which no run starts."""
+    return [finding.name for finding in results if finding.name in (TORCH, NETWORK) and finding.advice]
+
+
 def what_works(results: Sequence[Finding]) -> list[Row]:
     """The commands worth trying on this machine."""
+    if missing := _of_every_run(results):
+        return [Row("works here", f"no run, before the warnings are followed: {' and '.join(missing)}")]
     problems = {finding.name for finding in results if finding.advice}
     machine = hardware.detect()
     ranks = (
@@ -89,7 +96,7 @@ def _packages() -> list[Finding]:
     versions = {name: provenance.version_of(name) for name in provenance.PACKAGES}
     results = [Finding("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))]
     if versions["torch"] is None:
-        results.append(Finding("torch", "not installed", "nothing runs without it: make install"))
+        results.append(Finding(TORCH, "not installed", "nothing runs without it: make install"))
     return results
 
 
@@ -178,5 +185,5 @@ def _loopback() -> Finding:
     try:
         address = loopback()
     except OSError as error:
-        return Finding("network", "no loopback", f"ranks cannot meet: {error}")
-    return Finding("network", f"ranks of this machine meet over loopback, {address}")
+        return Finding(NETWORK, "no loopback", str(error))
+    return Finding(NETWORK, f"ranks of this machine meet over loopback, {address}")

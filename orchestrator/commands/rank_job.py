@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -13,6 +14,7 @@ from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.launch import local_executor
 from orchestrator.launch.verdict import Watch
 from orchestrator.machine import slots
+from orchestrator.machine.interfaces import check_meeting_place
 from orchestrator.machine.processes import signals_interrupt
 from orchestrator.records.record_file import EventTail, require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
@@ -37,8 +39,9 @@ def run(
     """The result.json of ranks that run `entry`. Call it from the main thread; it waits for free slots.
 
     asked: documents that the ranks read, by file name. on_events: called with the number of new events. RanksFailed if
-    a rank fails. However it ends, none of their processes is left.
+    a rank fails, OSError if they could not meet. However it ends, none of their processes is left.
     """
+    check_meeting_place(os.environ)
     folder = Path(tempfile.mkdtemp(prefix="zlab-ranks-"))
     try:
         paths = AttemptPaths(folder / "attempt")

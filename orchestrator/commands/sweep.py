@@ -251,8 +251,9 @@ def run_quietly(request: SweepRequest, hardware: Hardware, screen: Screen | None
 
 
 def _check_places(request: SweepRequest) -> None:
-    """Raises Refusal if outputs, slot locks or the tracking store cannot be written, before anything starts."""
-    if problems := place_problems(str(_output(request))):
+    """Raises Refusal before anything starts: if outputs, slot locks or the tracking store cannot be written, or if the
+    ranks cannot meet."""
+    if problems := place_problems(str(_output(request)), starts_ranks=not _on_cluster(_runnable(request))):
         raise Refusal(problems)
     check_store(_runnable(request)[0].config, _output(request).absolute())
 

@@ -28,7 +28,7 @@ from orchestrator.records.sweep_record import SweepPaths, all_sweeps, plan_of
 from orchestrator.report.screen import Screen
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
 from orchestrator.tracking import chart_page, names, schema_version
-from orchestrator.tracking.feed import complete_left_behind, store_uri
+from orchestrator.tracking.feed import complete_left_behind, mlflow_environment, store_uri
 
 FIRST_PORT = 5000
 LOG, LINES_SHOWN = "dashboard.log", 5
@@ -108,9 +108,9 @@ def serve(output: Path, port: int | None, sweep: SweepPaths | None = None) -> in
     screen.say(f"The page answers after about 10 s. Ctrl-C ends it. Its log is {shown(log)}.")
     if "SSH_CONNECTION" in os.environ:
         screen.say(f"On your own machine: ssh -N -L {chosen}:{in_url(host)}:{chosen} {socket.gethostname()}")
-    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
-    quiet["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # starts another process, for features that are not used
-    return _until_interrupt(server_command(uri, output, chosen, host), quiet, log, screen)
+    # Job execution starts another process, for features that are not used.
+    own = {**mlflow_environment(output), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    return _until_interrupt(server_command(uri, output, chosen, host), own, log, screen)
 
 
 def _uri(output: Path, sweep: SweepPaths | None) -> str:

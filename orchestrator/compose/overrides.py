@@ -99,8 +99,17 @@ def _check_value(key: str, value: str | None, tree: Tree) -> list[str]:
     problems = []
     for text in [value.strip()] if key in tree.groups and _is_list(value.strip()) else elements(value):
         problem = _check_option(key, text, tree) if key in tree.groups else _check_scalar(key, text, tree.keys[key])
+        problem = problem or _check_name(key, text, tree)
         problems += [problem] if problem else []
     return problems
+
+
+def _check_name(key: str, text: str, tree: Tree) -> str | None:
+    """A name chooses nothing: model.name=gpt2 would call the model gpt2 that the group `model` has chosen."""
+    group, _, last = key.rpartition(".")
+    if last != "name" or _unquote(text) not in tree.groups.get(group, ()):
+        return None
+    return f"{key}={text}: {key} is a name and chooses nothing. Did you mean '{group}={_unquote(text)}'?"
 
 
 def _check_option(group: str, text: str, tree: Tree) -> str | None:

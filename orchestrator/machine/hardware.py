@@ -152,7 +152,17 @@ def short_name(model: str) -> str:
 
 def cpu_model() -> str:
     """The short name of the CPU."""
-    return short_name(match_in(CPU_INFO, r"^model name\s*:\s*(.+)$") or platform.machine())
+    return short_name(_model_name())
+
+
+def _model_name() -> str:
+    return match_in(CPU_INFO, r"^model name\s*:\s*(.+)$") or platform.machine()
+
+
+def described_cpu() -> str:
+    """The CPU's name and whether it multiplies bf16 natively: a hypervisor gives the same name to both kinds."""
+    native = "native" if "bf16" in cpu_dtypes() else "no native"
+    return f"{_model_name()}, {native} bf16"
 
 
 def cpu_dtypes() -> frozenset[str]:
@@ -163,11 +173,24 @@ def cpu_dtypes() -> frozenset[str]:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch was built with CUDA, according to its version file, without importing it."""
+    """Whether the installed torch was built with CUDA."""
+    return _in_version_of_torch(r"^cuda\b[^=]*=\s*(['\"])") is not None
+
+
+def torch_build() -> str | None:
+    """The version of the installed torch with its build, such as 2.13.0+cu130; None if it is not known.
+
+    The metadata of the package from PyPI have the version alone.
+    """
+    return _in_version_of_torch(r"^__version__\s*=\s*['\"](.+?)['\"]")
+
+
+def _in_version_of_torch(pattern: str) -> str | None:
+    """`match_in` torch's version file, without importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return False
-    return match_in(Path(spec.origin).with_name("version.py"), r"^cuda\b[^=]*=\s*(['\"])") is not None
+        return None
+    return match_in(Path(spec.origin).with_name("version.py"), pattern)
 
 
 def match_in(file: Path, pattern: str) -> str | None:

@@ -5,12 +5,20 @@ from __future__ import annotations
 import ipaddress
 import socket
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 import psutil
 
+from orchestrator.machine.loopback import loopback
+
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+def check_meeting_place(environ: Mapping[str, str]) -> None:
+    """OSError if the ranks of this machine cannot meet, over the loopback or an interface that the user has named."""
+    if GLOO not in environ:
+        loopback()
 
 
 def interface_to(address: str) -> str | None:

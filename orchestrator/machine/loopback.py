@@ -6,20 +6,26 @@ import socket
 from collections.abc import Sequence
 
 ADDRESSES = ("127.0.0.1", "::1")
+ANSWER_S = 5.0  # the kernel answers at once; a firewall that drops the question never does
 
 
 def loopback(addresses: Sequence[str] = ADDRESSES) -> str:
-    """127.0.0.1, or ::1 if the machine has only IPv6. Raises OSError if it has neither."""
+    """127.0.0.1, or ::1 if the machine has only IPv6. Raises OSError if neither answers."""
     for address in addresses:
-        if _binds(address):
+        if _answers(address):
             return address
-    raise OSError(f"neither {' nor '.join(addresses)} can be bound; `ip link set lo up` brings the loopback up")
+    expected = "expected a loopback interface, over which the ranks of this machine meet"
+    raise OSError(f"{expected}, found that neither {' nor '.join(addresses)} answers      fix: ip link set lo up")
 
 
-def _binds(address: str) -> bool:
+def _answers(address: str) -> bool:
+    """Whether a socket at the address can be reached. Binding shows less: an interface that is down can be bound."""
     try:
-        with socket.socket(family(address)) as probe:
-            probe.bind((address, 0))
+        with socket.socket(family(address)) as server, socket.socket(family(address)) as client:
+            server.bind((address, 0))
+            server.listen(1)
+            client.settimeout(ANSWER_S)
+            client.connect(server.getsockname())
     except OSError:
         return False
     return True

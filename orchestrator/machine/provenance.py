@@ -77,13 +77,17 @@ def code_digest() -> str:
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package; None if it is not installed."""
-    from importlib import metadata  # here, so that the answer to a typo does not wait for its import
+    """The version of an installed package, torch's with its build; None if it is not installed."""
+    # Imported here, so that the answer to a typo does not wait for them.
+    from importlib import metadata
+
+    from orchestrator.machine import hardware
 
     try:
-        return metadata.version(package)
+        version = metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+    return (hardware.torch_build() or version) if package == "torch" else version
 
 
 def _git(folder: Path, *words: str) -> str:

@@ -18,7 +18,7 @@ from orchestrator.plan import fit
 from orchestrator.plan.moments import on_device, worst
 from orchestrator.plan.point import Point
 from orchestrator.plan.speed import Speed
-from orchestrator.records import contents
+from orchestrator.records import contents, versions
 from orchestrator.records.record_file import read_or_warn
 from orchestrator.records.record_shapes import STATE
 from orchestrator.records.run_record import (
@@ -225,7 +225,7 @@ def _again(point: Planned, why: str) -> Planned:
     if point.decision is not RunState.cached:
         return point
     reason = f"the anchor: {why}, and measured once more to see what changed since"
-    return replace(point, decision=RunState.queued, reason=reason, attempt="", anchor=point.attempt)
+    return replace(point, decision=RunState.queued, reason=reason, attempt="", anchor=point.attempt, differs={})
 
 
 def _of_an_earlier_day(point: Planned, output: Path, today: str) -> str:
@@ -255,11 +255,13 @@ def _decided(plan: Planned, output: Path, wishes: Wishes, prediction: Prediction
     kept = None if wishes.fresh else _kept(output, plan.point, plan.config["measure"].get("rounds", 1))
     if kept is not None and kept[1] not in wishes.retry:
         attempt, state = kept
+        differs = versions.differing(attempt, plan.config)
         return replace(
             plan,
             decision=RunState.cached if state.measured else state,
             attempt=str(attempt.root),
-            reason=_when(attempt, state),
+            reason=_when(attempt, state, versions.words(differs)),
+            differs=differs,
         )
     if wishes.prune and prediction is not None and prediction.cannot_fit:
         return replace(plan, decision=RunState.pruned, reason=cannot_fit(prediction))
@@ -369,13 +371,16 @@ def _day(facts: Mapping[str, Any]) -> str:
     return _date(facts.get("time", 0))
 
 
-def _when(attempt: AttemptPaths, state: RunState) -> str:
+def _when(attempt: AttemptPaths, state: RunState, differs: str) -> str:
+    """Since when there is this answer, and with what it was made that a run of now would not be."""
     facts = read_or_warn(attempt.state, STATE) or {}
     if not state.measured:
-        return str(facts.get("message", ""))
+        made = f"on {_day(facts)} with {differs}; --retry {state.value} to run it again"
+        return "; ".join(filter(None, (str(facts.get("message", "")), made if differs else "")))
     commit = ((read_or_warn(attempt.result) or {}).get("environment") or {}).get("git")
     code = f", code {commit}" if commit else ""
-    return f"measured on {_day(facts)}{code}; --fresh to measure again"
+    other = f", {differs}" if differs else ""
+    return f"measured on {_day(facts)}{code}{other}; --fresh to measure again"
 
 
 def family(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from orchestrator.plan.decision import Refused
 from orchestrator.plan.point import Point
 from orchestrator.plan.rules import table as rules
 from orchestrator.plan.rules.scene import Scene
+from orchestrator.plan.rules.training import option_is_not_undone
 
 if TYPE_CHECKING:
     from orchestrator.compose.composition import Composition
@@ -28,6 +29,8 @@ def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused
     for composed in composition.points:
         parts, broken = build_parts(RunConfig, composed.values, known=known)
         broken += root_limits(parts).broken + rules.check_parts(parts, scene)
+        undone = "measure" in parts and option_is_not_undone(composed.choices.get("measure"), parts["measure"])
+        broken += [undone] if undone else []
         hits.update(dict.fromkeys(broken, 1))
         name = label(composed, composition.axes)
         if broken:

@@ -154,6 +154,7 @@ HEARTBEAT = {"time": NUMBER}
 NOTE = {"attempt": str, "command": {**PROCESS, "host": str}, "tries": int}
 SEEN = {"value": object, "since": NUMBER}  # a value that a machine has seen in a record, and since when
 
+PROVENANCE = {"python": Maybe(str), "packages": Maybe(Each(str)), "variables": Maybe(Each(str))}
 SWEEP = {"id": str, "command": Maybe([str]), "folder": Maybe(str), "rank_by": Maybe(str)}
 POINT = {
     "label": str,
@@ -167,6 +168,8 @@ POINT = {
     "predicted": Maybe(dict),
     "contents": Maybe(Each(str)),
     "anchor": Maybe(str),
+    "differs": Maybe(Each({"then": str, "now": str})),
+    "own": Maybe(bool),
 }
 CONTROLLER = PROCESS
 # What `compare` needs of a document that `report --json` printed.

@@ -73,7 +73,9 @@ class Planned:
     point: its id; empty if it was refused. attempt: the folder of the attempt whose answer is kept. predicted_bytes:
     the model states of one rank according to the memory model; None without a prediction. predicted: the complete
     prediction. contents: hashes of the contents of its files at that time, by contents.of. anchor: the folder of the
-    attempt of an earlier day, for a point that is measured once more because others of that day are kept.
+    attempt of an earlier day, for a point that is measured once more because others of that day are kept. differs: what
+    the kept answer was made with that a run of now would not be, by records.versions. own: the sweep has measured the
+    kept answer itself, when the same command was typed before.
     """
 
     label: str
@@ -87,6 +89,8 @@ class Planned:
     predicted: dict[str, Any] = field(default_factory=dict)
     contents: dict[str, str] = field(default_factory=dict)
     anchor: str = ""
+    differs: dict[str, dict[str, str]] = field(default_factory=dict)
+    own: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "decision": self.decision.value}
@@ -138,6 +142,7 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
                 plan_of(paths)
             except BadRecord as bad:
                 set_aside(paths.plan, bad.wrong)
+            planned = _with_own(paths, planned)
             # The events and requests of the last controller are over; the attempts record their outcome.
             for file in (paths.events, paths.requests, paths.controller, paths.claim, paths.log):
                 make_way(file)
@@ -149,6 +154,22 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
     write_json_atomic(paths.sweep, {"schema": SCHEMA, "id": identity, "name": name, "time": time.time(), **facts})
     write_json_atomic(paths.plan, {"points": [point.to_dict() for point in planned]})
     return paths
+
+
+def _with_own(paths: SweepPaths, planned: Sequence[Planned]) -> Sequence[Planned]:
+    """The plan, with the kept answers that this sweep has measured as its own. If points are left to run there are
+    none: what was measured before stands beside what is measured in another session."""
+    if any(point.decision is RunState.queued for point in planned):
+        return planned
+    try:
+        before = [one for one in standings(paths) if one.state is not RunState.cached or one.planned.own]
+    except (BadRecord, OSError):
+        return planned
+    made = {one.label: str(one.attempt.root) for one in before if one.attempt is not None}
+    return [
+        replace(point, own=point.decision is RunState.cached and made.get(point.label) == point.attempt)
+        for point in planned
+    ]
 
 
 def _clear_unrecorded(sweeps: Path) -> None:

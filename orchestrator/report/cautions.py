@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator.records.versions import words
 from orchestrator.report.ranking import Entry, Ranked, clock, ratio
 from orchestrator.report.summary import missing_text
 from orchestrator.rounds import recorded
@@ -26,11 +27,21 @@ def reused(ranked: Sequence[Ranked]) -> list[str]:
     if not entries:
         return _anchors(ranked)
     rows = sum(row.entry.result is not None for row in ranked)
-    named = [f"{entry.label} measured {clock(entry, '%Y-%m-%d %H:%M')}, reused" for entry in entries[:REUSED_NAMED]]
+    several = len({_host(row.entry) for row in ranked if row.entry.result is not None}) > 1
+    where = {entry.label: f" on {_host(entry)}" if several else "" for entry in entries}
+    named = [
+        f"{entry.label} measured {clock(entry, '%Y-%m-%d %H:%M')}{where[entry.label]}, reused"
+        for entry in entries[:REUSED_NAMED]
+    ]
     named += [f"{len(entries) - REUSED_NAMED} more"] if len(entries) > REUSED_NAMED else []
     were = "row was" if rows == 1 else f"rows {'was' if len(entries) == 1 else 'were'}"
     text = f"{len(entries)} of {rows} {were} measured earlier: {'; '.join(named)}. --fresh measures all in one session"
     return [text, *_anchors(ranked)]
+
+
+def _host(entry: Entry) -> str:
+    """The machine of rank 0. Its hardware has the name of this one's, or it would be another point."""
+    return ((entry.result or {}).get("environment") or {}).get("host") or "an unknown machine"
 
 
 def _anchors(ranked: Sequence[Ranked]) -> list[str]:
@@ -57,6 +68,14 @@ def percent(share: float) -> str:
 
 def clock_of(result: Mapping[str, Any]) -> str:
     return clock(Entry("", "", measured_at=result.get("measured_at")), "%Y-%m-%d")
+
+
+def _version_warnings(ranked: Sequence[Ranked]) -> list[str]:
+    found = {row.entry.label: words(row.entry.differs) for row in ranked if row.entry.result and row.entry.differs}
+    if not found:
+        return []
+    then = "speeds and memory do not compare with those of now"
+    return [f"rows were measured with other versions, so their {then}: {_grouped(found)}; --fresh measures all again"]
 
 
 def _curve_warnings(ranked: Sequence[Ranked]) -> list[str]:
@@ -118,7 +137,7 @@ def warnings(ranked: Sequence[Ranked]) -> list[str]:
         f"the points differ in {what}, so their {then}: {_grouped(values)}"
         for what, then, values in checks
         if len(set(values.values())) > 1
-    ] + [*_curve_warnings(ranked), *_load_warnings(ranked), *_round_warnings(ranked)]
+    ] + [*_version_warnings(ranked), *_curve_warnings(ranked), *_load_warnings(ranked), *_round_warnings(ranked)]
 
 
 def _grouped(values: dict[str, str]) -> str:

@@ -34,6 +34,8 @@ def _entry(standing: Standing) -> Entry:
         None if result is None else result.get("measured_at", _ended_at(standing)),
         standing.planned.config,
         read_or_warn(AttemptPaths(Path(anchor)).result, RESULT) if (anchor := standing.planned.anchor) else None,
+        standing.planned.differs or {},
+        standing.planned.own,
     )
 
 

@@ -73,8 +73,8 @@ def _measured_at(point: ReportPoint) -> Cell:
     when = point.entry.measured_at
     if when is None or point.result is None:
         return NOTHING
-    reused = ", reused" if point.entry.is_reused else ""
-    return when, time.strftime("%Y-%m-%d %H:%M", time.localtime(when)) + reused
+    reused = ["reused", *ranking.made_with(point.entry)] if point.entry.is_reused else []
+    return when, ", ".join([time.strftime("%Y-%m-%d %H:%M", time.localtime(when)), *reused])
 
 
 def columns(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> list[Column]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from orchestrator.config.lossy import lossy_words
 from orchestrator.config.strict import nearest
 from orchestrator.records.run_state import RunState
+from orchestrator.records.versions import Differing
 from orchestrator.report import costs, trained
 from orchestrator.report.losses import loss_to_exact, perplexity_texts
 from orchestrator.report.summary import Table, run_command, without_key
@@ -108,11 +109,13 @@ class Entry:
     measured_at: float | None = None  # seconds since the epoch
     config: Mapping[str, Any] = field(default_factory=dict)  # of the point, as it is recorded
     anchor: Mapping[str, Any] | None = None  # its result of an earlier day, if it was measured again to compare
+    differs: Differing = field(default_factory=dict)  # what it was made with that a run of the sweep would not be
+    own: bool = False  # the sweep has measured it when it was typed before
 
     @property
     def is_reused(self) -> bool:
-        """Whether another command measured it before the sweep."""
-        return self.state == RunState.cached.value
+        """Whether another sweep measured it, or this one in another session or with other versions."""
+        return self.state == RunState.cached.value and (not self.own or bool(self.differs))
 
     @property
     def others_share(self) -> float | None:
@@ -278,8 +281,14 @@ def to_exact(entry: Entry, entries: Sequence[Entry]) -> float | None:
 
 
 def _reused_from(entry: Entry) -> str:
-    """The time of a reused row, short enough for a table on a terminal; `reused` adds the year."""
-    return clock(entry, "%m-%d %H:%M") if entry.is_reused else ""
+    """The time of a reused row, short enough for a table on a terminal, and its other versions; `reused` adds the
+    year."""
+    return ", ".join([clock(entry, "%m-%d %H:%M"), *made_with(entry)]) if entry.is_reused else ""
+
+
+def made_with(entry: Entry) -> list[str]:
+    """What a reused row was made with that a run of the sweep would not be, such as "torch 2.13.0+cpu"."""
+    return [f"{name} {both['then']}" for name, both in entry.differs.items()]
 
 
 def clock(entry: Entry, form: str) -> str:

@@ -16,6 +16,7 @@ from orchestrator.report.ranking import (
     Ranked,
     clock,
     conclusion,
+    made_with,
     peak_bytes,
     rule,
     sent_bytes,
@@ -152,6 +153,7 @@ def _csv_row(ranked: Ranked, settings: Mapping[str, object]) -> dict[str, object
         "message": entry.message,
         "measured_at": clock(entry, "%Y-%m-%d %H:%M:%S") if result else None,
         "reused": entry.is_reused,
+        "made_with": ", ".join(made_with(entry)) or None,
         "others_share": ("unknown" if entry.others_share is None else entry.others_share) if result else None,
     }
     for name in ("median", "p10", "p90"):

@@ -215,6 +215,7 @@ def as_json(point: Standing) -> dict[str, Any]:
         "point": point.planned.point,
         "config": point.planned.config,
         "attempt": str(point.attempt.root) if point.attempt else None,
+        "differs": point.planned.differs,
         "slots": list(point.slots),
         "job": point.job or None,
         "predicted_states_bytes": point.planned.predicted_bytes,

@@ -271,6 +271,15 @@ def start_sync(
 
 def _start_child(words: list[str], output: Path, stream: int) -> subprocess.Popen[bytes]:
     """`stream`: used for both stdin and stdout of the child."""
-    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "OMP_NUM_THREADS": "1"}
+    own = {**mlflow_environment(output), "OMP_NUM_THREADS": "1"}
     command = children.words("orchestrator.tracking.process", *words)
-    return children.start(command, {**HTTP, **os.environ, **quiet}, tracker_log_path(output), stream=stream)
+    return children.start(command, {**HTTP, **os.environ, **own}, tracker_log_path(output), stream=stream)
+
+
+def mlflow_environment(output: Path) -> dict[str, str]:
+    """What every process with MLflow gets: no telemetry, and a home, without which it cannot be imported.
+
+    The output folder is the home of a user who has none: MLflow reads settings there and writes nothing.
+    """
+    home = {} if os.path.isabs(os.path.expanduser("~")) else {"HOME": str(output.absolute())}
+    return {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", **home}

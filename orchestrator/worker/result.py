@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from orchestrator.config.schema import RunConfig
+from orchestrator.machine.hardware import described_cpu
 from orchestrator.machine.processes import output_of
 from orchestrator.worker import measure
-from orchestrator.worker.setup import cpu_model
 from orchestrator.workloads.data import TokenData
 from zero_runtime.runtime import ZeroRuntime
 
@@ -90,7 +90,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "host": platform.node(),
-        "cpu": cpu_model(),
+        "cpu": described_cpu(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "threads_per_rank": torch.get_num_threads(),
         "git": _git_commit(),

@@ -199,18 +199,6 @@ def offload_plan(offload: Offload, output: str) -> OffloadPlan:
     return offload.plan()
 
 
-def cpu_model() -> str:
-    """The processor's name and whether it multiplies bf16 natively; such a matmul is 5 to 10 times faster."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    except OSError:
-        return os.uname().machine
-    facts = {key.strip(): value.strip() for key, value in fields.items()}
-    native = {"avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split())
-    return f"{facts.get('model name', os.uname().machine)}, {'native' if native else 'no native'} bf16"
-
-
 def refuse_different_data(collectives: Collectives, data_hash: str) -> None:
     """Raises ValueError if ranks read different data, which a loss would not reveal. Every rank must call it."""
     hashes = collectives.gather_objects(data_hash)

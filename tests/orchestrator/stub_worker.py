@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import stub_distributed
 
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo
+from orchestrator.machine.hardware import described_cpu
+from orchestrator.machine.provenance import version_of
 from orchestrator.records import turns
 from orchestrator.records.record_file import append_event, read_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
@@ -125,10 +128,10 @@ def make_result(config: RunConfig, median: float = 9412.0) -> dict[str, Any]:
         "loss": {"first": 5.5712, "last": 4.9018, "validation": 5.3},
         "steps": config.measure.steps + config.measure.warmup_steps,
         "environment": {
-            "torch": "2.13.0",
-            "python": "3.11.7",
+            "torch": version_of("torch"),
+            "python": platform.python_version(),
             "host": "box",
-            "cpu": "Xeon",
+            "cpu": described_cpu(),
             "gpu": None,
             "git": "abc",
         },

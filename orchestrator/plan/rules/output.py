@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from orchestrator.config.cluster import Cluster
 from orchestrator.config.strict import Broken
 from orchestrator.machine import slots
+from orchestrator.machine.interfaces import check_meeting_place
 from orchestrator.plan.rules import cluster as cluster_rules
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.records.ownership import trouble_of_own, trouble_of_parents
@@ -55,8 +57,9 @@ def slurm_takes_the_output(scene: Scene, output: str, cluster: Cluster) -> Broke
     return Broken(rule, f"{output!r}", ("output=outputs",))
 
 
-def place_problems(output: str) -> list[str]:
-    """The problems of the folders that a run on this machine writes to: the output folder and the locks of slots."""
+def place_problems(output: str, *, starts_ranks: bool = True) -> list[str]:
+    """The problems of what a run on this machine needs of it: the output folder, the locks of slots and, if it starts
+    ranks here, the loopback over which they meet."""
     problems = []
     try:
         make_output(output)
@@ -67,4 +70,9 @@ def place_problems(output: str) -> list[str]:
         slots.locks_folder()
     except slots.LocksError as error:
         problems.append(str(error))
+    if starts_ranks:
+        try:
+            check_meeting_place(os.environ)
+        except OSError as error:
+            problems.append(str(error))
     return problems

@@ -25,11 +25,20 @@ def training_keys_are_used(scene: Scene, measure: Measure, train: Train) -> Brok
         return None
     for key in fields(train):
         if (value := getattr(train, key.name)) != key.default:
-            rule = f"train.{key.name} is for measure=train, which trains to an end"
+            rule = f"train.{key.name} is for measure=train without measure.steps, which trains to an end"
             unset = "null" if key.default is None else str(key.default).lower()
             end = "" if train.max_steps or train.epochs else " train.max_steps=1000"
-            return Broken(rule, str(value), (f"measure=train{end}", f"train.{key.name}={unset}"))
+            fixes = (f"measure=train measure.steps=null{end}", f"train.{key.name}={unset}")
+            return Broken(rule, f"{value} with measure.steps={measure.steps}", fixes)
     return None
+
+
+def option_is_not_undone(option: str | None, measure: Measure) -> Broken | None:
+    """Only a line shows this: its configuration is that of a measurement. `option`: what it chose for `measure`."""
+    if option != "train" or measure.steps is None:
+        return None
+    rule = "measure=train trains to train.max_steps or train.epochs, and measure.steps would only measure so many"
+    return Broken(rule, str(measure.steps), ("measure.steps=null", "measure=quick"))
 
 
 def training_on_the_way_is_validated(scene: Scene, measure: Measure, train: Train) -> Broken | None:

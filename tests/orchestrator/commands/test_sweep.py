@@ -66,18 +66,18 @@ def test_repeating_a_command_keeps_measured_results_and_runs_nothing(
     assert "micro1: ok" in shown
     assert len(attempts(tmp_path)) == 2
     code, shown, again = run(tmp_path, [1, 2])
-    assert (code, states(again), again.root) == (0, ["cached", "cached"], sweep.root)
+    assert (code, states(again), again.root, "earlier" in shown) == (0, ["cached", "cached"], sweep.root, False)
     assert len(attempts(tmp_path)) == 2
     request = SweepRequest("batch", points(tmp_path, [1, 2]), ("sweeps=batch",), predicts=False, entry=STUB)
     assert run_sweep(replace(request, as_json=True), hardware.detect()) == 0
     told = capsys.readouterr()
-    assert [(one["state"], one["result"] is not None) for one in json.loads(told.out)["points"]] == [
-        ("cached", True)
-    ] * 2
+    found = [(one["state"], one["result"] is not None) for one in json.loads(told.out)["points"]]
+    assert found == [("cached", True)] * 2
     assert "sorted by median tokens/s" in told.err
-    code, _, wider = run(tmp_path, [1, 2, 4])
-    assert (code, states(wider)) == (0, ["cached", "cached", "ok"])
-    assert wider.root != sweep.root
+    for last in ("ok", "cached"):
+        code, shown, wider = run(tmp_path, [1, 2, 4])
+        assert (code, states(wider), wider.root != sweep.root) == (0, ["cached", "cached", last], True)
+        assert "2 of 3 rows were measured earlier: micro1 measured " in shown
     run(tmp_path, [1, 2], Wishes(fresh=True))
     assert len(attempts(tmp_path)) == 5
 

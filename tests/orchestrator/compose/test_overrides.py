@@ -32,6 +32,8 @@ def tree() -> Tree:
         ("batch.micro=true", "expected a whole number"),
         ("batch.micro=", "expected a whole number"),
         ("optimizer.lr=fast", "optimizer.lr=fast: expected a number"),
+        ("model.name=gpt2", "model.name=gpt2: model.name is a name and chooses nothing. Did you mean 'model=gpt2'?"),
+        ("hardware.name='a100_80gb'", "Did you mean 'hardware=a100_80gb'?"),
         ("precision.param=bf61", "expected one of fp32, bf16, fp16. Did you mean 'bf16'?"),
         ("+bogus=1", "'bogus' is not a setting."),
         ("++zero.bogus=1", "zero has: stage prefetch shard_ranks outer_sharding reduce_at_boundary unit_numel"),

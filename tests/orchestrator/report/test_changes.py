@@ -130,7 +130,7 @@ def test_points_are_matched_by_id_then_by_settings_then_by_label() -> None:
 
 def test_what_all_points_share_is_said_once() -> None:
     environment = {**make_result(CONFIG)["environment"], "torch": "2.14.0"}
-    before = [measured(label, [1.0] * 3) for label in "ab"]
+    before = [measured(label, [1.0] * 3, environment={**environment, "torch": "2.13.0"}) for label in "ab"]
     after = [measured(label, [1.0] * 3, environment=environment) for label in "ab"]
     assert changes.notes(compared(before, after)) == ["versions and machine: torch: 2.13.0 -> 2.14.0"]
 

@@ -154,6 +154,14 @@ def test_a_reused_row_is_marked_with_its_time_in_every_form_of_the_comparison() 
     assert (second["measured_at"], second["reused"]) == ("2026-11-22 10:00:00", "False")
 
 
+def test_a_row_of_another_machine_with_the_same_hardware_names_it() -> None:
+    old = made_at("old", "2026-11-21 21:29", "cached")
+    assert old.result is not None
+    old.result["environment"] = {"host": "node7"}
+    (line,) = cautions.reused(ranking.rank([made_at("new", "2026-11-22 10:00"), old]))
+    assert "old measured 2026-11-21 21:29 on node7, reused. " in line
+
+
 def test_rows_measured_in_one_session_are_not_marked_as_reused() -> None:
     ranked = ranking.rank([made_at("a", "2026-11-22 10:00"), made_at("b", "2026-11-22 10:01"), FAILED])
     assert ranking.table(ranked).header == ranking.HEADER

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pwd
 import signal
 import socket
 import subprocess
@@ -329,6 +330,31 @@ def test_a_user_without_a_name_is_recorded_by_user_id(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("getpass.getuser", nameless)
     assert followed_run.command_tags(os.getpid())["mlflow.user"] == str(os.getuid())
+
+
+def test_a_user_without_a_home_has_one_in_the_processes_of_mlflow(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """MLflow asks for the home when it is imported."""
+    started: list[dict[str, str]] = []
+
+    def unknown(_: int) -> None:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tracking_feed.children, "start", lambda _command, environ, *_, **__: started.append(environ))
+    monkeypatch.setattr(dashboard, "_until_interrupt", lambda _command, environ, *_: started.append(environ) or 0)
+    with pytest.raises(RuntimeError):
+        Path.home()
+    tracking_feed.start_sync(tmp_path)
+    monkeypatch.setattr(dashboard, "_wrong_store", lambda _: "")
+    monkeypatch.setattr(dashboard, "links", lambda _: [])
+    store_path(tmp_path).touch()
+    dashboard.serve(tmp_path, 5000)
+    assert [environ["HOME"] for environ in started] == [str(tmp_path)] * 2
+    monkeypatch.setenv("HOME", "/someone")
+    assert "HOME" not in tracking_feed.mlflow_environment(tmp_path)
 
 
 def test_the_sweep_has_its_page_and_the_dashboard_links_to_it(scene: Scene) -> None:

@@ -215,7 +215,8 @@ BROKEN = [
     (LAPTOP, "loss.tile=64", "loss=full uses no loss.tile"),
     (LAPTOP, "measure=train", "measure=train needs an end: train.max_steps or train.epochs"),
     (LAPTOP, "measure=train train.max_steps=9 train.epochs=1", "measure=train has one end"),
-    (LAPTOP, "train.max_steps=9", "train.max_steps is for measure=train, which trains to an end"),
+    (LAPTOP, "train.max_steps=9", "train.max_steps is for measure=train without measure.steps, which trains to an end"),
+    (LAPTOP, "measure=train measure.steps=4 train.max_steps=9", "train.max_steps is for measure=train without measure"),
     (
         LAPTOP,
         "measure=train train.max_steps=9 train.eval_every=3 measure.validation_batches=0",
