@@ -107,8 +107,8 @@ def measured(cases: Sequence[Case]) -> list[Moments]:
 def leave_out_object_messages() -> None:
     """From now on this process gathers objects in a thread that torch's profiler does not follow.
 
-    Their messages are not predicted, and gloo may hold one a moment longer than its sender does. gloo's thread then frees
-    it, which the profiler does not record: it would count the message until the end.
+    Their messages are not predicted, and gloo may hold one a moment longer than its sender does. gloo's thread then
+    frees it, which the profiler does not record: it would count the message until the end.
     """
     sender, gather = ThreadPoolExecutor(1), Collectives.gather_objects
 
