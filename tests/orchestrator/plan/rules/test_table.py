@@ -227,6 +227,11 @@ BROKEN = [
     (LAPTOP, "train.keep_best=false", "train.keep_best is for measure=train"),
     (LAPTOP, "data=pairs", "data=pairs needs data.path=FILE.json"),
     (LAPTOP, "data=pairs data.path=fast", "data.path must be a regular file that is there"),
+    (
+        LAPTOP,
+        f"data=pairs data.path={CONF}/config.yaml",
+        "conf/config.yaml, line 1: expected a JSON array",
+    ),
     (LAPTOP, "model=pretrained", "model=pretrained needs model.path=FOLDER"),
     (LAPTOP, "data.tokenizer=model", "data.tokenizer=model needs a model.path with a tokenizer"),
     (LAPTOP, "data=synthetic data.tokenizer=model", "data=synthetic makes tokens and reads no text"),
