@@ -129,7 +129,5 @@ def _text(place: str, key: str, value: Any) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         half = ascii(value[error.start])[1:-1]
-        raise ValueError(
-            f"{place}: expected a text as its {key}, found half a character ({half})"
-        ) from None
+        raise ValueError(f"{place}: expected a text as its {key}, found half a character ({half})") from None
     return value
