@@ -159,10 +159,9 @@ def answers(
     }
     total = len(asked["units"]) + sum(map(len, families.values()))
     for key, answer in _asked(asked, total, tell, within_s) if total else ():
-        if answer is not None:
-            if not answer.get("passing"):
-                store(key, answer)
-            known[key] = answer
+        if not answer.get("passing"):
+            store(key, answer)
+        known[key] = answer
     for line, family in families.items():
         if all(key in known and not known[key].get("passing") for key in family):
             store(line, {"asked": True})
@@ -214,7 +213,7 @@ def _asked(asked: Mapping[str, Any], total: int, tell: Tell | None, within_s: fl
     """The child's answers. What a lean child could not import is asked again, of one that imports everything."""
     lean, end, failed = not _has_adapter(asked), time.monotonic() + within_s, set()
     for key, answer in _ask_child(asked, total, tell, within_s, lean):
-        if lean and _lacks_import(answer):
+        if lean and ("unknown" in answer if key in asked["units"] else _lacks_import(answer)):
             failed.add(key)
         else:
             yield key, answer
@@ -225,9 +224,9 @@ def _asked(asked: Mapping[str, Any], total: int, tell: Tell | None, within_s: fl
         yield from _ask_child(again, total, tell, end - time.monotonic(), False)
 
 
-def _lacks_import(answer: Mapping[str, Any] | None) -> bool:
+def _lacks_import(answer: Mapping[str, Any]) -> bool:
     """Whether something may have been missing that a lean child leaves out."""
-    return answer is None or str(answer.get("unknown", "")).startswith(LACKING)
+    return str(answer.get("unknown", "")).startswith(LACKING)
 
 
 def _ask_child(
@@ -269,7 +268,7 @@ def _answer_in(line: str) -> tuple[str, Any] | None:
         key, answer = json.loads(line)
     except (ValueError, TypeError, RecursionError):
         return None
-    is_answer = isinstance(key, str) and (answer is None or isinstance(answer, dict))
+    is_answer = isinstance(key, str) and isinstance(answer, dict)
     return (key, answer) if is_answer else None
 
 

@@ -28,17 +28,28 @@ from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
 from zero_runtime.memory.model import total_state_bytes
 
 NOT_ASKED = "the process that counts them ended early, or was not done in time"
+NOT_BUILT = "the process that builds the model without memory failed, or was not done in time"
 ADVISED = 4  # most points for which remedies are searched: each needs further counts
 
 
-def predict(points: Sequence[Point], tell: Tell | None = None, *, within_s: float = math.inf) -> dict[str, Prediction]:
-    """The predictions by label. A point whose model the child cannot build has none; its run reports the reason.
+def predict(
+    points: Sequence[Point],
+    tell: Tell | None = None,
+    *,
+    within_s: float = math.inf,
+    unknown: dict[str, str] | None = None,
+) -> dict[str, Prediction]:
+    """The predictions by label. A point whose model the child cannot build has none; `unknown` gets the reason.
 
     `tell` is called with messages about the progress. within_s: the most time that the child may take for the points,
     and again for the settings that would fit. What is not counted by then is not predicted.
     """
-    first = _predictions([point.config for point in points], tell, within_s)
-    named = {point.label: prediction for point, prediction in zip(points, first, strict=True) if prediction is not None}
+    named: dict[str, Prediction] = {}
+    for point, found in zip(points, _predictions([point.config for point in points], tell, within_s), strict=True):
+        if isinstance(found, Prediction):
+            named[point.label] = found
+        elif unknown is not None:
+            unknown[point.label] = found
     not_fitting = [point for point in points if point.label in named and named[point.label].cannot_fit][:ADVISED]
     neighbours = [remedies.neighbours(point.config) for point in not_fitting]
     answers = iter(_predictions([neighbour.config for several in neighbours for neighbour in several], tell, within_s))
@@ -47,7 +58,7 @@ def predict(points: Sequence[Point], tell: Tell | None = None, *, within_s: floa
         fits = [
             neighbour
             for neighbour, prediction in zip(several, then, strict=True)
-            if prediction is not None and not prediction.cannot_fit
+            if isinstance(prediction, Prediction) and not prediction.cannot_fit
         ]
         smaller = [fitting for fitting in fits if fitting.config.batch != point.config.batch]
         # Of the smaller batches, only the largest that fits.
@@ -60,7 +71,9 @@ def needs(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
     """Lower bounds on the memory of a rank; None if the model cannot be built."""
     predictions = _predictions(configs)
     return [
-        None if prediction is None else PredictedPeak(prediction.needed_bytes, prediction.activations is not None)
+        PredictedPeak(prediction.needed_bytes, prediction.activations is not None)
+        if isinstance(prediction, Prediction)
+        else None
         for prediction in predictions
     ]
 
@@ -97,7 +110,8 @@ def _shipped_models() -> list[Any]:
 
 def _predictions(
     configs: Sequence[RunConfig], tell: Tell | None = None, within_s: float = math.inf
-) -> list[Prediction | None]:
+) -> list[Prediction | str]:
+    """The prediction of each configuration, or why there is none."""
     if not configs:
         return []
     answers = memory_cache.answers(configs, configs, tell, within_s=within_s)
@@ -109,10 +123,10 @@ def _predictions(
 
 def _prediction(
     config: RunConfig, answers: Mapping[str, Answer], memories: Memories, gpu_bytes: int | None
-) -> Prediction | None:
-    shapes = answers.get(units_key(config))
-    if shapes is None or "units" not in shapes:
-        return None
+) -> Prediction | str:
+    shapes = answers.get(units_key(config), {"unknown": NOT_BUILT})
+    if "units" not in shapes:
+        return str(shapes.get("problem") or shapes["unknown"])
     micro_batches = config.batch.accumulation or 1
     units, state_bytes = units_of(config, shapes), shapes["state_bytes"]
     states = total_state_bytes(

@@ -2,8 +2,8 @@
 
 Reads {"units": {key: configuration}, "activations": [{key: configuration}, ...]} as JSON from stdin; the configurations
 in one dictionary of activations differ only in the micro-batch. Writes [key, answer] as one line of JSON to stdout as
-each answer is ready. The answer is from `units_of` (the problem for a model that cannot be built, null for any other
-failure) or from activations.py.
+each answer is ready. The answer is from `units_of` (for a model that cannot be built the problem, for any other failure
+{"unknown": why}) or from activations.py.
 
 [Note: forked counting]
 Families of activations share nothing but the model, so that forks of this process count them, as many as there are
@@ -32,6 +32,7 @@ from orchestrator.machine.processes import die_with_parent
 from orchestrator.worker.activations import answers, built, shorten_once
 from orchestrator.worker.setup import unit_rules
 from orchestrator.worker.sliced import messages_of
+from zero_runtime.errors import brief
 from zero_runtime.offload.plan import offloaded_units
 from zero_runtime.unit_planner import plan_units
 
@@ -71,14 +72,13 @@ def units_of(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _answer(config: RunConfig) -> dict[str, Any] | None:
+def _answer(config: RunConfig) -> dict[str, Any]:
     try:
         return units_of(config)
     except ValueError as error:  # the user's mistake, as every builder promises; a job would report the same
         return {"problem": "; ".join(str(error).splitlines())}
-    except Exception as error:  # the other answers are still needed, and the run itself will report the error
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return None
+    except Exception as error:  # the other answers are still needed; it may be this machine's memory, so it passes
+        return {"unknown": brief(error), "passing": True}
 
 
 class _Answers:

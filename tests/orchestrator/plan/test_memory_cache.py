@@ -90,9 +90,12 @@ def test_adapters_are_found_in_all_that_is_asked() -> None:
     assert memory_cache._has_adapter({"units": {}, "activations": [{"a": plain, "b": lora}]})
 
 
-@pytest.mark.parametrize("first", [None, {"unknown": "ImportError: no"}, {"unknown": "AttributeError: no"}])
+ANSWERED = {"problem": "ValueError: no"}
+
+
+@pytest.mark.parametrize("first", [{"unknown": "ImportError: no"}, {"unknown": "AttributeError: no"}])
 def test_what_a_lean_child_could_not_import_is_asked_of_a_complete_one(
-    monkeypatch: pytest.MonkeyPatch, first: dict[str, str] | None
+    monkeypatch: pytest.MonkeyPatch, first: dict[str, str]
 ) -> None:
     plain = {"adapter": {"kind": "none"}}
     asked = {"units": {"a": plain, "b": plain}, "activations": [{"c": plain}, {"d": plain}]}
@@ -101,9 +104,9 @@ def test_what_a_lean_child_could_not_import_is_asked_of_a_complete_one(
     def child(request: dict[str, Any], *more: Any) -> Iterator[tuple[str, Any]]:
         keys = [*request["units"], *(key for family in request["activations"] for key in family)]
         found.append((keys, more[-1]))
-        yield from ((key, first if len(found) == 1 and key in "ac" else {"unknown": "ValueError"}) for key in keys)
+        yield from ((key, first if len(found) == 1 and key in "ac" else ANSWERED) for key in keys)
 
     monkeypatch.setattr(memory_cache, "_ask_child", child)
     answers = list(memory_cache._asked(asked, 4, None, 10.0))
-    assert sorted(answers) == [(key, {"unknown": "ValueError"}) for key in "abcd"]
+    assert sorted(answers) == [(key, ANSWERED) for key in "abcd"]
     assert found == [(["a", "b", "c", "d"], True), (["a", "c"], False)]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 
 from orchestrator import api, cli
 from orchestrator.compose import arguments, compose
-from orchestrator.config.schema import Device
+from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal
 from orchestrator.machine import hardware
 from orchestrator.machine.hardware import Hardware
@@ -250,7 +252,7 @@ def test_activations_that_cannot_be_counted_are_reported_with_the_reason_and_not
     assert found.needed_bytes == found.states.total
     planned = decision.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: found})
     (row,) = [row for row in sweep_table.plan_rows(planned) if row[0] == "unknown"]
-    assert row[1].startswith("activations of 1 points: ValueError: loss=tiled: expected CohereForCausalLM")
+    assert row[1].startswith("activations of 1 point: ValueError: loss=tiled: expected CohereForCausalLM")
 
 
 def test_the_cache_folder_is_private_to_the_user(cache: None) -> None:
@@ -267,8 +269,16 @@ def test_a_cached_answer_that_was_corrupted_counts_as_missing(cache: None) -> No
 
 def test_lines_that_a_library_prints_are_not_taken_for_answers() -> None:
     assert memory_cache._answer_in('["key", {"bytes": 1}]\n') == ("key", {"bytes": 1})
-    assert memory_cache._answer_in('["key", null]\n') == ("key", None)
-    for line in ("Loading weights: 100%\n", "[]\n", '"ab"\n', "3\n", '[["a"], {}]\n', '["key", 3]\n', "[" * 99_999):
+    for line in (
+        '["key", null]\n',
+        "Loading weights: 100%\n",
+        "[]\n",
+        '"ab"\n',
+        "3\n",
+        '[["a"], {}]\n',
+        '["key", 3]\n',
+        "[" * 99_999,
+    ):
         assert memory_cache._answer_in(line) is None
 
 
@@ -327,3 +337,29 @@ def test_output_that_a_library_prints_in_the_child_is_skipped(monkeypatch: pytes
 
     monkeypatch.setattr(memory_cache, "_start_child", start)
     assert list(memory_cache._ask_child({"units": {}, "activations": []}, 1, None)) == [("key", {"a": 1})]
+
+
+def test_the_plan_says_why_a_model_has_no_prediction(
+    cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "RuntimeError: can't allocate memory: you tried to allocate 1200000000000 bytes"
+
+    def answers(units: Sequence[RunConfig], *_: object, **__: object) -> dict[str, object]:
+        return {units_key(config): {"unknown": why, "passing": True} for config in units}
+
+    monkeypatch.setattr(memory_cache, "answers", answers)
+    line = ["-m", "zero=stage1,stage2", "data=synthetic", "resources.device=cpu", f"output={tmp_path}", "--plan"]
+    assert cli.main(line) == 0
+    assert f"unknown  the memory of 2 points: {why}\n" in capsys.readouterr().out
+
+
+def test_any_failure_to_build_a_model_is_answered_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from orchestrator.worker import shapes
+
+    (point,) = points("zero=stage0")
+    for error, told in (
+        (RuntimeError("can't allocate memory"), {"unknown": "RuntimeError: can't allocate memory", "passing": True}),
+        (ValueError("expected a\nfound b"), {"problem": "expected a; found b"}),
+    ):
+        monkeypatch.setattr(shapes, "units_of", Mock(side_effect=error))
+        assert shapes._answer(point.config) == told
