@@ -26,7 +26,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, RangeSweep
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -34,7 +34,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestrator.compose import folders, merge, overrides, point_count, sweep_file, yaml_bounds
+from orchestrator.compose import folders, merge, overrides, point_count, suggestions, sweep_file, yaml_bounds
 from orchestrator.compose.arguments import Arguments
 from orchestrator.compose.composition import Composed, Composition
 from orchestrator.compose.merge import Merger
@@ -305,6 +305,8 @@ def in_one_line(error: BaseException) -> str:
     """The error's message in one line, without Hydra's advice to add keys, which nothing here would read."""
     text = str(error).strip()
     cause = error.__cause__
+    if isinstance(error, OverrideParseException):
+        return suggestions.quoted(error.override, text.splitlines()[0])
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return sweep_file.yaml_problem(error)
     if taken := re.search(r"An item is already at '(.+)'", text):
