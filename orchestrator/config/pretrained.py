@@ -29,6 +29,13 @@ COMPANIONS = (
     "chat_template.jinja",
     "generation_config.json",
 )
+TEMPLATES = "additional_chat_templates/*.jinja"  # one of them may be the default
+
+
+def companions(folder: Path) -> list[Path]:
+    """The files of COMPANIONS and TEMPLATES that are in the folder."""
+    files = [*(folder / name for name in COMPANIONS), *sorted(folder.glob(TEMPLATES))]
+    return [file for file in files if file.is_file()]
 
 
 def completed(model: Model) -> Model:

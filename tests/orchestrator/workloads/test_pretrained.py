@@ -29,6 +29,7 @@ from orchestrator.config.schema import (
 )
 from orchestrator.config.state_groups import Precision, Zero
 from orchestrator.workloads import sources
+from orchestrator.workloads.companions import write_companions
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.errors import CheckpointError
@@ -239,6 +240,20 @@ def test_a_tokenizer_with_code_in_its_folder_is_refused_without_impossible_advic
     assert "expected a tokenizer of transformers' own, found one that is code of its folder" in told
     assert "trust_remote_code" not in told
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_tokenizer_of_the_folder_and_all_its_templates_go_beside_exported_weights(tmp_path: Path) -> None:
+    folder, out = tmp_path / "model", tmp_path / "out"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    out.mkdir()
+    names = ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/default.jinja")
+    for name in names:
+        (folder / name).write_text(name)
+    (folder / "README.md").write_text("not copied")
+    model = {"path": str(folder), "model_type": "gpt2", "config": {"vocab_size": 300}}
+    assert run_alone(write_companions, out, {"model": model}, "fp32") == f"tokenizer of {folder}"
+    written = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
+    assert written - {"generation_config.json"} == {"config.json", *names}
 
 
 def test_a_text_is_split_at_line_ends_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
