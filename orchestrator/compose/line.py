@@ -26,10 +26,7 @@ def composed(asked: Arguments) -> Composition:
     if asked.shows_config or not asked.shows:
         tree = read_tree(folder)
         problems += overrides.check(asked.overrides, tree, multirun=asked.multirun, flags=asked.folders())
-    if replacing := folders.replacing(folder):
-        names = [shown(file) for file in replacing]
-        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        _note(f"used in place of other files of the same name: {', '.join(names[:MOST_NAMES])}{more}")
+    _note_own_files(asked)
     if problems:
         raise Refusal(problems)
     if (plain := plain_line.composed(asked)) is not None:
@@ -52,6 +49,18 @@ def show(asked: Arguments) -> None:
         compose.show(asked)
     except compose.ComposeError as error:
         raise Refusal([str(error)]) from None
+
+
+def _note_own_files(asked: Arguments) -> None:
+    """Names the files of the user's that take the place of others, and those that do not, as they are named alike."""
+    folder = asked.flags.get("--config-dir")
+    if replacing := folders.replacing(folder):
+        names = [shown(file) for file in replacing]
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        _note(f"used in place of other files of the same name: {', '.join(names[:MOST_NAMES])}{more}")
+    for file in (own / f"{folders.PRIMARY}.yaml" for own in folders.own_folders(folder)):
+        if file.is_file() and "--config-name" not in asked.flags:
+            _note(f"{shown(file)} is not used: give it another name, and --config-name NAME")
 
 
 @functools.cache

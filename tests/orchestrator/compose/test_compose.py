@@ -264,7 +264,9 @@ def test_a_file_of_the_users_own_is_used_in_place_of_a_shipped_one_and_said(
     line._note.cache_clear()
     found = line.composed(arguments.split(words.split()))
     assert [point.values["zero"]["stage"] for point in found.points] == stages
-    assert capsys.readouterr().err.startswith("note: used in place of other files of the same name: ")
+    told = capsys.readouterr().err
+    assert told.startswith("note: used in place of other files of the same name: ")
+    assert "note: conf/config.yaml is not used: give it another name" in told
     assert composed(words).points == found.points
 
 
