@@ -32,9 +32,12 @@ class Admission:
         """
         tell = None if quiet else partial(screen.say, style="dim")
         placed = replace(point, config=self._on_its_nodes(point))
-        why: dict[str, str] = {}
-        found = prediction.predict([placed], tell, within_s=self.within_s, reasons=why).get(point.label)
-        screen.rows([Row("predicted", decision.expected(found, why.get(point.label, "")))])
+        unknown: dict[str, str] = {}
+        found = prediction.predict([placed], tell, within_s=self.within_s, unknown=unknown).get(point.label)
+        text = (
+            f"nothing: {unknown.get(point.label, prediction.NOT_ASKED)}" if found is None else decision.expected(found)
+        )
+        screen.rows([Row("predicted", text)])
         if found is None or not found.cannot_fit:
             return True
         reason = decision.cannot_fit(found)

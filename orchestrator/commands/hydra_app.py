@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     # Placed first, so that a folder given on the command line overrides it.
     folder = f"hydra.sweep.dir=${{output}}/studies/{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     words = [word for word in asked.overrides if not word.startswith(f"{LAUNCHER}=")]
-    asked.overrides = [f"{LAUNCHER}=zlab", folder, *compose.added_folders(asked), *words]
+    asked.overrides = [f"{LAUNCHER}=zlab", folder, *words]
     try:
         return compose.hand_over(asked)
     except KeyboardInterrupt:

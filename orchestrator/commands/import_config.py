@@ -166,8 +166,8 @@ def _hidden_size(settings: Mapping[str, str], args: TypedArguments | None) -> in
         if folder is not None:
             return hidden_size_of(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
         if "model" in settings:
-            file = folders.CONF / "model" / f"{settings['model']}.yaml"
-            return hidden_size_of(yaml.safe_load(file.read_text(encoding="utf-8"))["config"])
+            file = folders.option_file(f"model/{settings['model']}", folders.config_folders(None))
+            return None if file is None else hidden_size_of(yaml.safe_load(file.read_text(encoding="utf-8"))["config"])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return None  # what is wrong with the model is reported when the point is composed
     return None

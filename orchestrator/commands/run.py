@@ -157,7 +157,8 @@ def tell(screen: Screen, point: Point, attempt: Attempt, verdict: Verdict) -> No
         screen.success(result_of(attempt.paths), verdict.note, to_dict(point.config))
         return
     lines, path = watch.last_words(attempt.paths, verdict.rank)
-    screen.failure(point.label, verdict.state.value, verdict.message, lines, shown(path))
+    shown_lines = [] if watch.is_explained(attempt.paths, verdict.rank) else lines
+    screen.failure(point.label, verdict.state.value, verdict.message, shown_lines, shown(path))
 
 
 def _close(point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -273,10 +273,8 @@ def decided(request: SweepRequest, hardware: Hardware, screen: Screen | None = N
     points = _runnable(request)
     tell = None if screen is None or request.as_json else partial(screen.say, style="dim")
     unknown: dict[str, str] = {}
-    predicted = prediction.predict(points, tell, reasons=unknown) if request.predicts else {}
+    predicted = prediction.predict(points, tell, unknown=unknown) if request.predicts else {}
     wrong = prediction.problems(points) if request.predicts else {}
-    for why, count in Counter(why for label, why in unknown.items() if label not in wrong).items():
-        complain(f"warning: nothing is predicted: {why}      ({count} of {len(request.points)} points)")
     some = len(wrong) < len(points)  # otherwise it is raised as an error
     for problem, count in Counter(wrong.values()).items() if some else ():
         complain(f"refused: {problem}      ({count} of {len(request.points)} points)")
@@ -287,7 +285,12 @@ def decided(request: SweepRequest, hardware: Hardware, screen: Screen | None = N
     name_of: Callable[[RunConfig], str] = partial(_hardware_name, hardware)
     if _on_cluster(points):
         name_of = slurm_sweep.names()
-    return decision.decide(judged, _output(request), name_of, request.wishes, predicted)
+    planned = decision.decide(judged, _output(request), name_of, request.wishes, predicted)
+    may_run = [point.decision is not RunState.refused for point in planned]
+    return [
+        replace(point, predicted={"unknown": unknown[point.label]}) if runs and point.label in unknown else point
+        for point, runs in zip(planned, may_run, strict=True)
+    ]
 
 
 def _hardware_name(hardware: Hardware, config: RunConfig) -> str:

@@ -75,7 +75,15 @@ def synced(
     if process.returncode:
         log = tracker_log_path(output)
         why = "".join(end_of(log)[-1:])
-        yield {"what": "sync", "added": 0, "completed": 0, "failed": True, "left": f"{why}; see {shown(log)}"}
+        yield {
+            "what": "sync",
+            "added": 0,
+            "completed": 0,
+            "missing": 0,
+            "failed": True,
+            "again": True,
+            "left": f"{why}; see {shown(log)}",
+        }
 
 
 def _line(text: bytes) -> dict[str, Any] | None:
@@ -101,7 +109,12 @@ def _conclude(lines: Sequence[dict[str, Any]]) -> None:
     for line in lines:
         if line["what"] == "sync":
             _say(line)
-    added, completed = (sum(line[key] for line in lines) for key in ("added", "completed"))
-    done = f"added {many(added, 'run')}, completed {completed}" if added or completed else "nothing was missing"
-    failed = sum(map(_failed, lines))
-    print(f"sync: {done}" + (f"; {many(failed, 'part')} could not be written, try again" if failed else ""))
+    added, completed, missing = (sum(line[key] for line in lines) for key in ("added", "completed", "missing"))
+    failed = [line for line in lines if _failed(line)]
+    done = "nothing was written" if failed else "nothing was missing"
+    if added or completed:
+        done = f"added {many(added, 'run')}, completed {completed}"
+    if failed:
+        done += f"; up to {many(missing, 'run')} may be missing" if missing else ""
+        done += "; try again" if any(line["again"] for line in failed) else ""
+    print(f"sync: {done}")

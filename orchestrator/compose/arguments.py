@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -52,6 +53,10 @@ CHOICES = {
     "--prune": ("safe", "off"),
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
 }
+OPTIMIZED = (
+    "Python was told to leave out assertions and docstrings, which Hydra's parser and transformers need: unset "
+    "PYTHONOPTIMIZE, and start python without -O"
+)
 # Flags that only show something and are answered by Hydra.
 SHOWING = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 # Hydra's flags that do not work here: settings come from the tree of conf/, and a rerun from a pickle skips all checks.
@@ -126,6 +131,8 @@ def split(argv: Sequence[str]) -> Arguments:
         else:
             _take_override(result, word)
     _check_together(result)
+    if sys.flags.optimize:
+        result.problems.append(OPTIMIZED)
     result.problems = list(dict.fromkeys(result.problems))  # a word that was typed twice is one problem
     return result
 

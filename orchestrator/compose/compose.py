@@ -13,7 +13,6 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,13 +20,13 @@ import hydra
 import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, RangeSweep
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -35,7 +34,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestrator.compose import folders, merge, overrides, point_count, sweep_file, yaml_bounds
+from orchestrator.compose import folders, merge, overrides, point_count, suggestions, sweep_file, yaml_bounds
 from orchestrator.compose.arguments import Arguments
 from orchestrator.compose.composition import Composed, Composition
 from orchestrator.compose.merge import Merger
@@ -60,6 +59,10 @@ class OwnSource(FileConfigSource):
     @staticmethod
     def scheme() -> str:
         return "own"
+
+    def is_config(self, config_path: str) -> bool:
+        is_shipped = Path(self.path) == folders.CONF
+        return super().is_config(config_path) and (is_shipped or config_path != folders.PRIMARY)
 
     def load_config(self, config_path: str) -> ConfigResult:
         yaml_bounds.check(Path(self.path, self._normalize_file_name(config_path)))
@@ -93,14 +96,20 @@ class SweepsSource(OwnSource):
 
 
 class OurFolders(SearchPathPlugin):
-    """Has conf/ read by OwnSource, and adds the parents of the sweeps/ folders to Hydra's search path."""
+    """Has conf/ read by OwnSource, and adds the user's own folders before it and those with sweeps/ to Hydra's search
+    path. `added`: the folder of --config-dir of the line that is composed."""
+
+    added: str | None = None
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        shipped = f"{OwnSource.scheme()}://{folders.CONF}"
         for place in search_path.get_path():
             if place.path == str(folders.CONF):
-                place.path = f"{OwnSource.scheme()}://{folders.CONF}"
-        for folder in folders.sweep_parents(None):
-            search_path.append(provider="zero-lab", path=f"{SweepsSource.scheme()}://{folder}")
+                place.path = shipped
+        for folder in folders.own_folders(self.added):
+            search_path.prepend("zero-lab", f"{OwnSource.scheme()}://{folder}", SearchPathQuery(None, shipped))
+        for folder in folders.sweep_parents(self.added):
+            search_path.append("zero-lab", f"{SweepsSource.scheme()}://{folder}")
 
 
 if folders.PLUGINS.is_dir():
@@ -113,11 +122,10 @@ Plugins.instance().register(OurFolders)
 def compose(arguments: Arguments) -> Composition:
     """All points, before their values are checked. ComposeError if Hydra or the sweep file reports a problem."""
     name = arguments.flags.get("--config-name") or "config"
-    searchpath = added_folders(arguments)
     try:
-        with _our_hydra() as loader:
-            found = _expansion(loader, name, searchpath, arguments)
-            composer = Composer(loader, name, searchpath, arguments)
+        with _our_hydra(arguments) as loader:
+            found = _expansion(loader, name, arguments)
+            composer = Composer(loader, name, arguments)
             points = tuple(composer.point(list(line.values())) for line in found.lines)
     except (UnicodeDecodeError, OSError, AssertionError, RecursionError) as error:
         # Hydra's error for a malformed file does not name the file, so find it.
@@ -128,10 +136,11 @@ def compose(arguments: Arguments) -> Composition:
 
 
 @contextlib.contextmanager
-def _our_hydra() -> Iterator[ConfigLoader]:
+def _our_hydra(arguments: Arguments) -> Iterator[ConfigLoader]:
     """Hydra, initialized with our folders. Afterwards restores the state of a Hydra application that calls us."""
     around = get_gh_backup()
     GlobalHydra.instance().clear()
+    OurFolders.added = arguments.flags.get("--config-dir")
     try:
         with hydra.initialize_config_dir(version_base=VERSION_BASE, config_dir=str(folders.CONF), job_name="run"):
             yield GlobalHydra.instance().config_loader()
@@ -146,7 +155,7 @@ class _Lines(NamedTuple):
     sweep: SweepFile
 
 
-def _expansion(loader: ConfigLoader, name: str, searchpath: list[str], arguments: Arguments) -> _Lines:
+def _expansion(loader: ConfigLoader, name: str, arguments: Arguments) -> _Lines:
     """One line of overrides per point, from a declared sweep or from Hydra's own grammar."""
     words = arguments.overrides
     tree = read_tree(arguments.flags.get("--config-dir"))
@@ -168,7 +177,7 @@ def _expansion(loader: ConfigLoader, name: str, searchpath: list[str], arguments
     is_sweep = arguments.multirun
     # Only these files can turn a run into a sweep. Reading them costs one more composition.
     if any(word.lstrip("+").startswith(("sweeps=", "experiment=")) for word in words) or name != "config":
-        master = loader.load_configuration(name, searchpath + words, run_mode=RunMode.MULTIRUN)
+        master = loader.load_configuration(name, words, run_mode=RunMode.MULTIRUN)
         is_sweep = is_sweep or OmegaConf.select(master, "hydra.mode") == RunMode.MULTIRUN
         params = (OmegaConf.select(master, "hydra.sweeper.params") or {}) if is_sweep else {}
     said = [f"{key}={value}" for key, value in params.items()]
@@ -208,8 +217,8 @@ class Composer:
     Hydra composes each set of options once; the other settings of a line are then applied to a copy.
     """
 
-    def __init__(self, loader: ConfigLoader, name: str, searchpath: list[str], arguments: Arguments) -> None:
-        self._loader, self._name, self._searchpath = loader, name, searchpath
+    def __init__(self, loader: ConfigLoader, name: str, arguments: Arguments) -> None:
+        self._loader, self._name = loader, name
         self._merger = Merger(folders.config_folders(arguments.flags.get("--config-dir")), name, read_yaml)
         self._flags = arguments.folders()
         self._parser = OverridesParser.create(config_loader=loader)
@@ -248,7 +257,7 @@ class Composer:
 
     def _by_hydra(self, words: tuple[str, ...]) -> _ByHydra:
         if words not in self._composed:
-            config = self._loader.load_configuration(self._name, [*self._searchpath, *words], run_mode=RunMode.RUN)
+            config = self._loader.load_configuration(self._name, list(words), run_mode=RunMode.RUN)
             choices = {str(group): option for group, option in config.hydra.runtime.choices.items()}
             OmegaConf.set_struct(config, False)
             del config["hydra"]
@@ -264,8 +273,6 @@ def show(arguments: Arguments) -> NoReturn:
 
     Raises ComposeError with Hydra's message if Hydra fails.
     """
-    if arguments.shows_config:
-        arguments = replace(arguments, overrides=[*added_folders(arguments), *arguments.overrides])
     with contextlib.redirect_stderr(io.StringIO()) as told:
         code = hand_over(arguments)
     lines = [line.strip() for line in told.getvalue().splitlines() if "HYDRA_FULL_ERROR" not in line]
@@ -278,6 +285,7 @@ def show(arguments: Arguments) -> NoReturn:
 def hand_over(arguments: Arguments) -> int:
     """Runs hydra.main on our configuration, with all of Hydra's flags and sweepers, and returns its exit code."""
     sys.argv[1:] = arguments.for_hydra()
+    OurFolders.added = arguments.flags.get("--config-dir")
 
     @hydra.main(version_base=VERSION_BASE, config_path=str(folders.CONF), config_name="config")
     def nothing(config: DictConfig) -> None:
@@ -297,6 +305,8 @@ def in_one_line(error: BaseException) -> str:
     """The error's message in one line, without Hydra's advice to add keys, which nothing here would read."""
     text = str(error).strip()
     cause = error.__cause__
+    if isinstance(error, OverrideParseException):
+        return suggestions.quoted(error.override, text.splitlines()[0])
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return sweep_file.yaml_problem(error)
     if taken := re.search(r"An item is already at '(.+)'", text):
@@ -374,7 +384,7 @@ def read_yaml(path: Path) -> Any:
 def _file_problem(arguments: Arguments) -> str:
     """The problem of the first of the user's files that cannot be read, starting with files that the line names."""
     added = arguments.flags.get("--config-dir")
-    owned = [*folders.config_folders(added)[1:], *(one / "sweeps" for one in folders.sweep_parents(added)[1:])]
+    owned = [*folders.own_folders(added), *(one / "sweeps" for one in folders.sweep_parents(added)[:-1])]
     # No deeper than option files are: --config-dir may name a folder with a complete disk below it.
     files = [file for folder in owned for form in ("*.yaml", "*/*.yaml") for file in sorted(folder.glob(form))]
     found = map(_problem_of, sorted(files, key=lambda one: not _names(arguments.overrides, one)))
@@ -396,10 +406,3 @@ def _problem_of(file: Path) -> str:
     except (ValueError, yaml.YAMLError) as error:
         return in_one_line(error)
     return ""
-
-
-def added_folders(arguments: Arguments) -> list[str]:
-    """The override that appends the user's own folders to the search path; empty if there are none."""
-    own = folders.config_folders(arguments.flags.get("--config-dir"))[1:]
-    added = [f'"{OwnSource.scheme()}://{folder}"' for folder in own]
-    return [f"hydra.searchpath=[{','.join(added)}]"] if added else []

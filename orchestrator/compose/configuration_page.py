@@ -25,7 +25,8 @@ HEAD = """\
 
 A run is composed from groups. `group=option` chooses a file of `conf/GROUP/`, `group.key=value` changes one value, and
 with `-m` a list of either is a sweep: `zero=stage1,stage2 batch.micro=2,4`. `null` means "not set". A folder `conf/` in
-the current folder, or one named by `--config-dir`, adds options of your own in the same layout.
+the current folder, or one named by `--config-dir`, adds options of your own in the same layout; one with the name of a
+shipped option is used in its place.
 
 The types and defaults below come from the dataclasses of `orchestrator/config/` and the runtime, and from `conf/`; a
 test fails when this page is older than they are. Each dataclass checks its own limits, and `orchestrator/plan/rules/`

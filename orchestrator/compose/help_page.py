@@ -44,7 +44,7 @@ Flags
   -m, --multirun       sweep: a=1,2  a=range(1,5)  a=choice(x,y) are lists of values
   -c, --cfg job        show the composed configuration instead of running   (-p GROUP: a part of it, --resolve)
   -i, --info           how Hydra found and put together the configuration
-  -cd, --config-dir    a folder with options of your own, laid out as conf/; conf/ and sweeps/ here are found too
+  -cd, --config-dir    a folder with options of your own, laid out as conf/; conf/ and sweeps/ here are used too
       --plan           the points of a sweep, predicted and decided; nothing is started
       --fresh          measure again what was measured      --retry error,oom,...   run those again
       --prune off      run also what cannot fit             --detach   leave the sweep running and return

@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,10 +113,9 @@ class Topics:
         return option_comment(file) if file else ""
 
     def _file(self, group: str, name: str) -> Path | None:
-        parents: Iterable[Path] = folders.config_folders(self.added)
         if group == "sweeps":
-            parents = folders.sweep_parents(self.added)
-        return next((file for one in parents if (file := one / group / f"{name}.yaml").is_file()), None)
+            return folders.find_sweep(name, self.added)
+        return folders.option_file(f"{group}/{name}", folders.config_folders(self.added))
 
     def _wrapped(self, text: str, first: str, after: str) -> list[str]:
         return textwrap.wrap(

@@ -3,13 +3,19 @@ where it needs more than merging."""
 
 from __future__ import annotations
 
+import functools
+import os
 from pathlib import Path
 
-from orchestrator.compose import overrides, plain_line
+from orchestrator.compose import folders, overrides, plain_line
 from orchestrator.compose.arguments import Arguments
 from orchestrator.compose.composition import Composition
 from orchestrator.compose.settable import read_tree
 from orchestrator.config.strict import Refusal
+from orchestrator.text.paths import shown
+from orchestrator.text.streams import complain
+
+MOST_NAMES = 3  # that a note lists
 
 
 def composed(asked: Arguments) -> Composition:
@@ -20,6 +26,7 @@ def composed(asked: Arguments) -> Composition:
     if asked.shows_config or not asked.shows:
         tree = read_tree(folder)
         problems += overrides.check(asked.overrides, tree, multirun=asked.multirun, flags=asked.folders())
+    _note_own_files(asked)
     if problems:
         raise Refusal(problems)
     if (plain := plain_line.composed(asked)) is not None:
@@ -42,6 +49,25 @@ def show(asked: Arguments) -> None:
         compose.show(asked)
     except compose.ComposeError as error:
         raise Refusal([str(error)]) from None
+
+
+def _note_own_files(asked: Arguments) -> None:
+    """Names the files of the user's that take the place of others, and those that do not, as they are named alike."""
+    folder = asked.flags.get("--config-dir")
+    if replacing := folders.replacing(folder):
+        names = [shown(file) for file in replacing]
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        _note(f"used in place of other files of the same name: {', '.join(names[:MOST_NAMES])}{more}")
+    for file in (own / f"{folders.PRIMARY}.yaml" for own in folders.own_folders(folder)):
+        if file.is_file() and "--config-name" not in asked.flags:
+            _note(f"{shown(file)} is not used: give it another name, and --config-name NAME")
+
+
+@functools.cache
+def _note(text: str) -> None:
+    """Prints the note once, though a command may compose many lines; under a launcher by rank 0 alone."""
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        complain(f"note: {text}")
 
 
 def _folder_problems(folder: str | None) -> list[str]:

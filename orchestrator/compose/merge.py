@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.compose.folders import option_file
 from orchestrator.compose.settable import with_all_keys
 
 Setting = tuple[str, Any]  # a dotted key and its value
@@ -53,7 +54,7 @@ class Merger:
         return self._files[name]
 
     def _read(self, name: str, *, is_primary: bool) -> dict[str, Any] | None:
-        path = next((one for folder in self._folders if (one := folder / f"{name}.yaml").is_file()), None)
+        path = option_file(name, self._folders)
         if path is None:
             return None
         data = self._read_yaml(path)  # first, because it raises for a file that cannot be read

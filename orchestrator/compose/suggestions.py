@@ -11,6 +11,7 @@ from typing import Any, get_origin
 
 from orchestrator.compose.arguments import VERBS
 from orchestrator.compose.settable import Tree
+from orchestrator.compose.sweep_file import spelled
 from orchestrator.config.strict import describe, nearest
 from orchestrator.text.paths import expanded, program
 
@@ -52,6 +53,7 @@ NUMBERED = {
 }
 # The option and the key to suggest if a group is given a file or folder.
 FILED = {"data": "data=text data.path", "model": "model=pretrained model.path"}
+GRAMMAR = re.compile(r"[\[{]|(choice|range|interval|glob|shuffle|sort|tag)\(")  # begins what is no text
 # Words taken for verbs, though a run and a sweep have none, and the flags that the command needs instead.
 NOT_VERBS = {"run": (), "train": (), "start": (), "plan": ("--plan",), "sweep": ("-m",), "help": ("--help",)}
 
@@ -111,3 +113,19 @@ def word(text: str, others: Sequence[str], tree: Tree) -> str:
     if near := nearest(text, VERBS):
         return f"{wrong}. Did you mean '{program()} {near}'?"
     return f"{wrong}.      see: --help"
+
+
+def quoted(word: str, problem: str) -> str:
+    """What is wrong with a word that Hydra's grammar cannot read, and the word with the quotes of Hydra and of a shell.
+
+    problem: in Hydra's words, which name an exception for a sign that is in no word of the grammar.
+    """
+    key, equals, value = word.partition("=")
+    why = "it has a sign that needs quotes" if problem.startswith("Lexer") else problem
+    if not equals or not value or GRAMMAR.match(value):
+        return f"{word}: {why}"
+    meant = f"{key}={','.join(map(spelled, value.split(',')))}"
+    if not meant.isprintable():
+        signs = [f"\\{one}" if one in "\\'" else one if one.isprintable() else ascii(one)[1:-1] for one in meant]
+        return f"{word}: {why}: type $'{''.join(signs)}'"
+    return f"{word}: {why}: type " + (shlex.quote(meant) if set(meant) & set('"$`\\!') else f'"{meant}"')

@@ -29,7 +29,7 @@ import yaml
 from orchestrator.config.strict import nearest
 
 Line = dict[str, str]  # the override of each key, such as "zero=stage1", in order
-_PLAIN = re.compile(r"^[\w./+\-]+$")
+_PLAIN = re.compile(r"^[\w./+\-]+$", re.ASCII)
 _NUMBER_LIKE = re.compile(r"^[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?$", re.I)
 _RESERVED = ("null", "true", "false", "inf", "nan")
 

@@ -38,6 +38,10 @@ class Optimizer:
         limits = Limits(vars(self), "optimizer")
         limits.at_least(0, lr=0.003)
         limits.must("clip_norm", lambda value: value > 0, "above 0, or null for no clipping", None)
+        decay = max(self.rule.decay, *(group.weight_decay or 0.0 for group in self.rule.groups), 0.0)
+        if self.lr * decay > 1:
+            rule = "optimizer.weight_decay x optimizer.lr must be at most 1: a step takes off no more than a weight"
+            limits.refuse(rule, f"{decay:g} x {self.lr:g}", "optimizer.weight_decay=0")
         limits.conclude()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 from orchestrator.config.schema import Model
 from orchestrator.config.strict import Broken, nearest
 from orchestrator.text.paths import expanded
+from zero_runtime.checkpoint import files
+from zero_runtime.errors import CheckpointError
 
 CONFIG = "config.json"
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+WEIGHTS = (files.WEIGHTS, files.WEIGHTS_INDEX)
 TOKENIZER = "tokenizer.json"
 # Files for the tokenizer or for generation, not weights. An export copies them.
 COMPANIONS = (
@@ -26,6 +29,13 @@ COMPANIONS = (
     "chat_template.jinja",
     "generation_config.json",
 )
+TEMPLATES = "additional_chat_templates/*.jinja"  # one of them may be the default
+
+
+def companions(folder: Path) -> list[Path]:
+    """The files of COMPANIONS and TEMPLATES that are in the folder."""
+    files = [*(folder / name for name in COMPANIONS), *sorted(folder.glob(TEMPLATES))]
+    return [file for file in files if file.is_file()]
 
 
 def completed(model: Model) -> Model:
@@ -69,9 +79,26 @@ def problem(model: Model, *, needs_weights: bool = True) -> Broken | None:
         return Broken(f"model.path must hold a {CONFIG} with a model_type", f"none in {model.path}")
     if needs_weights and not any((path / name).exists() for name in WEIGHTS):
         return Broken(f"model.path must hold {' or '.join(WEIGHTS)}", f"neither in {model.path}")
+    if needs_weights and (damage := _damage(path)):
+        return Broken(f"model.path must hold whole weights: {damage}")
     if "quantization_config" in config:
         return Broken("model.path must hold weights that are not quantised", f"a quantization_config in {model.path}")
     if model.model_type not in (None, config["model_type"]) or (model.config and model.config != config):
         given = f"model_type {model.model_type}, {len(model.config)} keys of model.config"
         return Broken("model.path brings its own architecture", given, (f"model=pretrained model.path={model.path}",))
     return None
+
+
+def _damage(path: Path) -> str:
+    """What is wrong with the index or the headers of the weights; empty if nothing is. Reads them once."""
+    seen = [file.stat() for file in sorted(path.glob("*.safetensors*")) if file.exists()]
+    return _damage_of(path, tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in seen))
+
+
+@functools.lru_cache
+def _damage_of(path: Path, seen: tuple[tuple[int, int, int], ...]) -> str:
+    try:
+        files.check_weights(path)
+    except CheckpointError as error:
+        return str(error)
+    return ""

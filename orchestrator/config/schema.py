@@ -16,6 +16,8 @@ from orchestrator.config.state_groups import Offload, Precision, Zero
 from orchestrator.config.strict import ConfigError, Limits, Word, build
 from zero_runtime.activations.rule import RecomputeRule
 
+MOST_THREADS = 4096  # more than any machine's cores
+
 
 class DataKind(Word):
     stdlib = "stdlib"
@@ -212,7 +214,8 @@ class Resources:
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "resources")
         limits.must("code", lambda value: value is None or bool(value), "a folder, or null", None)
-        limits.at_least(1, ranks=None, nodes=1, threads=None)
+        limits.at_least(1, ranks=None, nodes=1)
+        limits.must("threads", lambda value: 1 <= value <= MOST_THREADS, f"from 1 to {MOST_THREADS}", None)
         limits.must("time_limit_min", lambda value: value > 0, "above 0", 60)
         limits.must("stuck_s", lambda value: value > 0, "above 0", 60)
         limits.conclude()

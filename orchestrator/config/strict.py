@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import marshal
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
@@ -18,6 +17,7 @@ from zero_runtime.limits import Limits as Limits
 from zero_runtime.limits import as_typed
 from zero_runtime.limits import nearest as nearest
 
+MOST_FP32 = 3.4e38  # of a number: larger ones are infinite in the tensors that they reach
 MOST_BITS = 64  # of an integer: neither the libraries nor the record files hold larger ones
 
 
@@ -60,8 +60,10 @@ def describe(hint: Any) -> str:
 
 
 def wanted(hint: Any, value: object) -> str:
-    """`describe`, with the limit on integers and nested values added if `value` exceeds it."""
+    """`describe`, with the limit on numbers and nested values added if `value` exceeds it."""
     text = describe(hint)
+    if type_of(hint)[0] is float and isinstance(value, (int, float)) and abs(value) > MOST_FP32:
+        return f"{text}, of at most {MOST_FP32:g}"
     if _is_plain(hint, value):
         return text
     held = "" if type_of(hint)[0] is int else ", of texts, booleans and numbers"
@@ -111,18 +113,16 @@ def convert(hint: Any, value: object) -> Any:
         return value
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
-    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value):
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool) and _is_number(value):
         return float(value)
     if kind in (bool, int) and type(value) is kind:
         return value
     raise ValueError(f"expected {describe(hint)}, found {shown(value)}")
 
 
-def _is_finite(value: int | float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond the largest float
-        return False
+def _is_number(value: int | float) -> bool:
+    """Whether the value is a number in fp32, in which numbers reach tensors."""
+    return abs(value) <= MOST_FP32
 
 
 Built = tuple[Any, list[Broken]]

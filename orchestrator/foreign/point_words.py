@@ -65,7 +65,9 @@ def _said(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _group(group: str, values: dict[str, Any]) -> dict[str, str]:
-    options = {file.stem: _option(file) for file in sorted((folders.CONF / group).glob("*.yaml"))}
+    names = sorted(file.stem for file in (folders.CONF / group).glob("*.yaml"))
+    files = {name: folders.option_file(f"{group}/{name}", folders.config_folders(None)) for name in names}
+    options = {name: _option(file) for name, file in files.items() if file is not None}
     same_kind = {name: option for name, option in options.items() if option.get("kind") == values.get("kind")}
     differences = {name: _differing(values, option) for name, option in same_kind.items()}
     best = min(differences, key=lambda option: (len(differences[option]), option))

@@ -18,8 +18,10 @@ from orchestrator.machine.processes import started
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
-from zero_runtime.errors import RankError, RankMemoryError
+from orchestrator.text.paths import CODE
+from zero_runtime.errors import CheckpointError, RankError, RankMemoryError
 
+OURS = ("orchestrator", "zero_runtime")
 ENTRY = "orchestrator.worker.train:run_rank"
 # Asks a rank to write its current stack to its log, as SIGQUIT does for a Java or Go program.
 WHERE_SIGNAL = signal.SIGQUIT
@@ -94,6 +96,7 @@ class RankRecord:
     def write_error(self, error: BaseException) -> None:
         """Records a failure. `outcome` is the state of the run if this error is its root cause."""
         facts: dict[str, Any] = {"traceback": "".join(traceback.format_exception(error)), "blamed": []}
+        facts["explained"] = _is_explained(error)
         outcome = RunState.error
         if isinstance(error, RankMemoryError):
             outcome = RunState.oom_host if error.on_host else RunState.oom
@@ -103,6 +106,13 @@ class RankRecord:
             outcome = RunState.hang if error.hung else RunState.error
         text = str(error) if isinstance(error, RankMemoryError) else f"{type(error).__name__}: {error}"
         self.write(RunState.error, error=text, outcome=outcome.value, **facts)
+
+
+def _is_explained(error: BaseException) -> bool:
+    """Whether a line of ours raised it for what the user gave, so that its message says what to do."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = any(Path(frames[-1].filename).is_relative_to(CODE / room) for room in OURS) if frames else False
+    return ours and isinstance(error, (ValueError, CheckpointError))
 
 
 def run_recorded(attempt: AttemptPaths, rank: RankInfo, entry: str) -> BaseException | Stopped | None:

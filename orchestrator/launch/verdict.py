@@ -268,6 +268,11 @@ def last_words(attempt: AttemptPaths, rank: int) -> tuple[list[str], Path]:
     return str((read_or_warn(record, RANK) or {}).get("traceback", "")).splitlines()[-LOG_LINES:], record
 
 
+def is_explained(attempt: AttemptPaths, rank: int) -> bool:
+    """Whether the message of a failed rank says what to do, so that its traceback adds nothing on a screen."""
+    return bool((read_or_warn(attempt.rank_record(rank), RANK) or {}).get("explained"))
+
+
 def excerpt(log: Path) -> list[str]:
     """The last lines of a log; if the log ends with a dumped stack, the innermost calls of that stack."""
     end = end_of(log)

@@ -309,10 +309,8 @@ def _at(moment: MomentBytes) -> str:
     return moment.why if moment.name == STEP else f"while {moment.name} ({moment.why})"
 
 
-def expected(prediction: Prediction | None, why: str = "") -> str:
-    """The prediction of a single run in one line; what it could not include is said. why: there is none."""
-    if prediction is None:
-        return f"nothing: {why}"
+def expected(prediction: Prediction) -> str:
+    """The prediction of a single run in one line; what it could not include is said."""
     peak, overhead, limit = prediction.peak, prediction.overhead, prediction.limit_bytes
     libraries = f", CUDA, cuBLAS and NCCL {size(overhead.least)} to {size(overhead.most)}" if overhead.most else ""
     shared = f" for {prediction.ranks_share} ranks" if prediction.ranks_share > 1 else ""

@@ -28,7 +28,7 @@ from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
 from zero_runtime.memory.model import total_state_bytes
 
-NOT_ASKED = "they were not counted"
+NOT_ASKED = "it was not counted"
 ADVISED = 4  # most points for which remedies are searched: each needs further counts
 
 
@@ -37,27 +37,28 @@ def predict(
     tell: Tell | None = None,
     *,
     within_s: float = math.inf,
-    reasons: dict[str, str] | None = None,
+    unknown: dict[str, str] | None = None,
 ) -> dict[str, Prediction]:
-    """The predictions by label. A point whose model the child cannot build has none; `reasons` gets why.
+    """The predictions by label. A point whose model the child cannot build has none; `unknown` gets the reason.
 
     `tell` is called with messages about the progress. within_s: the most time that the child may take for the points,
     and again for the settings that would fit. What is not counted by then is not predicted.
     """
-    first, unknown = _predictions([point.config for point in points], tell, within_s)
-    if reasons is not None:
-        reasons |= {point.label: why for point, why in zip(points, unknown, strict=True) if why}
-    named = {point.label: prediction for point, prediction in zip(points, first, strict=True) if prediction is not None}
+    named: dict[str, Prediction] = {}
+    for point, found in zip(points, _predictions([point.config for point in points], tell, within_s), strict=True):
+        if isinstance(found, Prediction):
+            named[point.label] = found
+        elif unknown is not None:
+            unknown[point.label] = found
     not_fitting = [point for point in points if point.label in named and named[point.label].cannot_fit][:ADVISED]
     neighbours = [remedies.neighbours(point.config) for point in not_fitting]
-    then_fits, _ = _predictions([neighbour.config for several in neighbours for neighbour in several], tell, within_s)
-    answers = iter(then_fits)
+    answers = iter(_predictions([neighbour.config for several in neighbours for neighbour in several], tell, within_s))
     for point, several in zip(not_fitting, neighbours, strict=True):
         then = [next(answers) for _ in several]
         fits = [
             neighbour
             for neighbour, prediction in zip(several, then, strict=True)
-            if prediction is not None and not prediction.cannot_fit
+            if isinstance(prediction, Prediction) and not prediction.cannot_fit
         ]
         smaller = [fitting for fitting in fits if fitting.config.batch != point.config.batch]
         # Of the smaller batches, only the largest that fits.
@@ -68,9 +69,11 @@ def predict(
 
 def needs(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
     """Lower bounds on the memory of a rank; None if the model cannot be built."""
-    predictions, _ = _predictions(configs)
+    predictions = _predictions(configs)
     return [
-        None if prediction is None else PredictedPeak(prediction.needed_bytes, prediction.activations is not None)
+        PredictedPeak(prediction.needed_bytes, prediction.activations is not None)
+        if isinstance(prediction, Prediction)
+        else None
         for prediction in predictions
     ]
 
@@ -107,25 +110,23 @@ def _shipped_models() -> list[Any]:
 
 def _predictions(
     configs: Sequence[RunConfig], tell: Tell | None = None, within_s: float = math.inf
-) -> tuple[list[Prediction | None], list[str]]:
-    """The predictions, and for those that there are not, why."""
+) -> list[Prediction | str]:
+    """The prediction of each configuration, or why there is none."""
     if not configs:
-        return [], []
+        return []
     answers = memory_cache.answers(configs, configs, tell, within_s=within_s)
     need_gpus = any(config.resources.device is Device.cuda and not config.hardware.is_described for config in configs)
     gpu_bytes = gpu_bytes_here() if need_gpus else None
     memories = Memories(answers)
-    units = [answers.get(units_key(config), {}) for config in configs]
-    found = [_prediction(config, answers, memories, gpu_bytes) for config in configs]
-    return found, [one.get("problem") or one.get("unknown", "") for one in units]
+    return [_prediction(config, answers, memories, gpu_bytes) for config in configs]
 
 
 def _prediction(
     config: RunConfig, answers: Mapping[str, Answer], memories: Memories, gpu_bytes: int | None
-) -> Prediction | None:
-    shapes = answers.get(units_key(config))
-    if shapes is None or "units" not in shapes:
-        return None
+) -> Prediction | str:
+    shapes = answers.get(units_key(config), {"unknown": NOT_ASKED})
+    if "units" not in shapes:
+        return str(shapes.get("problem") or shapes["unknown"])
     micro_batches = config.batch.accumulation or 1
     units, state_bytes = units_of(config, shapes), shapes["state_bytes"]
     states = total_state_bytes(

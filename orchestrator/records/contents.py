@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.pretrained import COMPANIONS, WEIGHTS
+from orchestrator.config.pretrained import WEIGHTS, companions
 from orchestrator.machine.provenance import sources
 from orchestrator.records.cache import read_cached, write_cached
 from orchestrator.workloads.text_files import is_text, text_files
@@ -71,7 +71,7 @@ def _files(name: str, path: Path) -> list[Path]:
     if name == "data":
         return text_files(path)
     if name == "tokenizer":
-        return [path / file for file in COMPANIONS if (path / file).is_file()]
+        return companions(path)
     if name == "code":
         return sources(path)
     files = (*path.glob("*.safetensors"), *(path / name for name in WEIGHTS[1:]))

@@ -143,6 +143,7 @@ RANK = {
     "blamed": Maybe([int]),
     "memory": Maybe(dict),
     "traceback": Maybe(str),
+    "explained": Maybe(bool),
 }
 TURNS = {
     **{"session": str, "granted": int, "number": Maybe(int)},

@@ -105,13 +105,15 @@ class Screen:
             self.warn(warning)
 
     def failure(self, label: str, state: str, message: str, log: Sequence[str], path: str) -> None:
-        """Prints how a run failed, with the last lines of the log that shows the cause."""
+        """Prints how a run failed, with the last lines of the log that shows the cause; without lines, its path."""
         self.console.print()
         self.say(f"{label}: {state}: {message}", "bold red")
         if log:
             self.say(f"the last lines of {path}:", "dim")
             for line in log:
                 self.say(f"  {line}")
+        elif path:
+            self.say(f"its traceback is in {path}", "dim")
 
     def comparison(self, ranked: Sequence[Ranked]) -> None:
         """Prints the table of a sweep, its order, and the conclusions."""

@@ -78,10 +78,9 @@ def plan_rows(planned: Sequence[Planned]) -> list[Row]:
         reason = f": {next(iter(reasons))}" if len(reasons) == 1 else ""
         rows.append(Row(word(state), f"{len(points)}   {names}{reason}"))
         rows += _reason_rows(points) if len(reasons) > 1 else []
-    unknown = Counter(
-        point.predicted["activations_unknown"] for point in planned if point.predicted.get("activations_unknown")
-    )
-    rows += [Row("unknown", f"activations of {count} points: {reason}") for reason, count in unknown.items()]
+    for key, what in (("unknown", "the memory"), ("activations_unknown", "activations")):
+        unknown = Counter(point.predicted[key] for point in planned if point.predicted.get(key))
+        rows += [Row("unknown", f"{what} of {many(count, 'point')}: {text}") for text, count in unknown.items()]
     return rows
 
 

@@ -56,6 +56,13 @@ def is_database(uri: str) -> bool:
     return uri.split(":")[0].split("+")[0] in ("sqlite", "postgresql", "mysql", "mssql")
 
 
+def sqlite_file(uri: str) -> Path | None:
+    """The file of an SQLite store; None for every other store."""
+    if not uri.startswith(SQLITE):
+        return None
+    return Path(unquote(uri.removeprefix(SQLITE).partition("?")[0])).absolute()
+
+
 def without_password(uri: str) -> str:
     """The address, fit to be shown."""
     return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", uri)
@@ -70,8 +77,8 @@ def _driver_fix(uri: str) -> str:
 
 def _version(uri: str) -> str | None:
     """The version of the tables; None for a store without them, and for a file that cannot be read."""
-    if uri.startswith(SQLITE):
-        path = Path(unquote(uri.removeprefix(SQLITE).partition("?")[0])).absolute()
+    path = sqlite_file(uri)
+    if path is not None:
         if not path.is_file():
             return None
         try:

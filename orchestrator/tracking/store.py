@@ -32,14 +32,18 @@ class MlflowStore:
         from mlflow.entities import Metric, Param, RunTag
 
         self._metric, self._param, self._tag = Metric, Param, RunTag
-        self.client = mlflow.MlflowClient(tracking_uri=uri)
+        path = schema_version.sqlite_file(uri)
+        # One process at a time creates the store: two would break each other's migration of a new SQLite file.
+        with locked(output / ".mlflow.lock"):
+            if path is not None and not (path.exists() and path.stat().st_size):
+                _create(uri, path)
+            self.client = mlflow.MlflowClient(tracking_uri=uri)
         self.uri, self.output = uri, output
         self._experiments: dict[str, str] = {}
 
     def experiment(self, name: str) -> str:
         """The id of the experiment, which is created if it does not exist."""
         if name not in self._experiments:
-            # One process at a time creates the store: two would break each other's migration of a new SQLite file.
             with locked(self.output / ".mlflow.lock"):
                 self._experiments[name] = self._open(name)
         return self._experiments[name]
@@ -104,3 +108,22 @@ class MlflowStore:
 
     def set_tags(self, run: str, values: Mapping[str, str]) -> None:
         self.client.log_batch(run, tags=[self._tag(key, value[:TAG_LIMIT]) for key, value in values.items()])
+
+
+def _create(uri: str, path: Path) -> None:
+    """Creates the SQLite file of a store, whole or not at all. MLflow commits each of its migrations, so a process that
+    ends between two of them would leave a database of an earlier version."""
+    from mlflow.store.db import utils
+
+    databases: Any = utils  # its functions have no types
+    partial = path.with_name(f"{path.name}.partial")
+    for left in (partial, partial.with_name(f"{partial.name}-journal")):
+        left.unlink(missing_ok=True)
+    address, mark, options = uri.partition("?")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    engine = databases.create_sqlalchemy_engine(f"{address}.partial{mark}{options}")
+    try:
+        databases._initialize_tables(engine)
+    finally:
+        engine.dispose()
+    partial.rename(path)

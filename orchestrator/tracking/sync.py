@@ -20,7 +20,7 @@ from orchestrator.tracking import names
 from orchestrator.tracking import notes as tracking_notes
 from orchestrator.tracking.feed import store_uri
 from orchestrator.tracking.followed_run import command_tags, complete_one, is_complete, open_run, reconcile
-from orchestrator.tracking.store import MlflowStore
+from orchestrator.tracking.store import MlflowStore, StoreError
 from orchestrator.tracking.sweep_names import experiment_of
 from orchestrator.tracking.sweep_runs import SweepRuns
 
@@ -32,7 +32,8 @@ class Synced:
     """What was done for a sweep, or for the runs in no sweep.
 
     experiment, summary: the ids of the sweep's experiment and of its summary run. added, completed: numbers of runs,
-    the summary counted. left: why nothing was done, or not everything. failed: an error kept it from being done.
+    the summary counted. left: why nothing was done, or not everything. failed: an error kept it from being done; the
+    store may lack up to `missing` runs, and doing it `again` may help.
     """
 
     what: str
@@ -42,6 +43,12 @@ class Synced:
     completed: int = 0
     left: str = ""
     failed: bool = False
+    missing: int = 0
+    again: bool = False
+
+    def fail(self, error: Exception) -> None:
+        self.left, self.failed = _first_line(error), True
+        self.again = not isinstance(error, StoreError)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,14 +68,14 @@ def sync(output: Path, uri: str = "", sweeps: Sequence[SweepPaths] = ()) -> Iter
             try:
                 _sync_sweep(sweep, stores, tags, done, is_named=bool(sweeps))
             except Exception as error:
-                done.left, done.failed = _first_line(error), True
+                done.fail(error)
             yield done
         if not sweeps:
             done = Synced(SINGLE)
             try:
                 _sync_single(output, stores, tags, done)
             except Exception as error:
-                done.left, done.failed = _first_line(error), True
+                done.fail(error)
             yield done
 
 
@@ -95,35 +102,40 @@ def _sync_sweep(sweep: SweepPaths, stores: _Stores, tags: Mapping[str, str], don
     if not configs or not (is_named or stores.takes(configs[0])):
         done.left = "it was not tracked: name it to write it" if configs else "none of its points can run"
         return
+    done.missing = 1 + sum(point.attempt is not None and point.state.final for point in standings(sweep))
     store = stores.of(configs[0])
     runs = SweepRuns(store, sweep, tags)
     done.experiment = store.experiment(runs.experiment)
     runs.prepare()
     if controller_pid(sweep) is not None:
+        done.missing = 0
         done.left = f"{sweep.name} runs, and its own tracker writes it"
         return
     reconcile(store, runs.experiment)
-    for standing, is_there in runs.missing():
+    missing = list(runs.missing())
+    done.missing = 1 + len(missing)
+    for standing, is_there in missing:
         runs.write(standing)
         done.completed += is_there
         done.added += not is_there
+        done.missing -= 1
     comparison.write(sweep, with_png=True)
     done.summary, is_new = runs.summarize()
     done.added += is_new
+    done.missing = 0
 
 
 def _sync_single(output: Path, stores: _Stores, tags: Mapping[str, str], done: Synced) -> None:
     """The runs in no sweep: those that commands left, and the last measured attempt of each point."""
-    for message in tracking_notes.left_behind(output, tries=None):
+    left = tracking_notes.left_behind(output, tries=None)
+    single = list(_single_attempts(output, stores))
+    done.missing = len({message["attempt"] for message in left} | {str(attempt.root) for attempt, _ in single})
+    for message in left:
         complete_one(output, message, stores.open)
         done.completed += 1
-    in_sweeps = {str(point.attempt.root) for point in _all_standings(output) if point.attempt is not None}
     complete: dict[str, dict[str, Any]] = {}
-    for point in sorted((output / "points").glob("*")):
-        attempt = _last_measured(point)
-        config = None if attempt is None else read_or_warn(attempt.config)
-        if attempt is None or config is None or str(attempt.root) in in_sweeps or not stores.takes(config):
-            continue
+    for number, (attempt, config) in enumerate(single):
+        done.missing = len(single) - number
         store, experiment = stores.of(config), experiment_of(from_dict(config), None)
         if experiment not in complete:
             reconcile(store, experiment)
@@ -131,11 +143,24 @@ def _sync_single(output: Path, stores: _Stores, tags: Mapping[str, str], done: S
         run = complete[experiment].get(str(attempt.root))
         if run is not None and is_complete(run, attempt):
             continue
-        label = str((read_or_warn(attempt.state, STATE) or {}).get("label", point.name))
-        message = {"attempt": str(attempt.root), "label": label, "point": point.name, "experiment": experiment}
+        point = attempt.root.parent.parent.name
+        label = str((read_or_warn(attempt.state, STATE) or {}).get("label", point))
+        message = {"attempt": str(attempt.root), "label": label, "point": point, "experiment": experiment}
         open_run(store, {**message, "again": True}, tags).finish()
         done.completed += run is not None
         done.added += run is None
+    done.missing = 0
+
+
+def _single_attempts(output: Path, stores: _Stores) -> Iterator[tuple[AttemptPaths, dict[str, Any]]]:
+    """The last measured attempt of each tracked point in no sweep, and its configuration."""
+    in_sweeps = {str(point.attempt.root) for point in _all_standings(output) if point.attempt is not None}
+    for point in sorted((output / "points").glob("*")):
+        attempt = _last_measured(point)
+        config = None if attempt is None else read_or_warn(attempt.config)
+        if attempt is None or config is None or str(attempt.root) in in_sweeps or not stores.takes(config):
+            continue
+        yield attempt, config
 
 
 def _all_standings(output: Path) -> Iterator[Any]:

@@ -31,7 +31,11 @@ def lora_config(rank: int, alpha: float, targets: Sequence[str], base: str | Non
 
 
 def add_lora(model: nn.Module, config: LoraConfig) -> PeftModel:
-    """Freezes `model` and adds adapters on the meta device. ValueError if no layer matches the targets."""
+    """Freezes `model` and adds adapters on the meta device. ValueError if no layer matches the targets, or if no matrix
+    of the model has as many dimensions as the adapters' rank."""
+    most = max((min(one.shape) for one in model.parameters() if one.dim() == 2), default=0)
+    if config.r > most:  # before they are made: PEFT makes each in host memory first
+        raise ValueError(f"adapter.rank: expected at most {most}, as no matrix of the model has more, found {config.r}")
     try:
         with parameters_on_meta():
             return get_peft_model(model, config)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.pretrained import COMPANIONS, TOKENIZER
+from orchestrator.config.pretrained import TOKENIZER, companions
 
 
 def write_companions(out: Path, config: Mapping[str, Any], dtype: str) -> str:
@@ -21,8 +21,9 @@ def write_companions(out: Path, config: Mapping[str, Any], dtype: str) -> str:
     saved_config(model["model_type"], model["config"], TORCH_DTYPE[dtype], as_saved=path is not None).save_pretrained(
         out
     )
-    names = [name for name in COMPANIONS if path is not None and (Path(path) / name).is_file()]
+    names = [str(file.relative_to(path)) for file in companions(Path(path))] if path is not None else []
     for name in names:
+        (out / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(Path(path) / name, out / name)
     if TOKENIZER in names:
         return f"tokenizer of {path}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +34,13 @@ from zero_runtime.initial_values import parameters_on_meta
 from zero_runtime.sequence_parallel.axis import SequenceAxis
 from zero_runtime.tensor_parallel.cross_entropy import vocabulary_cross_entropy
 from zero_runtime.tensor_parallel.layers import HeadForward
+
+# The least value of sizes, by the names that transformers gives them for all architectures.
+LEAST = {
+    "vocab_size": 2,  # with a single token there is nothing to predict
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"), 1),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 1),
+}
 
 
 def build_model(model_type: str, config: Mapping[str, Any], *, seed: int) -> nn.Module:
@@ -179,22 +186,29 @@ def model_config(model_type: str, config: Mapping[str, Any], *, as_saved: bool =
     keys are accepted), and its dropout is set to 0.
     """
     kind = _config_class(model_type)
+    wrong = [*_wrong_sizes(kind, config), *_wrong_numbers("model.config", config)]
+    if as_saved and wrong:
+        raise ValueError("\n".join(wrong))
     if as_saved:
-        saved = kind.from_dict(dict(config))
+        saved = _made(model_type, lambda: kind.from_dict(dict(config)))
         for field in fields(kind):
             if _is_dropout(field.name):
                 setattr(saved, field.name, 0.0)
         saved.use_cache = False
         return saved
-    wrong = [*_unknown_keys(kind, config), *_wrong_rope(config), *_wrong_values(config)]
+    wrong += [*_unknown_keys(kind, config), *_wrong_rope(config), *_wrong_values(config)]
     if wrong:
         raise ValueError("\n".join(wrong))
     ours: dict[str, Any] = {field.name: 0.0 for field in fields(kind) if _is_dropout(field.name)}
     # The architecture's default ids are for its own vocabulary; nothing here generates text or reads them.
     unset = {field.name: None for field in fields(kind) if field.name in ("bos_token_id", "eos_token_id")}
+    return _made(model_type, lambda: kind(**{**unset, **config, **ours, "use_cache": False}))
+
+
+def _made(model_type: str, make: Callable[[], PreTrainedConfig]) -> PreTrainedConfig:
     try:
-        return kind(**{**unset, **config, **ours, "use_cache": False})
-    except (StrictDataclassError, TypeError, ValueError) as error:
+        return make()
+    except (StrictDataclassError, TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise ValueError(f"model.config is not a {model_type}: {_one_line(error)}") from error
 
 
@@ -248,6 +262,24 @@ def _wrong_rope(config: Mapping[str, Any]) -> Iterator[str]:
         if rope_type not in types:
             key_of_type = f"model.config.rope_parameters.{name}rope_type"
             yield f"{key_of_type}: expected one of {', '.join(sorted(types))}, found {rope_type!r}"
+
+
+def _wrong_sizes(kind: type[PreTrainedConfig], config: Mapping[str, Any]) -> Iterator[str]:
+    """Checks the sizes that every architecture has, under its own names for them."""
+    for name, least in LEAST.items():
+        key = kind.attribute_map.get(name, name)
+        for given in dict.fromkeys((name, key)):
+            if isinstance(value := config.get(given), int) and value < least:
+                yield f"model.config.{given}: expected at least {least}, found {value}"
+
+
+def _wrong_numbers(place: str, value: object) -> Iterator[str]:
+    """Checks that every number, also in nested settings, can be held in fp32."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _wrong_numbers(f"{place}.{key}", one)
+    elif isinstance(value, float) and not abs(value) <= torch.finfo(torch.float32).max:
+        yield f"{place}: expected a finite number, found {value}"
 
 
 def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:

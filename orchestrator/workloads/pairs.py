@@ -1,4 +1,4 @@
-"""Prompts and responses from a JSON file, as windows of tokens in which only the responses count in the loss.
+"""Prompts and responses as windows of tokens in which only the responses count in the loss.
 
 [Note: a pair as a sample] A sample is the tokens of the prompt, then those of the response with its end, then filling
 up to seq + 1 tokens. The model reads the first seq of them; the label of a place is the token after it if that one
@@ -8,93 +8,18 @@ and no attention mask is needed. A longer pair loses its end; if nothing of the 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from orchestrator.config.pairs_file import Pair
 from orchestrator.workloads.sources import Example, IntArray
 
-MESSAGES = "messages"
-# The keys of the prompt and of the response of a record, in the order in which they are looked for.
-PAIR_KEYS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"), ("question", "answer"))
-FORMS = f"{', '.join('/'.join(keys) for keys in PAIR_KEYS)} or {MESSAGES}"
 BYTE_END = 0  # ends a response that is read as bytes: no text has it
 
 
-class Pair(NamedTuple):
-    """The turns of a conversation before the response, each with its `role` and `content`; and the response."""
-
-    turns: tuple[Mapping[str, str], ...]
-    response: str
-
-    @property
-    def prompt(self) -> str:
-        """The turns as plain text, for a tokenizer without a chat template."""
-        return "\n".join(turn["content"] for turn in self.turns)
-
-
 EncodePairs = Callable[[Sequence[Pair]], list[Example]]  # token ids of prompts, and of responses with their ends
-
-
-def read_pairs(path: Path) -> list[Pair]:
-    """The pairs of a file: a JSON array of objects, or an object in each line. ValueError if one is no pair.
-
-    An object has keys of PAIR_KEYS (an `instruction` may have an `input`), or `messages`, of which the last is the
-    response.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"data.path: expected JSON in UTF-8, found other bytes in {path}: {error.reason}") from None
-    records = _records(path, text)
-    if not records:
-        raise ValueError(f"data.path: expected prompts and responses, found none in {path}; name another file")
-    return [_pair(f"{path}, record {number}", record) for number, record in enumerate(records, start=1)]
-
-
-def _records(path: Path, text: str) -> list[Any]:
-    try:
-        if text.lstrip()[:1] == "[":
-            found: list[Any] = json.loads(text)
-            return found
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"data.path: expected a JSON array of objects, or an object in each line, found in {path}: {error}"
-        ) from None
-
-
-def _pair(place: str, record: Any) -> Pair:
-    if not isinstance(record, dict):
-        raise ValueError(f"{place}: expected an object with {FORMS}, found {type(record).__name__}")
-    if MESSAGES in record:
-        return _conversation(place, record[MESSAGES])
-    keys = next((keys for keys in PAIR_KEYS if all(key in record for key in keys)), None)
-    if keys is None:
-        raise ValueError(f"{place}: expected an object with {FORMS}, found the keys {', '.join(record) or 'none'}")
-    prompt, response = (_text(place, key, record[key]) for key in keys)
-    if not prompt:
-        raise ValueError(f"{place}: expected a text as its {keys[0]}, found an empty one")
-    more = _text(place, "input", record.get("input") or "") if keys[0] == "instruction" else ""
-    return Pair(({"role": "user", "content": f"{prompt}\n{more}" if more else prompt},), response)
-
-
-def _conversation(place: str, turns: Any) -> Pair:
-    are_turns = isinstance(turns, list) and all(isinstance(one, dict) for one in turns)
-    if not are_turns or len(turns) < 2 or turns[-1].get("role") != "assistant":
-        raise ValueError(f"{place}: expected messages of which the last is the assistant's, found none")
-    plain = [{key: _text(place, key, one.get(key)) for key in ("role", "content")} for one in turns]
-    return Pair(tuple(plain[:-1]), plain[-1]["content"])
-
-
-def _text(place: str, key: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{place}: expected a text as its {key}, found {type(value).__name__}")
-    return value
 
 
 def bytes_of_pairs(pairs: Sequence[Pair]) -> list[Example]:

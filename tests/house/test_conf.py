@@ -66,9 +66,9 @@ NEEDS = {
     "measure/eval.yaml": ["zero=stage3"],
     "data/text.yaml": [f"data.path={ROOT / 'run.py'}"],
     "model/pretrained.yaml": ["model.path={weights}"],
-    "data/pairs.yaml": [f"data.path={ROOT / 'run.py'}"],
+    "data/pairs.yaml": ["data.path={weights}/pairs.json"],
     "measure/train.yaml": ["train.max_steps=10"],
-    "experiment/sft_qwen.yaml": ["model.path={weights}", f"data.path={ROOT / 'run.py'}"],
+    "experiment/sft_qwen.yaml": ["model.path={weights}", "data.path={weights}/pairs.json"],
 }
 NEEDS |= {"optimizer/onebitadam.yaml": ["zero=stage1"]}
 NEEDS |= {"cluster/slurm.yaml": ["resources.device=cpu", "resources.ranks=2"]}
@@ -80,9 +80,10 @@ NEEDS |= {
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """A model folder with only the files that the command line inspects."""
+    """A model folder with only the files that the command line inspects, and a file of pairs."""
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 300}')
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # a header without tensors
+    (tmp_path / "pairs.json").write_text('{"prompt": "a", "response": "b"}')
     return tmp_path
 
 

@@ -28,6 +28,7 @@ PURE = (
     "precision",
     "flat_layout",
     "activations.rule",
+    "checkpoint.files",
     "memory.model",
     "memory.activation_count",
     "memory.counted_unit",

@@ -60,7 +60,7 @@ def test_a_run_that_cannot_fit_is_a_pruned_record_with_what_would_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = Prediction(StateBytes(2, 2, 2, 0), 5, remedies=("zero=stage3",), advised=True)
-    monkeypatch.setattr(prediction, "predict", lambda points, *_: {point.label: large for point in points})
+    monkeypatch.setattr(prediction, "predict", lambda points, *_, **__: {point.label: large for point in points})
     record = orchestrator.run("zero=stage1", "resources.device=cpu", "tracking=none", f"output={tmp_path}")
     assert (record.state, record.result, record.folder) == (RunState.pruned, None, None)
     assert record.message == "the model states alone, 6 B, are more than 5 B; would fit: zero=stage3"

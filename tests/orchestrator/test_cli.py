@@ -54,6 +54,14 @@ def test_bad_input_is_refused_in_one_line_and_creates_no_files(line: str, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("line", ["zero=stage1", "-m seed=range(1,3) --plan", "fit model=gpt2", "generate prompt=a"])
+def test_a_python_without_assertions_is_refused_in_one_line(line: str, tmp_path: Path) -> None:
+    done = typed(*line.split(), cwd=tmp_path, PYTHONOPTIMIZE="1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert [one.split(":")[0] for one in done.stderr.splitlines()] == ["error", "nothing was started (exit 2)"]
+    assert "unset PYTHONOPTIMIZE, and start python without -O" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -145,7 +153,7 @@ def test_hydras_own_flags_work_and_create_no_files(line: str, told: str, tmp_pat
     ("line", "told"),
     [
         ("--cfg job --package zerO", "package 'zerO' not found in config"),
-        ("--hydra-help data.path=it's", "LexerNoViableAltException: data.path=it's"),
+        ("--hydra-help data.path=it's", "data.path=it's: it has a sign that needs quotes: type "),
     ],
 )
 def test_errors_of_hydras_own_flags_are_one_line(line: str, told: str) -> None:

@@ -20,9 +20,10 @@ import torch
 
 from zero_runtime.agreement import agree, trouble_of
 from zero_runtime.checkpoint.compatibility import check_same_model, check_same_optimizer, kept_buffers
+from zero_runtime.checkpoint.files import read_small_file
 from zero_runtime.checkpoint.layout import BUFFER, INDEX, MASTER, Extent, Index, step_of, tensor_key
 from zero_runtime.checkpoint.rng import set_random_states
-from zero_runtime.checkpoint.tensor_file import DTYPES, TensorFile, check_file, read_small_file
+from zero_runtime.checkpoint.tensor_file import DTYPES, TensorFile, check_file
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CheckpointError
 from zero_runtime.memory.outside_step import READ_NUMEL

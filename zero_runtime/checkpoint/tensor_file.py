@@ -7,21 +7,20 @@ checksum.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from zero_runtime.checkpoint.digest import RunningDigest
+from zero_runtime.checkpoint.files import LENGTH_BYTES, opened, read_header
 from zero_runtime.checkpoint.layout import FileEntry
-from zero_runtime.errors import CheckpointError, brief
+from zero_runtime.errors import CheckpointError
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -36,9 +35,6 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_LENGTH_BYTES = 8
-_LARGEST_HEADER_BYTES = 100_000_000  # the library's own limit
-_LARGEST_SMALL_BYTES = 1 << 30
 _SMALL_BYTES = 1 << 16  # tensors below this are joined before they are written
 _READ_BYTES = 8 << 20
 
@@ -120,8 +116,8 @@ def _header(tensors: Mapping[str, HostReadable], metadata: Mapping[str, str]) ->
         }
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _write_all(fd: int, block: bytes | memoryview) -> None:
@@ -179,69 +175,6 @@ class TensorEntry(NamedTuple):
         return math.prod(self.shape)
 
 
-class _File:
-    """An open regular file with positioned reads."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # otherwise opening a pipe without a writer blocks
-        if not stat.S_ISREG(os.fstat(self.fd).st_mode):
-            os.close(self.fd)
-            raise OSError(errno.EINVAL, "no regular file")
-
-    def __enter__(self) -> _File:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
-
-    def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` from `offset`; CheckpointError if the file ends early or the disk fails."""
-        while target:
-            try:
-                count = os.preadv(self.fd, [target], offset)
-            except OSError as error:
-                raise _unreadable(self.path, error) from error
-            if count == 0:
-                raise CheckpointError(
-                    f"{self.path}: expected {len(target)} more bytes at {offset}, found the file's end; the checkpoint "
-                    "is damaged: take another one, or a copy"
-                )
-            target, offset = target[count:], offset + count
-
-
-def opened(path: Path) -> _File:
-    """Open a file for reading; CheckpointError, naming the path, if it cannot be opened."""
-    try:
-        return _File(path)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    if isinstance(error, FileNotFoundError):
-        return CheckpointError(
-            f"{path}: expected a file of the checkpoint, found none; copy the whole folder, or take another checkpoint"
-        )
-    if isinstance(error, PermissionError):
-        return CheckpointError(f"{path}: expected to be allowed to read it, found {error.strerror}; mend its rights")
-    return CheckpointError(f"{path}: expected to read it, found {error}; take another checkpoint, or a copy")
-
-
-def read_small_file(path: Path) -> bytes:
-    """All bytes of a file of at most 1 GiB; CheckpointError if it is larger or cannot be read."""
-    with opened(path) as file:
-        size = os.fstat(file.fd).st_size
-        if size > _LARGEST_SMALL_BYTES:
-            raise CheckpointError(
-                f"{path}: expected at most {_LARGEST_SMALL_BYTES} bytes, found {size}; take another checkpoint, or a "
-                "copy"
-            )
-        data = bytearray(size)
-        file.read_into(memoryview(data), 0)
-    return bytes(data)
-
-
 class TensorFile:
     """An open safetensors file. `bytes_read` counts the bytes of tensors read, without headers."""
 
@@ -249,43 +182,16 @@ class TensorFile:
         self._file = opened(path)
         self.bytes_read = 0
         try:
-            self._places = dict(self._read_header())
+            entries = read_header(self._file)
+            self._places = {
+                key: TensorEntry(DTYPES[entry.dtype], entry.shape, entry.offset) for key, entry in entries.items()
+            }
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         self._file.__exit__()
-
-    def _read_header(self) -> Iterator[tuple[str, TensorEntry]]:
-        length = bytearray(_LENGTH_BYTES)
-        self._file.read_into(memoryview(length), 0)
-        size = int.from_bytes(length, "little")
-        try:
-            if size > _LARGEST_HEADER_BYTES:
-                raise ValueError(f"a header of {size} bytes")
-            text = bytearray(size)
-            self._file.read_into(memoryview(text), _LENGTH_BYTES)
-            for key, entry in json.loads(text).items():
-                if key != "__metadata__":
-                    yield key, self._place(key, entry, _LENGTH_BYTES + size)
-        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise CheckpointError(
-                f"{self._file.path}: expected a safetensors header, found something else ({brief(error)}); the "
-                "checkpoint is damaged: take another one, or a copy"
-            ) from error
-
-    def _place(self, key: str, entry: Mapping[str, Any], base: int) -> TensorEntry:
-        dtype = DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise CheckpointError(
-                f"{self._file.path}: expected {key} in one of the dtypes {', '.join(DTYPES)}, found {entry['dtype']}; "
-                "convert the weights to one of them"
-            )
-        (start, stop), shape = entry["data_offsets"], tuple(entry["shape"])
-        if stop - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{key}: {stop - start} bytes for the shape {list(shape)}")
-        return TensorEntry(dtype, shape, base + start)
 
     def keys(self) -> Sequence[str]:
         return list(self._places)

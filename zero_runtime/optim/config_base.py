@@ -62,10 +62,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         limits = Limits.of(self, "optimizer")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):  # the share of a mean that stays
             limits.must(name, lambda value: 0 <= value < 1, "from 0 to below 1")
         limits.must("eps", lambda value: value > 0, "above 0")
-        limits.at_least(0, "momentum", "weight_decay")
+        limits.at_least(0, "weight_decay")
         self._check(limits)
         if vars(self).get("state_dtype", "fp32") != "fp32":
             limits.must("state_dtype", ("bf16",).__contains__, "fp32 or bf16")

@@ -147,6 +147,7 @@ class SgdConfig(OptimizerConfig):
     state_dtype: StateDType = field(default="fp32", kw_only=True)
 
     def _check(self, limits: Limits) -> None:
+        limits.must("dampening", lambda value: 0 <= value <= 1, "from 0 to 1")
         if self.nesterov and not self.momentum:
             fixes = (
                 "optimizer.momentum=0.9 optimizer.dampening=0.0",
@@ -197,7 +198,6 @@ class MuonConfig(OptimizerConfig):
     weight_decay: float = 0.1
 
     def _check(self, limits: Limits) -> None:
-        limits.must("momentum", lambda value: value < 1, "below 1")
         limits.must("ns_steps", lambda value: 1 <= value < 100, "from 1 to 99")
         limits.must("ns_dtype", ("bf16", "fp32").__contains__, "bf16 or fp32")
         limits.must("lr_scaling", ("match_rms_adamw", "original").__contains__, "match_rms_adamw or original")

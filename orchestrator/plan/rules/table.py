@@ -279,6 +279,7 @@ RULES = (
     Rule(data_rules.path_belongs_to_text, ("data",)),
     Rule(data_rules.text_has_a_path, ("data",)),
     Rule(data_rules.text_is_there, ("data",)),
+    Rule(data_rules.text_is_pairs, ("data",)),
     Rule(data_rules.vocabulary_holds_bytes, ("model", "data")),
     Rule(data_rules.model_holds_the_sequence, ("model", "batch")),
     Rule(data_rules.validation_has_data, ("data", "measure")),

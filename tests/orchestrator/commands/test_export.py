@@ -11,6 +11,7 @@ import torch
 from harness.ranks import run_alone, run_ranks
 
 from orchestrator import cli
+from zero_runtime.checkpoint import files
 from zero_runtime.checkpoint.hugging_face import folder as hf_folder
 from zero_runtime.checkpoint.load import CheckpointReader
 from zero_runtime.checkpoint.save import save_checkpoint
@@ -102,7 +103,7 @@ def test_files_are_in_numeric_order_and_a_tied_weight_is_written_once(trained, t
     with CheckpointReader.open(trained[0] / "gpt2" / "step-00000001") as checkpoint:
         source = checkpoint.state("master")
         written = hf_folder.write_weights(source, out, dtype=torch.bfloat16, max_file_bytes=4000)
-    index = json.loads((out / hf_folder.WEIGHTS_INDEX).read_text())
+    index = json.loads((out / files.WEIGHTS_INDEX).read_text())
     assert len(written.files) > 9
     assert sorted(written.files) == list(written.files)
     assert list(dict.fromkeys(index["weight_map"].values())) == list(written.files)
@@ -116,7 +117,7 @@ def test_writing_in_small_blocks_gives_the_same_bytes(trained, tmp_path: Path, m
         hf_folder.write_weights(source, tmp_path / "whole", dtype=torch.float32)
         monkeypatch.setattr(hf_folder, "BLOCK_NUMEL", 7)
         hf_folder.write_weights(source, tmp_path / "parts", dtype=torch.float32)
-    whole, parts = (tmp_path / name / hf_folder.WEIGHTS for name in ("whole", "parts"))
+    whole, parts = (tmp_path / name / files.WEIGHTS for name in ("whole", "parts"))
     assert whole.read_bytes() == parts.read_bytes()
 
 

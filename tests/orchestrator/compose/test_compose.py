@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from orchestrator.compose import arguments, compose
+from orchestrator.compose import arguments, compose, folders, line
 from orchestrator.compose.compose import ComposeError, OwnSource
 from orchestrator.compose.composition import Composition
+from orchestrator.compose.help_topics import Topics
 from orchestrator.compose.labels import sweep_name
+from orchestrator.compose.settable import read_tree
 from orchestrator.machine.hardware import Hardware
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
@@ -224,3 +227,60 @@ def test_a_file_gets_the_keys_that_it_leaves_out_unless_it_changes_another_file(
     assert source.load_config("zero/alone").config["stage"] == 2
     assert set(source.load_config("zero/both").config) == {"defaults"}
     assert source.load_config("zero/change").config == {"prefetch": 2}, "it would reset the stage of the file before it"
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with an option, a sweep and a primary file that have names of shipped ones."""
+    for place in ("conf/zero", "mine/zero", "mine/sweeps", "sweeps"):
+        tmp_path.joinpath(place).mkdir(parents=True)
+    tmp_path.joinpath("conf", "zero", "stage2.yaml").write_text("stage: 0\n")
+    tmp_path.joinpath("conf", "config.yaml").write_text("defaults: [_self_, {model: resnet}]\nepochs: 3\n")
+    tmp_path.joinpath("mine", "zero", "stage2.yaml").write_text("stage: 1\n")
+    tmp_path.joinpath("mine", "sweeps", "stages.yaml").write_text("axes: {seed: [7]}\n")
+    tmp_path.joinpath("sweeps", "stages.yaml").write_text("axes: {zero: [stage2]}\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "stages"),
+    [
+        ("zero=stage2", [0]),
+        ("seed=1", [0]),
+        ("-m zero=stage1,stage2", [1, 0]),
+        ("experiment=paper_bytes", [0]),
+        ("+resources.ranks=3", [0]),
+        ("sweeps=stages", [0]),
+        ("zero=stage2 --config-dir mine", [1]),
+        ("experiment=paper_bytes --config-dir mine", [1]),
+        ("sweeps=stages --config-dir mine", [1]),
+        ("zero=stage2 --config-dir conf", [0]),
+    ],
+)
+def test_a_file_of_the_users_own_is_used_in_place_of_a_shipped_one_and_said(
+    words: str, stages: list[int], own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line._note.cache_clear()
+    found = line.composed(arguments.split(words.split()))
+    assert [point.values["zero"]["stage"] for point in found.points] == stages
+    told = capsys.readouterr().err
+    assert told.startswith("note: used in place of other files of the same name: ")
+    assert "note: conf/config.yaml is not used: give it another name" in told
+    assert composed(words).points == found.points
+
+
+def test_hydras_listings_and_the_help_show_the_file_that_is_used(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for added, stage in ((None, 0), ("mine", 1)):
+        asked = arguments.split(["zero=stage2", "--cfg", "job", *(["--config-dir", added] if added else [])])
+        with pytest.raises(SystemExit):
+            compose.show(asked)
+        assert f"zero:\n  stage: {stage}\n" in capsys.readouterr().out
+        assert f"zero.stage={stage}" in Topics(read_tree(added), added).page(["zero=stage2"])
+
+
+def test_equal_copies_of_shipped_files_are_not_worth_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(folders.CONF, tmp_path / "conf")
+    shutil.copytree(folders.SHIPPED / "sweeps", tmp_path / "sweeps")
+    monkeypatch.chdir(tmp_path)
+    assert folders.replacing(None) == []

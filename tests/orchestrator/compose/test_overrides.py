@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from orchestrator.compose import arguments
+from orchestrator.compose import arguments, compose, suggestions
+from orchestrator.compose.compose import ComposeError
 from orchestrator.compose.overrides import check, elements, scalar
 from orchestrator.compose.settable import Tree, read_tree
 
@@ -186,6 +188,18 @@ def test_wrong_flags_are_reported(line: str, told: str) -> None:
     problems = arguments.split(line.split()).problems
     assert len(problems) == 1
     assert told in problems[0]
+
+
+def test_a_text_that_needs_quotes_is_shown_with_those_of_shell_and_hydra() -> None:
+    assert suggestions.quoted("output=b#1", "LexerNoViableAltException").endswith(""": type "output='b#1'\"""")
+    for value in ("b#1", "é", "it's", "a,b;c", "a\nb", "a\nb'c", "a`b", 'a"b', "$a#", "a)b"):
+        with pytest.raises(ComposeError) as caught:
+            compose.compose(arguments.split(["-m", f"output={value}", "zero=stage1"]))
+        problem, _, line = str(caught.value).partition(": type ")
+        assert problem.startswith(f"output={value}: ")
+        done = subprocess.run(["bash", "-c", f"printf %s {line}"], capture_output=True, text=True, check=True)
+        found = compose.compose(arguments.split(["-m", done.stdout, "zero=stage1"]))
+        assert [point.values["output"] for point in found.points] == value.split(",")
 
 
 def test_info_takes_the_next_word_only_if_it_is_a_valid_value() -> None:

@@ -78,7 +78,18 @@ def test_only_finite_numbers_are_accepted_as_numbers(value: object) -> None:
     [
         ("batch", "micro", 10**400, "batch.micro must be a whole number of at most 64 bits, found 1000"),
         ("batch", "micro", 16**5000, "a whole number of at most 64 bits, found one of type int, too long to show"),
-        ("optimizer", "lr", 16**5000, "optimizer.lr must be a number, found one of type int, too long to show"),
+        (
+            "optimizer",
+            "lr",
+            16**5000,
+            "optimizer.lr must be a number, of at most 3.4e+38, found one of type int, too long",
+        ),
+        (
+            "optimizer",
+            "weight_decay",
+            1e300,
+            "optimizer.weight_decay must be a number, of at most 3.4e+38, found 1e+300",
+        ),
         ("tracking", "experiment", 16**5000, "must be text, or null, found one of type int, too long"),
         (
             "model",
@@ -90,7 +101,17 @@ def test_only_finite_numbers_are_accepted_as_numbers(value: object) -> None:
         ("model", "config", {"a": b"x"}, "model.config must be a mapping, of texts"),
         ("model", "config", {"a": {1: 2, "b": 3}}, "model.config must be a mapping, of texts"),
     ],
-    ids=["400 digits", "6000 digits", "as a number", "as text", "inside", "6000 digits inside", "bytes", "keys"],
+    ids=[
+        "400 digits",
+        "6000 digits",
+        "as a number",
+        "not in fp32",
+        "as text",
+        "inside",
+        "6000 digits inside",
+        "bytes",
+        "keys",
+    ],
 )
 def test_values_that_a_record_cannot_store_are_refused(group: str, key: str, value: object, told: str) -> None:
     data = to_dict(RunConfig(model=TINY))

@@ -48,7 +48,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """All points need next to nothing."""
     known = Prediction(StateBytes(0, 0, 0, 0), None, peak=NO_PEAK)
     monkeypatch.setattr(
-        sweep_command.prediction, "predict", lambda found, tell=None: {one.label: known for one in found}
+        sweep_command.prediction, "predict", lambda found, *_, **__: {one.label: known for one in found}
     )
     monkeypatch.setattr(sweep_command.prediction, "problems", lambda found: {})
 

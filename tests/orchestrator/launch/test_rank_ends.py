@@ -6,16 +6,71 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness.patience import HANG_S
+from points import make_config, make_point
+
+from orchestrator import cli
+from orchestrator.commands.run import tell
+from orchestrator.config.pairs_file import read_pairs
+from orchestrator.config.schema import to_dict
+from orchestrator.launch.rank import RankRecord, load_entry
+from orchestrator.launch.verdict import Verdict
+from orchestrator.records.run_record import new_attempt
+from orchestrator.records.run_state import RunState
+from orchestrator.report.screen import Screen
+from zero_runtime.checkpoint.files import opened
 
 ROOT = Path(__file__).resolve().parents[3]
 LINE = (
     "model=llama_tiny data=synthetic zero=stage3 precision=fp32 tracking=none resources.device=cpu resources.ranks=2 "
     "resources.threads=1 batch.seq=16 batch.micro=1 measure.validation_batches=0 resources.stuck_s=8"
 )
+
+
+@pytest.mark.full
+def test_what_a_rank_finds_wrong_with_a_file_is_told_in_the_errors_own_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "short.txt"
+    file.write_text("too short")
+    words = [word for word in LINE.split() if word not in ("data=synthetic", "measure.validation_batches=0")]
+    assert cli.main([*words, "data=text", f"data.path={file}", f"output={tmp_path / 'out'}"]) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "error: rank 0: ValueError: data: expected at least 34 bytes" in told
+    assert "its traceback is in " in told
+    assert 'File "' not in told
+
+
+def raised_by(function: Callable[[], object]) -> BaseException:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011  any error may end a rank
+        function()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("function", "explained"),
+    [
+        (lambda: read_pairs(Path(os.devnull)), True),
+        (lambda: opened(Path("missing")), True),
+        (lambda: int("x"), False),
+        (lambda: read_pairs(Path("missing")), False),
+        (lambda: json.loads("{"), False),
+        (lambda: load_entry("json:nothing"), False),
+    ],
+)
+def test_an_error_explains_itself_if_ours_raised_it_for_what_the_user_gave(
+    function: Callable[[], object], explained: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "p", "cpu")
+    RankRecord(attempt.paths, 0).write_error(raised_by(function))
+    attempt.paths.rank_log(0).write_text("Traceback: here\n")
+    tell(Screen(), make_point(make_config(tmp_path)), attempt, Verdict(RunState.error, 0, "told"))
+    out = capsys.readouterr().out
+    assert ("Traceback: here" in out, "its traceback is in" in out) == (not explained, explained)
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,17 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 
 from orchestrator import api, cli
 from orchestrator.compose import arguments, compose
-from orchestrator.config.schema import Device
+from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal
 from orchestrator.machine import hardware
 from orchestrator.machine.hardware import Hardware
@@ -252,7 +253,7 @@ def test_activations_that_cannot_be_counted_are_reported_with_the_reason_and_not
     assert found.needed_bytes == found.states.total
     planned = decision.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: found})
     (row,) = [row for row in sweep_table.plan_rows(planned) if row[0] == "unknown"]
-    assert row[1].startswith("activations of 1 points: ValueError: loss=tiled: expected CohereForCausalLM")
+    assert row[1].startswith("activations of 1 point: ValueError: loss=tiled: expected CohereForCausalLM")
 
 
 def test_the_cache_folder_is_private_to_the_user(cache: None) -> None:
@@ -359,9 +360,34 @@ def test_a_count_that_fails_and_one_that_takes_too_long_are_told_apart(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(counting_child, "start_process", process_of(code))
-    reasons: dict[str, str] = {}
+    unknown: dict[str, str] = {}
     point = points("zero=stage1 resources.device=cpu")[0]
-    assert prediction.predict([point], within_s=within_s, reasons=reasons) == {}
-    assert reasons == {point.label: why}
-    assert decision.expected(None, why) == f"nothing: {why}"
+    assert prediction.predict([point], within_s=within_s, unknown=unknown) == {}
+    assert unknown == {point.label: why}
     assert not list(tmp_path.rglob("*.json"))  # it may succeed next time
+
+
+def test_the_plan_says_why_a_model_has_no_prediction(
+    cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "RuntimeError: can't allocate memory: you tried to allocate 1200000000000 bytes"
+
+    def answers(units: Sequence[RunConfig], *_: object, **__: object) -> dict[str, object]:
+        return {units_key(config): {"unknown": why, "passing": True} for config in units}
+
+    monkeypatch.setattr(memory_cache, "answers", answers)
+    line = ["-m", "zero=stage1,stage2", "data=synthetic", "resources.device=cpu", f"output={tmp_path}", "--plan"]
+    assert cli.main(line) == 0
+    assert f"unknown  the memory of 2 points: {why}\n" in capsys.readouterr().out
+
+
+def test_any_failure_to_build_a_model_is_answered_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from orchestrator.worker import shapes
+
+    (point,) = points("zero=stage0")
+    for error, told in (
+        (RuntimeError("can't allocate memory"), {"unknown": "RuntimeError: can't allocate memory", "passing": True}),
+        (ValueError("expected a\nfound b"), {"problem": "expected a; found b"}),
+    ):
+        monkeypatch.setattr(shapes, "units_of", Mock(side_effect=error))
+        assert shapes._answer(point.config) == told

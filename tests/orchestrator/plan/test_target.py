@@ -104,7 +104,7 @@ def test_the_limit_is_the_described_memory_of_which_a_rank_leaves_what_cuda_take
 def test_the_gpus_of_this_machine_are_not_read_for_described_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "visible_gpus", lambda: pytest.fail("nvidia-smi was asked"))
     monkeypatch.setattr(memory_cache, "answers", lambda *_, **__: {})
-    assert prediction._predictions([config("hardware=h200")], None) == ([None], [""])
+    assert prediction._predictions([config("hardware=h200")], None) == [prediction.NOT_ASKED]
 
 
 def test_hardware_is_no_part_of_a_points_identity() -> None:

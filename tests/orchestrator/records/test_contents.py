@@ -134,6 +134,11 @@ def test_weights_and_tokenizer_are_hashed_separately_and_other_files_do_not_coun
     assert decided(config).reason.startswith(f"the weights at {folder} changed since")
     (folder / "tokenizer.json").write_text("other")
     assert decided(config).reason.startswith(f"the weights at {folder} and the tokenizer at {folder} changed since")
+    for place in ("chat_template.jinja", "additional_chat_templates/default.jinja"):
+        before = held(config)
+        (folder / place).parent.mkdir(exist_ok=True)
+        (folder / place).write_text("{{ messages }}")
+        assert {name for name, digest in held(config).items() if digest != before[name]} == {"tokenizer"}
     by_bytes = replace(config, data=Data(tokenizer=Tokenizer.bytes))
     assert set(held(by_bytes)) == {"model"}
 

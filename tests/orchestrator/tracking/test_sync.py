@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from points import make_config
 from store_contents import contents
 from stub_worker import make_result, step_event
 
+from orchestrator import cli
 from orchestrator.config.schema import TrackingKind, to_dict
 from orchestrator.machine.processes import started
 from orchestrator.records import sweep_record
@@ -21,7 +24,10 @@ from orchestrator.records.run_record import new_attempt
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import SweepPaths
 from orchestrator.tracking import names
+from orchestrator.tracking.store import MlflowStore
 from orchestrator.tracking.sync import SINGLE, Synced, sync
+
+EARLIER = "cc1f77228345"  # a version of the tables between the first and the newest
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +122,40 @@ def test_a_store_that_cannot_be_opened_is_said_and_other_sweeps_are_written(made
     lines = list(sync(output, "postgresql+psycopg://nobody@127.0.0.1:9/none", [sweep]))
     assert [line.failed for line in lines] == [True]
     assert "does not answer" in lines[0].left
+
+
+def test_a_store_whose_creation_is_interrupted_is_created_when_it_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from alembic import command
+
+    upgrade = command.upgrade
+
+    def interrupted(config: Any, to: str) -> None:
+        upgrade(config, EARLIER)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(command, "upgrade", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            MlflowStore(names.local_uri(tmp_path), tmp_path)
+    assert MlflowStore(names.local_uri(tmp_path), tmp_path).experiment("again")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mlflow.lock", "mlflow.db"]
+
+
+@pytest.mark.parametrize(
+    ("version", "advice"), [(EARLIER, ""), (None, "; try again")], ids=["another version", "no answer"]
+)
+def test_sync_says_how_many_runs_may_be_missing_and_to_try_again_if_it_can_help(
+    version: str | None, advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_sweep(tmp_path, 4, failed=[3])
+    uri = "postgresql+psycopg://nobody@127.0.0.1:9/none"
+    if version is not None:
+        uri = names.local_uri(tmp_path)
+        with closing(sqlite3.connect(tmp_path / "mlflow.db")) as connection, connection:
+            connection.execute("CREATE TABLE alembic_version (version_num TEXT)")
+            connection.execute("INSERT INTO alembic_version VALUES (?)", (version,))
+    assert cli.main(["sync", "--output", str(tmp_path), "--uri", uri]) == 1
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == f"sync: nothing was written; up to 5 runs may be missing{advice}"

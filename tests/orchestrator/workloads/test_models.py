@@ -16,7 +16,7 @@ from harness.host_reads import HostReads
 from peft import get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from orchestrator.workloads.adapters import lora_config
+from orchestrator.workloads.adapters import add_lora, lora_config
 from orchestrator.workloads.models import build_meta_model, build_model, model_config, token_losses
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -240,6 +240,15 @@ def test_the_mask_is_the_one_that_transformers_makes_itself(kind: str) -> None:
         ("llama", {"hidden_size": 130, "num_attention_heads": 4}, "not a llama: .*multiple"),
         ("gpt2", {"n_embd": 64, "n_head": 3}, "gpt2 cannot be built: .*divisible"),
         ("llama", {"hidden_act": "os.system"}, "llama cannot be built: .*os.system"),
+        ("llama", {"hidden_size": -48}, "model.config.hidden_size: expected at least 1, found -48"),
+        ("llama", {"vocab_size": 0}, "model.config.vocab_size: expected at least 2, found 0"),
+        ("llama", {"vocab_size": 1}, "model.config.vocab_size: expected at least 2, found 1"),
+        ("llama", {"num_hidden_layers": -1}, "num_hidden_layers: expected at least 1, found -1"),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads: expected at least 1, found 0"),
+        ("gpt2", {"n_embd": -48}, "model.config.n_embd: expected at least 1, found -48"),
+        ("gpt2", {"n_layer": 0}, "model.config.n_layer: expected at least 1, found 0"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps: expected a finite number, found nan"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e300}}, "rope_theta: expected a finite number, found 1e.300"),
         ("lama", {}, "found 'lama'; did you mean 'llama'"),
         ("bert-like-nothing-at-all", {}, "model.model_type: expected a causal language model"),
     ],
@@ -247,6 +256,28 @@ def test_the_mask_is_the_one_that_transformers_makes_itself(kind: str) -> None:
 def test_a_wrong_setting_is_refused_by_name(kind: str, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_meta_model(kind, config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_size": None}, "model.config is not a llama: .*hidden_size"),
+        ({"hidden_size": "64"}, "model.config is not a llama: .*hidden_size"),
+        ({"hidden_size": -48}, "hidden_size: expected at least 1, found -48"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps: expected a finite number, found inf"),
+    ],
+)
+def test_a_wrong_value_of_a_saved_configuration_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_config("llama", config, as_saved=True)
+
+
+def test_a_rank_above_the_dimensions_of_every_matrix_is_refused() -> None:
+    model = build_meta_model("llama", SMALL["llama"])
+    with pytest.raises(
+        ValueError, match=r"adapter\.rank: expected at most 32, as no matrix .* has more, found 100000000"
+    ):
+        add_lora(model, lora_config(10**8, 16.0, []))
 
 
 def test_all_wrong_settings_are_reported_together() -> None:

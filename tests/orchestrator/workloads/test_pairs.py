@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 from harness.ranks import run_alone
 from harness.sft_files import make_sft_files
 
+from orchestrator.config import pairs_file
+from orchestrator.config.pairs_file import Pair, read_pairs
 from orchestrator.workloads.data import IGNORED_LABEL, TokenData, load_data
-from orchestrator.workloads.pairs import BYTE_END, Pair, PairWindows, bytes_of_pairs, read_pairs
+from orchestrator.workloads.pairs import BYTE_END, PairWindows, bytes_of_pairs
 from orchestrator.workloads.sources import Example
 
+GOOD = '{"prompt": "a", "response": "\u2028"}'
 USER = {"role": "user", "content": "two?"}
 ANSWER = {"role": "assistant", "content": "2"}
 
@@ -59,13 +63,42 @@ def test_each_form_of_a_record_is_a_prompt_and_a_response(
         ('[{"prompt": "", "response": "b"}]', "expected a text as its prompt, found an empty one"),
         ('[{"messages": [{"role": "user", "content": "a"}]}]', "of which the last is the assistant's"),
         ("[{", "expected a JSON array of objects, or an object in each line"),
+        (f"{GOOD}\n\n{{", "pairs.json, line 3: expected a JSON array of objects, or an object in each line"),
+        (f"{GOOD}\n{'[' * 9000}", "pairs.json, line 2: .*RecursionError"),
+        ("\0\xff\0", "pairs.json, line 1: expected a JSON array"),
+        ('{"text": "a"}', "line 1: expected an object with prompt/response, .*, found the keys text"),
+        ('[{"conversations": [{"from": "human", "value": "a"}]}]', "record 1: .*, found the keys conversations"),
+        (
+            '{"prompt": "a", "response": "b", "completion": "c", "output": "d"}',
+            "line 1: expected one response, found response and completion and output; remove all but one",
+        ),
+        ('{"response": "a", "messages": []}', "expected one response, found response and messages"),
+        (GOOD + '\n{"prompt": "a", "response": "b\\ud800"}', r"pairs.json, line 2: .*half a character \(.ud800\)"),
     ],
 )
-def test_a_file_that_holds_no_pairs_is_refused_with_the_record(text: str, told: str, tmp_path: Path) -> None:
+def test_a_file_that_holds_no_pairs_is_refused_with_its_place_also_before_a_start(
+    text: str, told: str, tmp_path: Path
+) -> None:
     file = tmp_path / "pairs.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=told):
         read_pairs(file)
+    assert re.search(told, pairs_file.problem(file))
+
+
+def test_the_beginning_of_a_large_file_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs_file, "BEGINNING_BYTES", 100)
+    file, bad = tmp_path / "pairs.json", '{"text": "\u2028é"}'
+    for text, told in (
+        (f"{GOOD}\n" * 2 + f"{bad}\n" + f"{GOOD}\n" * 9, ", line 3: expected an object with"),
+        (f"[{bad}, " + f"{GOOD}, " * 9, ", record 1: expected an object with"),
+        (f"{GOOD}\n" * 9 + bad, None),
+        (f"[{GOOD}, {bad}, " + f"{GOOD}, " * 9, None),
+        ("é" * 99, None),
+    ):
+        file.write_text(text)
+        found = pairs_file.problem(file)
+        assert (told in found) if told else not found
 
 
 def test_labels_of_prompts_and_of_filling_are_ignored() -> None:

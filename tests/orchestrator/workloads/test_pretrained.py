@@ -29,6 +29,7 @@ from orchestrator.config.schema import (
 )
 from orchestrator.config.state_groups import Precision, Zero
 from orchestrator.workloads import sources
+from orchestrator.workloads.companions import write_companions
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.errors import CheckpointError
@@ -241,6 +242,20 @@ def test_a_tokenizer_with_code_in_its_folder_is_refused_without_impossible_advic
     assert not (tmp_path / "ran").exists()
 
 
+def test_the_tokenizer_of_the_folder_and_all_its_templates_go_beside_exported_weights(tmp_path: Path) -> None:
+    folder, out = tmp_path / "model", tmp_path / "out"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    out.mkdir()
+    names = ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/default.jinja")
+    for name in names:
+        (folder / name).write_text(name)
+    (folder / "README.md").write_text("not copied")
+    model = {"path": str(folder), "model_type": "gpt2", "config": {"vocab_size": 300}}
+    assert run_alone(write_companions, out, {"model": model}, "fp32") == f"tokenizer of {folder}"
+    written = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
+    assert written - {"generation_config.json"} == {"config.json", *names}
+
+
 def test_a_text_is_split_at_line_ends_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
@@ -267,6 +282,23 @@ def test_a_folder_provides_the_models_name_architecture_and_configuration(folder
     assert pretrained.completed(model) == model
 
 
+def tensor_file(header: bytes, data: int = 0) -> bytes:
+    return len(header).to_bytes(8, "little") + header + bytes(data)
+
+
+ENTRY = '{"a": {"dtype": "%s", "shape": [2], "data_offsets": [%s]}}'
+DAMAGED = [
+    (b"", "found the file's end"),
+    (b"\xff" * 100, "a header of"),
+    (tensor_file(b"{")[:-1], "found the file's end"),
+    (tensor_file(b"no header"), "JSONDecodeError"),
+    (tensor_file((ENTRY % ("F32", "0, 8")).encode(), 7), "bytes 0 to 8 of the 7 that follow"),
+    (tensor_file((ENTRY % ("F32", "-8, 0")).encode(), 8), "bytes -8 to 0"),
+    (tensor_file((ENTRY % ("F32", "0, 4")).encode(), 8), "4 bytes for the shape"),
+    (tensor_file((ENTRY % ("F8_E4M3", "0, 2")).encode(), 2), "found F8_E4M3"),
+]
+
+
 def test_problems_with_a_folder_are_reported(tmp_path: Path) -> None:
     def told(model: Model) -> str:
         return str(pretrained.problem(pretrained.completed(model)))
@@ -278,13 +310,24 @@ def test_problems_with_a_folder_are_reported(tmp_path: Path) -> None:
     assert "must hold a config.json with a model_type" in told(Model("pretrained", path=str(folder)))
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     assert "must hold model.safetensors" in told(Model("pretrained", path=str(folder)))
-    (folder / "model.safetensors").touch()
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert told(Model("pretrained", path=str(folder))) == "None"
     assert "brings its own architecture" in told(Model("x", "llama", {"vocab_size": 3}, str(folder)))
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "quantization_config": {}}))
     assert "weights that are not quantised" in told(Model("pretrained", path=str(folder)))
     (folder / "config.json").write_text('{"model_type":' * 100_000)
     assert "must hold a config.json with a model_type" in told(Model("pretrained", path=str(folder)))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    model = Model("m", path=str(folder))
+    for damaged, why in DAMAGED:
+        (folder / "model.safetensors").write_bytes(damaged)
+        problem = told(model)
+        assert f"must hold whole weights: {folder}/model.safetensors: expected " in problem
+        assert why in problem
+    (folder / "model.safetensors.index.json").write_text("[]")
+    assert "expected an index with a weight_map" in told(model)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "missing.safetensors"}}')
+    assert "missing.safetensors: expected a file" in told(model)
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")  # reading it would block
     assert "must hold a config.json with a model_type" in told(Model("pretrained", path=str(folder)))

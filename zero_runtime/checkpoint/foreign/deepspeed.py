@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from zero_runtime.checkpoint.files import opened, read_small_file
 from zero_runtime.checkpoint.foreign.pickled import StandIn, field
 from zero_runtime.checkpoint.foreign.source import Chunk, ForeignCheckpoint, Shape, of_tensor
 from zero_runtime.checkpoint.layout import MASTER
-from zero_runtime.checkpoint.tensor_file import opened, read_small_file
 from zero_runtime.errors import CheckpointError, brief
 
 LATEST = "latest"

@@ -21,7 +21,6 @@ from zero_runtime.errors import CheckpointError
 from zero_runtime.tensor_source import TensorSource
 
 MODEL = "model"  # file name prefix of a model's own weights
-WEIGHTS, WEIGHTS_INDEX = f"{MODEL}.safetensors", f"{MODEL}.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9  # the default that save_pretrained uses
 BLOCK_NUMEL = 4 << 20  # elements in memory at a time
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

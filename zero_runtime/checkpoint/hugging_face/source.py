@@ -5,15 +5,14 @@ Only safetensors files are read. `pytorch_model.bin` is a pickle: the error desc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from zero_runtime.checkpoint.hugging_face.folder import WEIGHTS, WEIGHTS_INDEX
-from zero_runtime.checkpoint.tensor_file import TensorFile, read_small_file
-from zero_runtime.errors import CheckpointError, brief, some
+from zero_runtime.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, read_index
+from zero_runtime.checkpoint.tensor_file import TensorFile
+from zero_runtime.errors import CheckpointError, some
 from zero_runtime.tensor_source import TensorSource
 
 
@@ -34,35 +33,17 @@ class WeightsFolder:
 
     def _read_places(self) -> Iterable[tuple[str, str]]:
         if (self.path / WEIGHTS_INDEX).exists():
-            places = self._read_index()
+            places = read_index(self.path)
             for file in dict.fromkeys(places.values()):
-                self._open(file)
+                self._files[file] = TensorFile(self.path / file)
             for name, file in places.items():
                 self._files[file].place(name)  # raises if the file lacks it
                 yield name, file
             return
         if not (self.path / WEIGHTS).exists():
             raise CheckpointError(self._nothing_here())
-        self._open(WEIGHTS)
+        self._files[WEIGHTS] = TensorFile(self.path / WEIGHTS)
         yield from dict.fromkeys(self._files[WEIGHTS].keys(), WEIGHTS).items()
-
-    def _read_index(self) -> Mapping[str, str]:
-        path = self.path / WEIGHTS_INDEX
-        try:
-            return {str(name): str(file) for name, file in json.loads(read_small_file(path))["weight_map"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{path}: expected an index with a weight_map, found something else ({brief(error)}); copy the "
-                "folder again"
-            ) from error
-
-    def _open(self, file: str) -> None:
-        if Path(file).name != file:
-            raise CheckpointError(
-                f"{self.path / WEIGHTS_INDEX}: expected names of files beside it, found {brief(file)!r}; copy the "
-                "folder again"
-            )
-        self._files[file] = TensorFile(self.path / file)
 
     def _nothing_here(self) -> str:
         wanted = f"{self.path}: expected {WEIGHTS} or {WEIGHTS_INDEX}"

@@ -15,7 +15,7 @@ from harness.patience import HANG_S
 from harness.ranks import run_alone, run_ranks
 from safetensors.torch import save_file
 
-from zero_runtime.checkpoint.hugging_face.folder import WEIGHTS, WEIGHTS_INDEX
+from zero_runtime.checkpoint.files import WEIGHTS, WEIGHTS_INDEX
 from zero_runtime.checkpoint.hugging_face.source import Renamed, WeightsFolder, match_names
 from zero_runtime.errors import CheckpointError, PlanError
 from zero_runtime.initial_values import parameters_on_meta
