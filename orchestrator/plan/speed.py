@@ -15,6 +15,7 @@ from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.parts import plain
 from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.config.state_groups import Offload
+from orchestrator.machine.hardware import described_cpu
 from orchestrator.plan import memory_cache
 from orchestrator.plan.rough_time import peak_flops_per_s, rough_time
 from orchestrator.plan.step import ConfigMemory, with_micro
@@ -47,9 +48,10 @@ class TimingJob:
 
 @functools.cache
 def _folder(hardware: str) -> str:
-    """The folder of the cache for this hardware: answers also depend on the code, the versions of libraries, and what
-    chooses among their kernels."""
-    text = f"{memory_cache.folder()} {hardware} {[os.environ.get(name) for name in CHOOSING]}"
+    """The folder of the cache for this hardware: answers also depend on the code, the versions of libraries, what
+    chooses among their kernels, and the processor, more closely than the hardware's name says it."""
+    chosen = [described_cpu(), *(os.environ.get(name) for name in CHOOSING)]
+    text = f"{memory_cache.folder()} {hardware} {chosen}"
     return f"times-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
