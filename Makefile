@@ -60,9 +60,10 @@ test-full: .venv/.installed-dev
 test-slurm: .venv/.installed-dev
 	$(BIN)/python -m pytest --override-ini addopts="-q -ra --strict-markers" tests/slurm
 
-# A cut of the suite under what one machine can vary: vectors, libraries, threads, user, locale, arm64 under QEMU.
+# A cut of the suite under what one machine can vary: vectors, libraries, threads, user, locale, arm64 under QEMU, builds
+# of torch. PLATFORMS="torch-lowest torch-highest" names some; these two download gigabytes, and run only if named.
 test-platforms: .venv/.installed-dev
-	$(BIN)/python tests/platforms/run.py
+	$(BIN)/python tests/platforms/run.py $(PLATFORMS)
 
 check: .venv/.installed-dev
 	$(BIN)/ruff format --check --quiet .

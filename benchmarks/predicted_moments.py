@@ -18,10 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -51,6 +52,7 @@ from zero_runtime.checkpoint.hugging_face.folder import write_weights  # noqa: E
 from zero_runtime.checkpoint.hugging_face.gathered import save_gathered_weights  # noqa: E402
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder  # noqa: E402
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint  # noqa: E402
+from zero_runtime.collectives import Collectives  # noqa: E402
 from zero_runtime.integrations.pretrained import weights_of  # noqa: E402
 from zero_runtime.memory.census import take_census  # noqa: E402
 from zero_runtime.runtime import ZeroRuntime  # noqa: E402
@@ -97,8 +99,23 @@ def predicted(case: Case, predictions: Predictions) -> Moments:
 def measured(cases: Sequence[Case]) -> list[Moments]:
     """On this rank of a process group, in a process that ends afterwards: it collects no garbage."""
     gc.disable()  # a collection frees cycles, such as those of a runtime, while another one is measured
+    leave_out_object_messages()
     first = cases[0]._replace(stage=3, offload="all nvme")  # it prepares the process, which takes memory once
     return [_measured(case) for case in (first, *cases)][1:]
+
+
+def leave_out_object_messages() -> None:
+    """From now on this process gathers objects in a thread that torch's profiler does not follow.
+
+    Their messages are not predicted, and gloo may hold one a moment longer than its sender does. gloo's thread then
+    frees it, which the profiler does not record: it would count the message until the end.
+    """
+    sender, gather = ThreadPoolExecutor(1), Collectives.gather_objects
+
+    def in_thread(collectives: Collectives, value: Any) -> list[Any]:
+        return sender.submit(gather, collectives, value).result()
+
+    Collectives.gather_objects = in_thread  # type: ignore[method-assign]
 
 
 def _measured(case: Case) -> Moments:

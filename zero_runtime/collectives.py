@@ -17,7 +17,7 @@ from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.watch.watch import RankWatch
 from zero_runtime.world import RankGroups
 
-# torch 2.13 renamed these two functions and warns about the old names; 2.11 has only the old names.
+# torch 2.13 renamed these two functions and warns about the old names; 2.12 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

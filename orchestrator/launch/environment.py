@@ -21,7 +21,7 @@ from orchestrator.machine.loopback import ADDRESSES
 TUNABLES = "GLIBC_TUNABLES"
 GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592:glibc.malloc.hugetlb=1"
 KERNEL_CACHE = "TRITON_CACHE_DIR"
-# torch 2.11 to 2.13 read the first of these that is set; the others are its older names.
+# torch reads one of these; the others are older names. Which of two that are set decides, depends on the version.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # Read when a process starts, so that a running process cannot set them for itself.
 AT_START = (TUNABLES, "PYTHONFAULTHANDLER", children.PYTHONPATH)

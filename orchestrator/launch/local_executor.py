@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import submitit
 from submitit.local.local import Controller
@@ -44,25 +43,18 @@ class _SessionExecutor(submitit.LocalExecutor):
         super().__init__(attempt.submitit)
         self._attempt, self._entry, self._code = attempt, entry, code
         self._environment = dict(environment)
-        self.controller: subprocess.Popen[bytes] | None = None
 
-    @property
-    def _submitit_command_str(self) -> str:
+    def command(self) -> str:
+        """What the controller starts for each rank."""
         words = ["rank", str(self._attempt.root), self._entry]
         return shlex.join(children.words("orchestrator.launch.local_executor", *words, flags=("-u",), code=self._code))
 
     def start(self) -> subprocess.Popen[bytes]:
         """Starts the controller of the ranks. Replaces `submit`, which pickles a call."""
-        self._submit_command(self._submitit_command_str)
-        assert self.controller is not None
-        return self.controller
-
-    def _submit_command(self, command: str) -> submitit.LocalJob[Any]:
-        ranks: int = self.parameters["tasks_per_node"]
         settings = {
             "SUBMITIT_EXECUTOR": "local",
-            "SUBMITIT_LOCAL_COMMAND": command,
-            "SUBMITIT_LOCAL_NTASKS": str(ranks),
+            "SUBMITIT_LOCAL_COMMAND": self.command(),
+            "SUBMITIT_LOCAL_NTASKS": str(self.parameters["tasks_per_node"]),
             "SUBMITIT_LOCAL_TIMEOUT_S": str(int(60 * self.parameters["timeout_min"])),
             "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "0",
             "SUBMITIT_LOCAL_NODEID": "0",
@@ -76,9 +68,7 @@ class _SessionExecutor(submitit.LocalExecutor):
         # process would inherit the truncated value. The controller must therefore not read it (see _controller_main).
         environment = {key: value for key, value in self._environment.items() if key != TUNABLES}
         words = children.words("orchestrator.launch.local_executor", "controller", str(self.folder))
-        self.controller = children.start(words, {**environment, **settings}, self._attempt.controller_log)
-        identifier = str(self.controller.pid)
-        return submitit.LocalJob(self.folder, identifier, tasks=list(range(ranks)), process=self.controller)
+        return children.start(words, {**environment, **settings}, self._attempt.controller_log)
 
 
 class Job:

@@ -39,8 +39,7 @@ class BatchExecutor(submitit.SlurmExecutor):
         super().__init__(folder)
         self._entry, self._settings = entry, dict(settings)
 
-    @property
-    def _submitit_command_str(self) -> str:
+    def _command(self) -> str:
         # A signal that arrives before Python installs its handler must not kill a rank that is still importing.
         ignoring = f'trap "" {STOP_SIGNAL.name.removeprefix("SIG")}; exec "$@"'
         # `env` sets these variables last: glibc truncates GLIBC_TUNABLES in each process that reads it, srun included
@@ -55,7 +54,7 @@ class BatchExecutor(submitit.SlurmExecutor):
         many = len(attempts) > 1
         if many:
             self.parameters["map_count"] = len(attempts)
-        script = self._make_submission_file_text(self._submitit_command_str, "")
+        script = self._make_submission_file_text(self._command(), "")
         # Sent on standard input: another user could replace a file between our write and sbatch's read.
         job = ask(["sbatch", "--parsable"], outside_of_jobs(os.environ), text=script).split(";")[0].strip()
         ids = [f"{job}_{index}" for index in range(len(attempts))] if many else [job]

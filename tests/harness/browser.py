@@ -2,7 +2,7 @@
 
 Speaks the DevTools protocol over a pair of pipes, so that nothing has to be installed besides the browser.
 
-python tests/harness/browser.py ADDRESS PICTURE.png [WIDTH HEIGHT [SECONDS]] takes a picture.
+PYTHONPATH=tests python -m harness.browser ADDRESS PICTURE.png [WIDTH HEIGHT [SECONDS]] takes a picture.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
+
+from harness.helper_process import last_words
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WHY_NOT = "no chromium on this machine, in which to open the page"
@@ -49,9 +51,9 @@ class Browser:
         theirs_in, ours_out = os.pipe()
         words = [str(CHROMIUM), *FLAGS, f"--user-data-dir={self._folder}", f"--window-size={width},{height}"]
         start = [sys.executable, "-S", "-c", PLUMBER, str(theirs_in), str(theirs_out), *words]
-        quiet = subprocess.DEVNULL
+        quiet, self._errors = subprocess.DEVNULL, tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            start, pass_fds=(theirs_in, theirs_out), stdin=quiet, stdout=quiet, stderr=quiet
+            start, pass_fds=(theirs_in, theirs_out), stdin=quiet, stdout=quiet, stderr=self._errors
         )
         os.close(theirs_in)
         os.close(theirs_out)
@@ -75,6 +77,7 @@ class Browser:
     ) -> None:
         self._process.kill()
         self._process.wait()
+        self._errors.close()
         os.close(self._in)
         os.close(self._out)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -84,7 +87,10 @@ class Browser:
         self._number += 1
         command: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         command |= {"sessionId": self._session} if self._session else {}
-        os.write(self._out, json.dumps(command).encode() + b"\0")
+        try:
+            os.write(self._out, json.dumps(command).encode() + b"\0")
+        except BrokenPipeError:
+            self._fail()
         deadline = time.monotonic() + ANSWER_S
         while True:
             message = self._next(deadline)
@@ -96,13 +102,15 @@ class Browser:
     def _next(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._unread:
             readable, _, _ = select.select([self._in], [], [], max(0.0, deadline - time.monotonic()))
-            chunk = os.read(self._in, 1 << 20) if readable else b""
-            assert chunk, f"the browser has ended, or did not answer within {ANSWER_S:g} s"
-            self._unread += chunk
+            assert readable, f"the browser did not answer within {ANSWER_S:g} s"
+            self._unread += os.read(self._in, 1 << 20) or self._fail()
         line, _, self._unread = self._unread.partition(b"\0")
         message: dict[str, Any] = json.loads(line)
         self._note(message)
         return message
+
+    def _fail(self) -> NoReturn:
+        raise AssertionError(last_words("the browser", self._process, self._errors))
 
     def _note(self, message: dict[str, Any]) -> None:
         params = message.get("params", {})

@@ -86,7 +86,8 @@ class MlflowServer:
     def _start(self, words: list[str], log: str, user: str | None = None) -> None:
         quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
         quiet["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
-        with (self.folder / log).open("ab") as file:
+        self._log = self.folder / log
+        with self._log.open("ab") as file:
             process = subprocess.Popen(
                 words, cwd="/", env={**os.environ, **quiet}, stdout=file, stderr=file, user=user, start_new_session=True
             )
@@ -99,8 +100,8 @@ class MlflowServer:
                 answers()
                 return
             except OSError:  # noqa: PERF203
-                process = self._processes[-1]
-                assert process.poll() is None, f"it ended by itself: see {self.folder}"
+                status, said = self._processes[-1].poll(), self._log.read_text(errors="replace")[-4000:]
+                assert status is None, f"it ended by itself with exit status {status}; {self._log} ends:\n{said}"
                 assert time.monotonic() < deadline, f"no answer within {READY_S:g} s: see {self.folder}"
                 time.sleep(0.1)
 

@@ -66,7 +66,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
                 if process.is_alive():
                     process.kill()
                 process.join()
-        return _collect(folder, max(world, 1))
+        return _collect(folder, [process.exitcode for process in processes])
 
 
 def run_alone(function: Callable[..., Any], *args: Any, timeout_s: float = HANG_S) -> Any:
@@ -95,12 +95,12 @@ def _let_senders_first() -> None:
                 os.setpriority(os.PRIO_PROCESS, int(task.name), own + LOWER_BY)  # above 19 counts as 19
 
 
-def _collect(folder: str, world: int) -> list[Any]:
+def _collect(folder: str, exit_codes: list[int | None]) -> list[Any]:
     results, troubles = [], []
-    for rank in range(world):
+    for rank, exit_code in enumerate(exit_codes):
         path = Path(folder, f"rank{rank}.pkl")
         if not path.exists():
-            troubles.append(f"--- rank {rank}: ended without a result (killed, or out of time)")
+            troubles.append(f"--- rank {rank}: ended without a result, with exit code {exit_code} (-9: out of time)")
             continue
         ok, value = pickle.loads(path.read_bytes())
         results.append(value)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.helper_process import HelperProcess
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "kernels" / "cpu"
 DECLARATION = re.compile(r'extern "C" (\w+) (zlab_\w+)\(([^)]*)\)')
@@ -186,7 +188,7 @@ class Library:
     def __init__(self, command: list[str]) -> None:
         self._command = command
         self._functions = {one.name: (number, one) for number, one in enumerate(declared())}
-        self._process: tuple[int, Any] | None = None
+        self._process: tuple[int, HelperProcess] | None = None
         for name in self._functions:
             setattr(self, name, _Call(self, name))
 
@@ -195,32 +197,24 @@ class Library:
         assert len(given) == len(function.parameters), (name, len(given))
         values = [one.value for one in given]
         sizes = sizes_of(function, values)
-        pipe = self._running()
-        pipe.stdin.write(struct.pack("<qq", number, len(values)))
-        for parameter, value, size in zip(function.parameters, values, sizes, strict=True):
-            pipe.stdin.write(packed(parameter, value, size))
-        pipe.stdin.flush()
-        for parameter, value, size in zip(function.parameters, values, sizes, strict=True):
+        program = self._running()
+        every = list(zip(function.parameters, values, sizes, strict=True))
+        program.send(struct.pack("<qq", number, len(values)), *(packed(*one) for one in every))
+        for parameter, value, size in every:
             if parameter.type == "pointer" and size >= 0:
-                changed = self._read(pipe, size)
+                changed = program.read(size)
                 if parameter.constant:
                     assert changed == ctypes.string_at(value, size), f"{name} changed {parameter.name}, which is const"
                 else:
                     ctypes.memmove(value, changed, size)
-        return int(struct.unpack("<q", self._read(pipe, 8))[0])
+        return int(struct.unpack("<q", program.read(8))[0])
 
-    def _running(self) -> Any:
+    def _running(self) -> HelperProcess:
         """The program that this process started; a fork starts another, since it must not share its parent's pipes."""
         if self._process is None or self._process[0] != os.getpid():
-            made = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            self._process = os.getpid(), made
+            name = f"{self._command[-1]} (status 3: it wrote past its operands)"
+            self._process = os.getpid(), HelperProcess(name, self._command)
         return self._process[1]
-
-    def _read(self, pipe: Any, size: int) -> bytes:
-        found: bytes = pipe.stdout.read(size)
-        if len(found) != size:
-            raise RuntimeError(f"{self._command[-1]} ended with code {pipe.wait()}; 3: it wrote past its operands")
-        return found
 
 
 class _Call:

@@ -2,7 +2,7 @@
 
 Two variations run at a time, and each prints one line; the processor and a summary follow. The exit code is 1 if any
 variation failed. Arguments select variations: `python tests/platforms/run.py kernels-aarch64 wrong-root`. Variations
-that this machine cannot provide are left out, with the reason.
+that this machine cannot provide are left out, with the reason. Those that download gigabytes run only if named.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from platforms import machine  # noqa: E402
+from platforms import machine, torch_builds  # noqa: E402
 from platforms.other_processor import PROCESSORS  # noqa: E402
 
 LIMIT_S = 1200.0
@@ -45,6 +46,8 @@ KERNELS = (
     "-k",
     "(bits_of_the_reference and not 1000003) or odd_offsets or spread or (checksum and not flipped)",
 )
+# What the product asks of torch beyond its documented interface: autograd on fake tensors, and private names.
+INSIDE = (*PYTEST, "tests/virtual_gpu", "tests/house/test_private_names.py")
 # The command line: a run with separate rank processes, a record and a table.
 SMOKE = (sys.executable, str(ROOT / "run.py"), "zero=stage2", "measure.steps=2", "measure.warmup_steps=1")
 SMOKE = (*SMOKE, "resources.device=cpu", "tracking=none", "output={folder}/outputs")
@@ -55,7 +58,8 @@ COMPILERS = re.compile(r"(.*-)?(g\+\+|gcc|c\+\+|cc|clang|clang\+\+|c89|c99)(-\d+
 class Variation:
     """A name, what it changes, and commands that must pass, or whose tests must fail if `wants_red`.
 
-    `prefix` precedes each command; `missing` is the reason why this machine cannot provide the variation.
+    `prefix` precedes each command; `missing` is the reason why this machine cannot provide the variation. `python`
+    makes an interpreter in a folder for the commands, or raises LeftOutError. `by_name`: it runs only if it is named.
     """
 
     name: str
@@ -66,6 +70,8 @@ class Variation:
     missing: str | None = None
     wants_red: bool = False
     empty_home: bool = False
+    python: Callable[[Path], str] | None = None
+    by_name: bool = False
 
 
 def variations(folder: Path) -> list[Variation]:
@@ -92,6 +98,11 @@ def variations(folder: Path) -> list[Variation]:
         no_network_names(),
         Variation("wrong-root", "torch.sqrt errs in the last place", faulty("root"), (CUT, SMOKE)),
         Variation("wrong-kernel", "AdamW errs in the last place", faulty("kernel"), (PARITY,), wants_red=True),
+    ]
+    found += [
+        Variation("torch-cpu", "a CPU build", commands=(CUT, INSIDE, SMOKE), python=torch_builds.cpu),
+        Variation("torch-lowest", "", commands=(CUT, INSIDE, SMOKE), python=torch_builds.lowest, by_name=True),
+        Variation("torch-highest", "", commands=(CUT, INSIDE, SMOKE), python=torch_builds.highest, by_name=True),
     ]
     for name, processor in PROCESSORS.items():
         about = f"kernels compiled with {processor.flags[0]}" + (", under QEMU" if processor.emulator else "")
@@ -159,7 +170,10 @@ def no_network_names() -> Variation:
 
 
 def run(one: Variation, folder: Path) -> tuple[bool, str]:
-    """Whether the variation went as expected, and its test counts; prints the output of a command that did not."""
+    """Whether the variation went as expected, and its test counts; prints the output of a command that did not.
+
+    LeftOutError with the reason if the variation's interpreter cannot be made.
+    """
     place = folder / one.name
     (place / "tmp").mkdir(parents=True)
     own = {"TMPDIR": str(place / "tmp"), "ZLAB_LOCKS": str(place / "tmp" / "locks"), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -169,9 +183,10 @@ def run(one: Variation, folder: Path) -> tuple[bool, str]:
     if one.prefix and "setpriv" in one.prefix[0]:
         for path in (place, place / "tmp"):
             os.chown(path, 65534, 65534)
-    counted = []
+    python = one.python(place / "python") if one.python else sys.executable
+    counted = [f"torch {torch_builds.version(python)}"] if one.python else []
     for words in one.commands:
-        command = [*one.prefix, *(word.format(folder=place) for word in words)]
+        command = [*one.prefix, python, *(word.format(folder=place) for word in words[1:])]
         done = _run(command, environment)
         told = done.stdout.decode("utf-8", "replace")
         summary = re.findall(r"\d+ (?:passed|failed|skipped|error)", told)
@@ -205,13 +220,17 @@ def main(names: Sequence[str]) -> int:
             known = " ".join(one.name for one in every)
             print(f"error: expected names of variations, found {' '.join(sorted(unknown))}\nknown: {known}")
             return 2
-        chosen = [one for one in every if not names or one.name in names]
-        left_out = [one.name for one in chosen if one.missing]
-        print(f"processor  {machine.describe()}", flush=True)
+        chosen = [one for one in every if one.name in names or not (names or one.by_name)]
+        here = f"processor  {machine.describe()}\ntorch      {torch_builds.version()}"
+        print(here, flush=True)
         start = time.monotonic()
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            failed = [name for name in pool.map(lambda one: _told(one, folder), chosen) if name]
-    print(f"processor  {machine.describe()}")
+            verdicts = list(pool.map(partial(_told, folder=folder), chosen))
+    print(here)
+    left_out, failed = (
+        [one.name for one, told in zip(chosen, verdicts, strict=True) if told == what]
+        for what in ("left out", "FAILED")
+    )
     ran = len(chosen) - len(left_out)
     print(f"platforms  {ran - len(failed)} of {ran} variations passed in {time.monotonic() - start:.0f} s", end="")
     print(f"; left out: {', '.join(left_out) or 'none'}; failed: {', '.join(failed) or 'none'}")
@@ -219,18 +238,23 @@ def main(names: Sequence[str]) -> int:
 
 
 def _told(one: Variation, folder: Path) -> str:
-    """Runs the variation if this machine can, and prints its line; returns its name if it failed, else ""."""
-    if one.missing:
-        print(f"{one.name:18} left out: {one.missing}", flush=True)
-        return ""
+    """Runs the variation if this machine can, and prints its line; returns "passed", "FAILED" or "left out"."""
     began = time.monotonic()
-    passed, counted = run(one, folder)
+    try:
+        if one.missing:
+            raise torch_builds.LeftOutError(one.missing)
+        passed, counted = run(one, folder)
+    except torch_builds.LeftOutError as reason:
+        print(f"{one.name:18} left out: {reason}", flush=True)
+        return "left out"
+    finally:
+        shutil.rmtree(folder / one.name / "python", ignore_errors=True)
     changed = " ".join(f"{key}={value}" for key, value in one.environment.items() if "/" not in value)
-    red = " as it should be" if passed and one.wants_red else ""
-    verdict = f"{'passed' if passed else 'FAILED'}{' (red' + red + ')' if one.wants_red else ''}"
+    verdict = "passed" if passed else "FAILED"
+    red = f" (red{' as it should be' if passed else ''})" if one.wants_red else ""
     took = time.monotonic() - began
-    print(f"{one.name:18} {verdict} {took:4.0f} s  {one.about}  {changed}  [{counted}]", flush=True)
-    return "" if passed else one.name
+    print(f"{one.name:18} {verdict}{red} {took:4.0f} s  {one.about}  {changed}  [{counted}]", flush=True)
+    return verdict
 
 
 if __name__ == "__main__":

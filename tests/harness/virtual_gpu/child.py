@@ -19,15 +19,17 @@ from typing import Any
 def main() -> None:
     guard = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
     os.environ["ZLAB_KERNELS"] = "reference"
-    _warm_up()
+    _warm_up(guard)
     for line in sys.stdin:
         print(json.dumps(_in_a_fork(guard, json.loads(line))), flush=True)
     os._exit(0)  # nothing to clean up, and torch's own end takes seconds
 
 
-def _warm_up() -> None:
+def _warm_up(guard: ctypes.CDLL) -> None:
     """Import all that a row needs, and run a fake operation, whose first call imports seconds' worth of modules."""
     import torch
+
+    guard.virtual_gpu_install()
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from harness.virtual_gpu import faults, rows, timed_rows  # noqa: F401

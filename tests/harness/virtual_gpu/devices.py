@@ -1,6 +1,6 @@
 """Stand-ins for torch.cuda: devices, streams and events of the virtual GPU, and the host's waits for them.
 
-They behave as torch 2.11 to 2.13 document it, with one difference: an event is complete for the host only after the
+They behave as torch documents it, with one difference: an event is complete for the host only after the
 host has waited past it (see [Note: pending] in allocator.py).
 
 [Note: contexts]

@@ -1,10 +1,11 @@
-// A device guard and hooks that let a CPU build of torch run autograd on fake `cuda` tensors.
+// A device guard and hooks that let any build of torch run autograd on fake `cuda` tensors, without a GPU.
 //
 // torch asks a device type for two things before a backward: the current device and stream of a thread (the guard), and
 // whether a build for that type is present (the hooks). Here both are thread-local numbers. No memory is allocated and
 // no kernel runs: the tensors are fake, and harness.virtual_gpu records what would have run.
 //
-// Load this library before torch, which asks for the hooks once, when it is imported.
+// Load this library before torch, which asks for the hooks once, when it is imported, and call virtual_gpu_install after
+// that: a CUDA build of torch installs a guard of its own when it is imported, and torch asks the one installed last.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/Device.h>
@@ -53,8 +54,6 @@ struct VirtualGuard final : c10::impl::DeviceGuardImplInterface {
   DeviceIndex deviceCount() const noexcept override { return kDevices; }
 };
 
-c10::impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, new VirtualGuard());
-
 }  // namespace
 
 // The name of a class of hooks is its key in torch's registry. Versions of torch differ in the functions they have, so
@@ -79,12 +78,14 @@ struct CUDAHooks : CUDAHooksInterface {
   Allocator* getPinnedMemoryAllocator() const { return c10::GetDefaultCPUAllocator(); }
 };
 
-REGISTER_CUDA_HOOKS(CUDAHooks)
+// A CUDA build of torch registers hooks under the same key, with the priority by default, and skips them for these.
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 
 }  // namespace at
 
 // Called from Python through ctypes.
 extern "C" {
+void virtual_gpu_install() { c10::impl::DeviceGuardImplRegistrar(DeviceType::CUDA, new VirtualGuard()); }
 int virtual_gpu_get_device() { return current_device; }
 void virtual_gpu_set_device(int device) { exchange(static_cast<DeviceIndex>(device)); }
 long virtual_gpu_get_stream(int device) { return current_streams[device]; }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from harness.helper_process import HelperProcess
 from harness.virtual_gpu.build import build_guard
 from harness.virtual_gpu.row import Row
 from zero_runtime.kernels.cpu.build import BuildError
@@ -43,7 +43,7 @@ class VirtualGpu:
 
     def __init__(self, guard: Path) -> None:
         self._guard = guard
-        self._process: subprocess.Popen[str] | None = None
+        self._process: HelperProcess | None = None
         self._results: dict[Job, Result] = {}
 
     def result(self, job: Job) -> Result:
@@ -57,26 +57,15 @@ class VirtualGpu:
     def _run(self, job: Job) -> Result:
         if self._process is None:
             folders = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "harness.virtual_gpu.child", str(self._guard)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": folders},
-            )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(job.as_json() + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        assert line, f"the process of the virtual GPU has ended with {self._process.wait()}"
-        return json.loads(line)
+            command = [sys.executable, "-m", "harness.virtual_gpu.child", str(self._guard)]
+            environment = {**os.environ, "PYTHONPATH": folders}
+            self._process = HelperProcess("the process of the virtual GPU", command, environment)
+        self._process.send(job.as_json().encode(), b"\n")
+        return json.loads(self._process.read_line())
 
     def close(self) -> None:
         if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._process.wait()
+            self._process.close()
 
 
 @cache

@@ -243,7 +243,7 @@ def test_ranks_run_from_the_checkout_that_the_configuration_names(
     commands = list[str]()
 
     def start(executor: local_executor._SessionExecutor) -> SimpleNamespace:
-        commands.append(executor._submitit_command_str)
+        commands.append(executor.command())
         return SimpleNamespace(pid=1)
 
     monkeypatch.setattr(local_executor._SessionExecutor, "start", start)

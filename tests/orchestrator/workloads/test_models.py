@@ -214,7 +214,7 @@ def test_a_forward_of_transformers_alone_makes_the_host_wait_and_the_search_sees
     with HostReads() as reads:
         made = torch.tensor([1.0, 2.0])
         _ = made[made > 1].sum().item()
-        made[made > 1] = 0.0
+        made[made > 1] = made[:1]  # of a number torch 2.15 makes a masked_fill_, which waits for nothing
     assert {read.split()[0] for read in reads.found} == {"lift_fresh", "index", "_local_scalar_dense", "index_put_"}
 
 
