@@ -12,10 +12,9 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
-from platforms.torch_builds import LeftOutError, beside, pip
+from platforms.torch_builds import ROOT, LeftOutError, beside, pip
 
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -42,7 +41,8 @@ def with_hydra(folder: Path) -> str:
 
 
 def _needed() -> list[str]:
-    return [one for one in metadata.requires("zero-lab") or () if "extra ==" not in one]
+    listed = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("\ndependencies = [", 1)[1].split("\n]", 1)[0]
+    return re.findall(r'^ +"(.+?)"', listed, re.MULTILINE)
 
 
 def _made(folder: Path, version: str, requirements: list[str]) -> str:
