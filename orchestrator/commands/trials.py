@@ -78,8 +78,8 @@ def wrong_way(metrics: Sequence[str], direction: object) -> list[str]:
     """
     if direction is None:
         return []
-    several = isinstance(direction, Sequence) and not isinstance(direction, str)
-    names = [found.name if isinstance(found, Enum) else str(found) for found in (direction if several else [direction])]
+    given = direction if isinstance(direction, Sequence) and not isinstance(direction, str) else [direction]
+    names = [found.name if isinstance(found, Enum) else str(found) for found in given]
     right = ["maximize" if ranking.METRICS[metric].higher_first else "minimize" for metric in metrics]
     fix = f"fix: hydra.sweeper.direction={right[0] if len(right) == 1 else '[' + ','.join(right) + ']'}"
     wanted = " ".join(metrics)
