@@ -1,4 +1,4 @@
-"""Measures points that a program proposes, such as a Hydra sweeper: lines of overrides in, one number per line out.
+"""Measures points that a program proposes, such as a Hydra sweeper: lines of overrides in, values of metrics out.
 
 Each batch of lines is one sweep, so its points get slots, records and cached results like those of any other sweep.
 """
@@ -31,13 +31,14 @@ from orchestrator.report import ranking
 
 @dataclass(frozen=True)
 class Asked:
-    """Settings of every batch. rank_by: a name in ranking.METRICS. retry: states to run again, as for `--retry`.
+    """Settings of every batch. rank_by: names in ranking.METRICS; the first one orders the table of a batch.
 
+    retry: states to run again, as for `--retry`.
     flags: `--config-dir`, if the lines were composed with it. fixed: overrides that are the same in every line of every
     batch and are therefore left out of a point's short name.
     """
 
-    rank_by: str = ranking.DEFAULT_METRIC
+    rank_by: tuple[str, ...] = (ranking.DEFAULT_METRIC,)
     retry: str = ""
     flags: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
@@ -45,11 +46,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of one line. `value` is set exactly if the metric was measured; else `message` says why not."""
+    """The outcome of one line: a value for each metric if all were measured, else None, and `message` says why."""
 
     label: str
     state: RunState
-    value: float | None = None
+    values: tuple[float, ...] | None = None
     message: str = ""
     folder: Path | None = None
 
@@ -61,9 +62,7 @@ class Trial:
 
 def problems(asked: Asked) -> list[str]:
     """Problems of the settings of every batch. Starts nothing."""
-    wrong = []
-    if problem := ranking.metric_problem(asked.rank_by):
-        wrong.append(problem)
+    wrong = [problem for metric in asked.rank_by if (problem := ranking.metric_problem(metric))]
     try:
         retry_states(asked.retry) if asked.retry else None
     except ValueError as error:
@@ -71,21 +70,33 @@ def problems(asked: Asked) -> list[str]:
     return wrong
 
 
-def wrong_way(metric: str, direction: object) -> list[str]:
-    """Problems of a search direction, before the search. `direction`: that of Optuna's sweeper, None for others.
+def wrong_way(metrics: Sequence[str], direction: object) -> list[str]:
+    """Problems of search directions, before the search. `direction`: that of Optuna's sweeper, None for others.
 
-    The metric itself is returned to the sweeper, not its negative where higher is better: negative speeds would appear
-    in every log and database of the study.
+    The metrics themselves are returned to the sweeper, not their negatives where higher is better: negative speeds
+    would appear in every log and database of the study.
     """
-    if direction is not None and not isinstance(direction, (str, Enum)):
-        return [f"hydra.sweeper.direction={direction}: one metric goes back, so a study here has one direction"]
-    name = direction.name if isinstance(direction, Enum) else direction
-    right = "maximize" if ranking.METRICS[metric].higher_first else "minimize"
-    if name in ("maximize", "minimize") and name != right:
-        return [
-            f"hydra.sweeper.direction={name} looks for the worst {metric}      fix: hydra.sweeper.direction={right}"
-        ]
-    return []
+    if direction is None:
+        return []
+    given = direction if isinstance(direction, Sequence) and not isinstance(direction, str) else [direction]
+    names = [found.name if isinstance(found, Enum) else str(found) for found in given]
+    right = ["maximize" if ranking.METRICS[metric].higher_first else "minimize" for metric in metrics]
+    fix = f"fix: hydra.sweeper.direction={right[0] if len(right) == 1 else '[' + ','.join(right) + ']'}"
+    wanted = " ".join(metrics)
+    if len(names) != len(metrics):
+        return [f"hydra.sweeper.direction: expected one for each of {wanted}, found {' '.join(names)}      {fix}"]
+    worst = [metric for metric, name, best in zip(metrics, names, right, strict=True) if name != best]
+    if not worst:
+        return []
+    return [f"hydra.sweeper.direction={','.join(names)} looks for the worst {' '.join(worst)}      {fix}"]
+
+
+def unfit_problems(metrics: Sequence[str], unfit: Sequence[object] | None) -> list[str]:
+    """Problems of the values that stand for a point that does not fit."""
+    if unfit is None or (len(unfit) == len(metrics) and all(isinstance(value, (int, float)) for value in unfit)):
+        return []
+    found = " ".join(map(str, unfit))
+    return [f"hydra.launcher.unfit: expected null or a number for each of {' '.join(metrics)}, found {found}"]
 
 
 def measure(lines: Sequence[Sequence[str]], asked: Asked) -> list[Trial]:
@@ -151,22 +162,23 @@ def _key(point: Point) -> str:
 def _run(points: Sequence[Point], name: str, asked: Asked, scene: Scene) -> dict[str, Standing]:
     """The state of each point after the sweep, by label. The caller can ask again, so no command is recorded."""
     wishes = Wishes(retry=retry_states(asked.retry) if asked.retry else frozenset())
-    request = sweep_command.SweepRequest(name, tuple(points), (), wishes, asked.rank_by)
+    request = sweep_command.SweepRequest(name, tuple(points), (), wishes, asked.rank_by[0])
     paths = sweep_command.run_quietly(request, scene.hardware)
     return {standing.label: standing for standing in sweep_record.standings(paths)}
 
 
-def _trial(standing: Standing, metric: str) -> Trial:
+def _trial(standing: Standing, metrics: Sequence[str]) -> Trial:
     folder = standing.attempt.root if standing.attempt else None
     result = standing.result()
     if result is None:
         return Trial(standing.label, standing.state, None, standing.message, folder)
-    value = ranking.METRICS[metric].read(result)
-    if value is None:
-        return Trial(
-            standing.label, standing.state, None, f"it was measured, but there is no {metric} in its result", folder
-        )
-    return Trial(standing.label, standing.state, value, standing.message, folder)
+    read = {metric: ranking.METRICS[metric].read(result) for metric in metrics}
+    values = tuple(value for value in read.values() if value is not None)
+    if len(values) < len(read):
+        lacking = " or ".join(metric for metric, value in read.items() if value is None)
+        message = f"it was measured, but there is no {lacking} in its result"
+        return Trial(standing.label, standing.state, None, message, folder)
+    return Trial(standing.label, standing.state, values, standing.message, folder)
 
 
 def _refused(point: Refused) -> Trial:

@@ -42,7 +42,11 @@ from orchestrator.compose.settable import Tree, read_tree, with_all_keys
 from orchestrator.compose.sweep_file import Line, SweepFile
 from orchestrator.text.streams import complain
 
-VERSION_BASE = "1.3"
+# Hydra 1.3 must be told to behave as 1.3, and 1.4 not. OmegaConf 2.4, which comes with 1.4, reads no more than 10,000
+# values unless it is told otherwise: yaml_bounds has the limit here.
+_IS_1_3 = hydra.__version__.startswith("1.3.")
+BASE: dict[str, Any] = {"version_base": "1.3"} if _IS_1_3 else {}
+UNBOUNDED: dict[str, Any] = {} if _IS_1_3 else {"max_yaml_expanded_nodes": None}
 
 
 class ComposeError(ValueError):
@@ -142,7 +146,7 @@ def _our_hydra(arguments: Arguments) -> Iterator[ConfigLoader]:
     GlobalHydra.instance().clear()
     OurFolders.added = arguments.flags.get("--config-dir")
     try:
-        with hydra.initialize_config_dir(version_base=VERSION_BASE, config_dir=str(folders.CONF), job_name="run"):
+        with hydra.initialize_config_dir(config_dir=str(folders.CONF), job_name="run", **BASE):
             yield GlobalHydra.instance().config_loader()
     finally:
         restore_gh_from_backup(around)
@@ -287,7 +291,7 @@ def hand_over(arguments: Arguments) -> int:
     sys.argv[1:] = arguments.for_hydra()
     OurFolders.added = arguments.flags.get("--config-dir")
 
-    @hydra.main(version_base=VERSION_BASE, config_path=str(folders.CONF), config_name="config")
+    @hydra.main(config_path=str(folders.CONF), config_name="config", **BASE)
     def nothing(config: DictConfig) -> None:
         """Never called: either a flag only shows something, or a launcher runs the points itself."""
 
@@ -315,7 +319,9 @@ def in_one_line(error: BaseException) -> str:
         return f"'{unknown[1]}' is not a setting of the options chosen"
     if isinstance(cause, OmegaConfBaseException):
         text = f"{text} {cause}"
-    kept = [line.strip() for line in text.splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line]
+    # Hydra 1.4 puts the whole command line before the reason.
+    needless = ("HYDRA_FULL_ERROR", "Error when parsing index: ")
+    kept = [line.strip() for line in text.splitlines() if line.strip() and not any(one in line for one in needless)]
     search = next((at for at, line in enumerate(kept) if line.startswith("Config search path")), len(kept))
     return " ".join(kept[:search])
 
@@ -366,16 +372,13 @@ def read_yaml(path: Path) -> Any:
     where = f"{path.parent.name}/{path.name}"
     try:
         yaml_bounds.check(path)
-        return OmegaConf.to_container(OmegaConf.load(path))
+        return OmegaConf.to_container(OmegaConf.load(path, **UNBOUNDED))
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{where}: expected text in UTF-8, found the byte 0x{error.object[error.start]:02x}; save it as UTF-8"
         ) from None
     except RecursionError:
-        raise ValueError(
-            f"{where}: expected settings in a few levels, found thousands, or an alias inside what it stands for; "
-            "write the values out"
-        ) from None
+        raise ValueError(f"{where}: {yaml_bounds.TOO_DEEP}") from None
     except (OSError, AssertionError) as error:
         found = getattr(error, "strerror", None) or "a single value"
         raise ValueError(f"{where}: expected a mapping of settings, found {found}; write 'key: value' lines") from None

@@ -26,6 +26,7 @@ from typing import Any
 
 import yaml
 
+from orchestrator.compose import yaml_bounds
 from orchestrator.config.strict import nearest
 
 Line = dict[str, str]  # the override of each key, such as "zero=stage1", in order
@@ -86,7 +87,10 @@ def yaml_problem(error: yaml.MarkedYAMLError, path: Path | None = None) -> str:
     """The problem of a YAML file in one line, with the file's name and the number of its line."""
     mark = error.problem_mark or error.context_mark
     name = path or Path(mark.name if mark else "")
-    where = f"{name.parent.name}/{name.name}" + (f", line {mark.line + 1}" if mark else "")
+    where = f"{name.parent.name}/{name.name}"
+    if "nesting depth" in (error.problem or ""):  # libyaml's form of a RecursionError
+        return f"{where}: {yaml_bounds.TOO_DEEP}"
+    where += f", line {mark.line + 1}" if mark else ""
     twice = re.fullmatch(r"found duplicate key (.+)", error.problem or "")
     problem = f"'{twice[1]}' occurs twice" if twice else f"{error.context or 'YAML'}: {error.problem}"
     return f"{where}: {problem}"

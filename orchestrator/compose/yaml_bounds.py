@@ -12,6 +12,9 @@ import yaml
 
 MOST_BYTES = 4 << 20  # four times a sweep of 10,000 points with one line each
 MOST_VALUES = 200_000
+TOO_DEEP = (
+    "expected settings in a few levels, found thousands, or an alias inside what it stands for; write the values out"
+)
 
 
 def check(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The names of a run's data in MLflow: experiments, parameters, metrics with units in their names, and tags. Pure.
+"""The names of a run's data in MLflow: experiments, parameters, metrics with units in their names, and tags.
 
 `METRICS` lists every metric; a test compares it with what is logged.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ from orchestrator.records.run_record import store_path
 
 MIB = 2**20
 PARAM_LIMIT = 6000
+QUOTED = "%3F"  # a "?" in the path of an address
 OUTCOME, SWEEP, POINT, KIND = "zlab.outcome", "zlab.sweep", "zlab.point", "zlab.kind"
 ATTEMPT, HOST, PID, STARTED = "zlab.attempt", "zlab.host", "zlab.pid", "zlab.pid_started"
 RECONCILED, KEPT = "zlab.reconciled", "zlab.kept"
@@ -91,12 +94,19 @@ METRICS: Mapping[str, tuple[MetricUnit, str]] = {
 
 
 def local_uri(output: str | Path) -> str:
-    """The address of the tracking store next to the outputs. SQLAlchemy decodes "%" and cuts the address at "?".
+    """The address of the tracking store next to the outputs. SQLAlchemy cuts the address at "?", and may decode "%".
 
     No other character is quoted: MLflow creates the folders of the address literally, so that a quoted address would
     leave empty folders.
     """
-    return f"sqlite:///{str(store_path(output)).replace('%', '%25').replace('?', '%3F')}"
+    path = str(store_path(output))
+    return f"sqlite:///{(path.replace('%', '%25') if decodes() else path).replace('?', QUOTED)}"
+
+
+@cache
+def decodes() -> bool:
+    """Whether the installed SQLAlchemy decodes the path of an address: 2.1 does, which needs Python 3.11, 2.0 not."""
+    return tuple(map(int, metadata.version("sqlalchemy").split(".")[:2])) >= (2, 1)
 
 
 def params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

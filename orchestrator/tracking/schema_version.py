@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote
 
+from orchestrator.tracking import names
+
 SQLITE = "sqlite:///"
 QUERY = "SELECT version_num FROM alembic_version"
 CONNECT_S = 5
@@ -36,6 +38,9 @@ def checked(uri: str) -> str | None:
     """The same; OSError if a database gives no answer, for which MLflow would wait minutes."""
     if not is_database(uri):
         return None
+    if uri.startswith(SQLITE) and names.QUOTED in uri and not names.decodes():
+        why = f"expected SQLAlchemy 2.1 for a path with '?', found {metadata.version('sqlalchemy')}, which would cut it"
+        return f"{uri}: {why}; take another output, tracking.uri=..., tracking=none, or Python 3.11 and SQLAlchemy 2.1"
     try:
         found = _version(uri)
     except ImportError as error:
@@ -60,7 +65,8 @@ def sqlite_file(uri: str) -> Path | None:
     """The file of an SQLite store; None for every other store."""
     if not uri.startswith(SQLITE):
         return None
-    return Path(unquote(uri.removeprefix(SQLITE).partition("?")[0])).absolute()
+    written = uri.removeprefix(SQLITE).partition("?")[0]
+    return Path(unquote(written) if names.decodes() else written).absolute()
 
 
 def without_password(uri: str) -> str:
@@ -118,9 +124,9 @@ def _known() -> dict[str, str]:
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     known: dict[str, str] = {}
     for file in (Path(folders[0]) / "store" / "db_migrations" / "versions").glob("*.py") if folders else ():
-        names = {bool(down): name for down, name in _REVISION.findall(file.read_text(encoding="utf-8"))}
-        if False in names:
-            known[names[False]] = names.get(True, "")
+        here = {bool(down): name for down, name in _REVISION.findall(file.read_text(encoding="utf-8"))}
+        if False in here:
+            known[here[False]] = here.get(True, "")
     return known
 
 

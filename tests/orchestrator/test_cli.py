@@ -127,7 +127,8 @@ def test_help_lists_every_group_and_marks_the_defaults() -> None:
     assert "model.config.KEY" in done.stdout
     for group in (ROOT / "conf").iterdir():
         assert group.stem in done.stdout or group.suffix
-    assert max(map(len, done.stdout.splitlines())) <= 120
+    usual = done.stdout.replace(program(), ".venv/bin/python run.py")  # the place of an interpreter may be longer
+    assert max(map(len, usual.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from platforms import machine, torch_builds  # noqa: E402
+from platforms import environments, machine, torch_builds  # noqa: E402
 from platforms.other_processor import PROCESSORS  # noqa: E402
 
 LIMIT_S = 1200.0
@@ -48,6 +48,18 @@ KERNELS = (
 )
 # What the product asks of torch beyond its documented interface: autograd on fake tensors, and private names.
 INSIDE = (*PYTEST, "tests/virtual_gpu", "tests/house/test_private_names.py")
+# What needs neither torch nor MLflow: the words of a command line, their composition and rules, records and reports.
+WORDS = (*PYTEST, *(f"tests/orchestrator/{room}" for room in ("compose", "config", "machine", "records", "report")))
+WORDS = (*WORDS, "tests/orchestrator/slurm", "tests/orchestrator/text", "tests/orchestrator/plan/rules")
+WORDS = (*WORDS, "tests/orchestrator/test_cli.py", "tests/orchestrator/tracking/test_addresses.py")
+WORDS = (*WORDS, "-k", "not provenance_is_recorded and not sqlalchemy_2_0 and not doctor_reports")
+LINES = (
+    *PYTEST,
+    "-m",
+    "full or not full",
+    "tests/orchestrator/compose",
+    "tests/orchestrator/commands/test_hydra_app.py",
+)
 # The command line: a run with separate rank processes, a record and a table.
 SMOKE = (sys.executable, str(ROOT / "run.py"), "zero=stage2", "measure.steps=2", "measure.warmup_steps=1")
 SMOKE = (*SMOKE, "resources.device=cpu", "tracking=none", "output={folder}/outputs")
@@ -104,6 +116,14 @@ def variations(folder: Path) -> list[Variation]:
         Variation("torch-lowest", "", commands=(CUT, INSIDE, SMOKE), python=torch_builds.lowest, by_name=True),
         Variation("torch-highest", "", commands=(CUT, INSIDE, SMOKE), python=torch_builds.highest, by_name=True),
     ]
+    about = "1.4, with Optuna 4.9 or later"
+    found.append(Variation("hydra-1.4", about, commands=(LINES, SMOKE), python=environments.with_hydra))
+    for version in (one for one in environments.VERSIONS if one != environments.HERE):
+        words, training = (
+            partial(make, version=version) for make in (environments.with_words, environments.with_training)
+        )
+        found.append(Variation(f"python-{version}", "no torch, no MLflow", commands=(WORDS,), python=words))
+        found.append(Variation(f"training-{version}", "", commands=(CUT, SMOKE), python=training, by_name=True))
     for name, processor in PROCESSORS.items():
         about = f"kernels compiled with {processor.flags[0]}" + (", under QEMU" if processor.emulator else "")
         environment = {"ZLAB_PROCESSOR": name, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}

@@ -28,8 +28,9 @@ class LeftOutError(Exception):
 
 
 def version(python: str = sys.executable) -> str:
-    """The version of an interpreter's torch, with its build: 2.13.0+cu130."""
-    words = [python, "-c", "import torch; print(torch.__version__)"]
+    """The version of an interpreter's torch, with its build: 2.13.0+cu130; none if it has no torch."""
+    inside = "from importlib import util; print(__import__('torch').__version__ if util.find_spec('torch') else 'none')"
+    words = [python, "-c", inside]
     return subprocess.run(words, capture_output=True, text=True, check=True, cwd="/").stdout.strip()
 
 
@@ -39,8 +40,8 @@ def cpu(folder: Path) -> str:
     if not options:
         raise LeftOutError(f"no CPU build at hand; {CPU}='--index-url ...' says where pip finds one")
     lowest, above = _range()
-    python = _environment(folder)
-    _pip(python, "install", "--no-deps", "--ignore-installed", *shlex.split(options), f"torch>={lowest},<{above}")
+    python = beside(folder)
+    pip(python, "install", "--no-deps", "--ignore-installed", *shlex.split(options), f"torch>={lowest},<{above}")
     if "+cpu" not in version(python):
         raise LeftOutError(f"{CPU} leads to torch {version(python)}, which is no CPU build")
     return python
@@ -48,21 +49,21 @@ def cpu(folder: Path) -> str:
 
 def lowest(folder: Path) -> str:
     """The interpreter of an environment with the lowest version of the range."""
-    python = _environment(folder)
-    _pip(python, "install", f"torch=={_range()[0]}")
+    python = beside(folder)
+    pip(python, "install", f"torch=={_range()[0]}")
     return python
 
 
 def highest(folder: Path) -> str:
     """The interpreter of an environment with the highest version that there is within the range."""
     lowest, above = _range()
-    python = _environment(folder)
+    python = beside(folder)
     asked = f"torch>={lowest},<{above}"
-    told = _pip(python, "install", "--dry-run", "--no-deps", "--ignore-installed", "--report", "-", asked)
+    told = pip(python, "install", "--dry-run", "--no-deps", "--ignore-installed", "--report", "-", asked)
     found = json.loads(told)["install"][0]["metadata"]["version"]
     if found == version().partition("+")[0]:
         raise LeftOutError(f"the installed torch is the highest that there is, {found}")
-    _pip(python, "install", f"torch=={found}")
+    pip(python, "install", f"torch=={found}")
     return python
 
 
@@ -73,7 +74,7 @@ def _range() -> tuple[str, str]:
     return found[1], found[2]
 
 
-def _environment(folder: Path) -> str:
+def beside(folder: Path) -> str:
     """The interpreter of a new environment without packages of its own, which finds those of this one."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
@@ -84,7 +85,7 @@ def _environment(folder: Path) -> str:
     return str(python)
 
 
-def _pip(python: str, *words: str) -> str:
+def pip(python: str, *words: str) -> str:
     """What pip printed. LeftOutError with its last line if it failed."""
     own = ("--quiet", "--disable-pip-version-check", "--no-cache-dir")
     command = [sys.executable, "-m", "pip", "--python", python, words[0], *own, *words[1:]]
@@ -92,7 +93,7 @@ def _pip(python: str, *words: str) -> str:
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired as error:
-        raise LeftOutError(f"pip did not install torch within {LIMIT_S:.0f} s") from error
+        raise LeftOutError(f"pip took more than {LIMIT_S:.0f} s") from error
     if done.returncode != 0:
         raise LeftOutError(f"pip failed: {(done.stderr.strip().splitlines() or ['without a word'])[-1]}")
     return done.stdout

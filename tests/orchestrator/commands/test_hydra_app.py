@@ -92,7 +92,7 @@ def test_a_batch_of_lines_is_one_sweep_and_gives_one_outcome_per_line_in_order(
         RunState.ok,
         RunState.ok,
     ]
-    assert [one.value for one in found] == [speed(3), None, None, None, speed(3), speed(3)]
+    assert [one.values for one in found] == [(speed(3),), None, None, None, (speed(3),), (speed(3),)]
     assert [one.fits_not for one in found] == [False, False, True, True, False, False]
     assert "stage 1 was told to fail" in found[1].message
     assert "out of memory in forward" in found[2].message
@@ -116,10 +116,10 @@ def test_measured_points_are_cached_and_failed_points_are_retried_on_request(
     assert trials.measure([line], Asked())[0].state is RunState.error
     monkeypatch.delenv("STUB_FAILING_STAGE")
     assert trials.measure([line], Asked())[0].state is RunState.error
-    again = trials.measure([line], Asked(rank_by="loss_last", retry="error"))[0]
-    assert (again.state, again.value) == (RunState.ok, 4.9018)
-    kept = trials.measure([line], Asked(rank_by="loss_last"))[0]
-    assert (kept.state, kept.value) == (RunState.cached, 4.9018)
+    again = trials.measure([line], Asked(("loss_last",), retry="error"))[0]
+    assert (again.state, again.values) == (RunState.ok, (4.9018,))
+    kept = trials.measure([line], Asked(("loss_last", "tokens_per_second")))[0]
+    assert (kept.state, kept.values) == (RunState.cached, (4.9018, speed(2)))
     assert len(list(tmp_path.glob("points/*/attempts/*"))) == 2
 
 
@@ -225,7 +225,24 @@ def test_unsupported_words_are_refused_before_hydra_starts(
         ({}, {"retry": "ok"}, "--retry ok: expected some of"),
         ({"direction": "minimize"}, {}, "looks for the worst tokens_per_second      fix: hydra.sweeper.direction=max"),
         ({"direction": Direction.maximize}, {"rank_by": "step_ms"}, "fix: hydra.sweeper.direction=minimize"),
-        ({"direction": ["minimize", "maximize"]}, {}, "one metric goes back"),
+        (
+            {"direction": ["minimize", "maximize"]},
+            {},
+            "expected one for each of tokens_per_second, found minimize maximize      fix: hydra.sweeper.direction=max",
+        ),
+        (
+            {"direction": ["maximize", Direction.maximize]},
+            {"rank_by": ["tokens_per_second", "peak_bytes"]},
+            "looks for the worst peak_bytes      fix: hydra.sweeper.direction=[maximize,minimize]",
+        ),
+        (
+            {"direction": "maximize"},
+            {"rank_by": ["tokens_per_second", "peak_bytes"]},
+            "expected one for each of tokens_per_second peak_bytes, found maximize",
+        ),
+        ({}, {"rank_by": ["tokens_per_second", "speed"]}, "there is no metric 'speed'"),
+        ({}, {"unfit": "bad"}, "expected null or a number for each of tokens_per_second, found bad"),
+        ({}, {"rank_by": ["step_ms", "peak_bytes"], "unfit": 1e9}, "a number for each of step_ms peak_bytes, found 1"),
     ],
 )
 def test_a_study_with_invalid_settings_is_refused_before_its_first_proposal(
@@ -295,6 +312,22 @@ def test_optuna_receives_the_metric_or_the_failure_of_each_proposal(tmp_path: Pa
     # Each point combines the typed words, the settings of the file and the proposal, as in a command of ours.
     configs = [json.loads(path.read_text()) for path in tmp_path.glob("out/points/*/config.json")]
     assert {config["precision"]["param"] for config in configs} == {"fp32"}
+
+
+@needs_optuna
+@pytest.mark.full
+def test_optuna_receives_a_metric_for_each_objective(tmp_path: Path) -> None:
+    """Speed and loss: of the stages, which have the same loss, the faster one is best; what does not fit is not."""
+    sampler = ("hydra/sweeper=optuna", "hydra/sweeper/sampler=grid")
+    study = (*sampler, "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=4", "hydra.launcher.unfit=[0,1e9]")
+    metrics = ("hydra.launcher.rank_by=[tokens_per_second,loss_last]", "hydra.sweeper.direction=[maximize,minimize]")
+    space = ("zero=choice(stage1,stage2)", "batch.micro=choice(2,8)")
+    done = typed(tmp_path, *study, *metrics, *space, STUB_LACKING_MICRO="8")
+    assert done.returncode == 0, done.stderr
+    assert "tokens_per_second 0, loss_last 1e+09 (oom: " in done.stdout
+    assert "tokens_per_second 9,812, loss_last 4.9018 (ok)" in done.stdout
+    solutions = yaml.safe_load((study_of(tmp_path) / "optimization_results.yaml").read_text())["solutions"]
+    assert {tuple(one["values"]) for one in solutions} == {(speed(2), 4.9018)}
 
 
 @needs_optuna

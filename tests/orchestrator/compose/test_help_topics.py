@@ -9,6 +9,7 @@ from orchestrator.compose.help_topics import Topics
 from orchestrator.compose.meanings import DECIDES, meaning
 from orchestrator.compose.settable import read_tree
 from orchestrator.config.strict import Refusal
+from orchestrator.text.paths import program
 
 TOPICS = Topics(read_tree())
 
@@ -60,8 +61,9 @@ def test_an_unknown_word_is_answered_with_the_nearest_one() -> None:
 
 
 def test_lines_are_as_long_as_the_terminal_is_wide() -> None:
-    lines = Topics(read_tree(), width=80).page(["zero", "measure", "recompute"]).splitlines()
-    assert max(map(len, lines)) <= 80
+    page = Topics(read_tree(), width=80).page(["zero", "measure", "recompute"])
+    usual = page.replace(program(), "zlab")  # a command is not broken, wherever its interpreter is
+    assert max(map(len, usual.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("words", [["--help", "zero.prefetch"], ["zero.prefetch", "--help"]])
