@@ -111,10 +111,10 @@ def main() -> None:
 
 def loaded_guard() -> ctypes.CDLL:
     """The virtual GPU's library, loaded before torch, and then all that a row needs, so that its fork need not."""
-    from harness.virtual_gpu.build import build_guard
+    from harness.virtual_gpu.build import build_guard, load_guard
 
-    guard = ctypes.CDLL(str(build_guard()), mode=ctypes.RTLD_GLOBAL)
     os.environ["ZLAB_KERNELS"] = "reference"
+    guard = load_guard(build_guard())
     from harness.virtual_gpu import timed_rows  # noqa: F401
 
     import orchestrator.workloads.models  # noqa: F401

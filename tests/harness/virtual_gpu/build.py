@@ -1,12 +1,17 @@
-"""Compiles guard.cpp once for each version of torch, into the cache of the C++ kernels. Imports no torch."""
+"""Compiles guard.cpp once for each version of torch, into the cache of the C++ kernels, and loads it around torch.
+
+Imports no torch, but in load_guard.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 from zero_runtime.kernels.cpu.build import BuildError, cache_folder, find_compiler
@@ -29,6 +34,16 @@ def build_guard() -> Path:
     if not path.exists():
         _compile(compiler, folder, path)
     return path
+
+
+def load_guard(path: str | Path) -> ctypes.CDLL:
+    """The compiled library, loaded before torch, which this imports, and installed after it (see guard.cpp)."""
+    assert "torch" not in sys.modules, "torch has asked for the hooks already"
+    guard = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    import torch  # noqa: F401
+
+    guard.virtual_gpu_install()
+    return guard
 
 
 def _compile(compiler: str, torch: Path, path: Path) -> None:

@@ -15,21 +15,21 @@ import traceback
 import warnings
 from typing import Any
 
+from harness.virtual_gpu.build import load_guard
+
 
 def main() -> None:
-    guard = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
     os.environ["ZLAB_KERNELS"] = "reference"
-    _warm_up(guard)
+    guard = load_guard(sys.argv[1])
+    _warm_up()
     for line in sys.stdin:
         print(json.dumps(_in_a_fork(guard, json.loads(line))), flush=True)
     os._exit(0)  # nothing to clean up, and torch's own end takes seconds
 
 
-def _warm_up(guard: ctypes.CDLL) -> None:
+def _warm_up() -> None:
     """Import all that a row needs, and run a fake operation, whose first call imports seconds' worth of modules."""
     import torch
-
-    guard.virtual_gpu_install()
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from harness.virtual_gpu import faults, rows, timed_rows  # noqa: F401

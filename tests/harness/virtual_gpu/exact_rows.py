@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
 import warnings
 
+from harness.virtual_gpu.build import load_guard
+
 
 def main() -> None:
-    guard = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # before torch
     os.environ["ZLAB_KERNELS"] = "reference"
+    guard = load_guard(sys.argv[1])
     warnings.simplefilter("ignore")
     from harness.exact import ExactModel, rows_of, trained
     from harness.virtual_gpu.row import Row

@@ -19,6 +19,8 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+from harness.virtual_gpu.build import load_guard
+
 RANKS = "several GPUs as processes over NCCL; the same functions run on CPU ranks in tests/benchmarks/test_gpu.py"
 NOT_REHEARSED = {  # why, by the name of the test
     "test_the_triton_kernels_compile_and_agree_with_the_reference_on_this_gpu": (
@@ -78,8 +80,8 @@ class Outcomes:
 
 
 def main() -> int:
-    guard = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # before torch
     os.environ["ZLAB_KERNELS"] = "reference"
+    guard = load_guard(sys.argv[1])
     import pytest
     import torch
 
