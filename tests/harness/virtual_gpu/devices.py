@@ -110,6 +110,14 @@ class Stream:
         self.actor = devices.stream_actor(index, self.stream_id)
 
     @property
+    def device_index(self) -> int:
+        return self.device.index
+
+    @property
+    def device_type(self) -> int:
+        return 1  # torch's number for CUDA
+
+    @property
     def cuda_stream(self) -> int:
         return self.stream_id
 

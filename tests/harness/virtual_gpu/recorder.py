@@ -21,6 +21,7 @@ from harness.virtual_gpu.machine import Range, place
 ALLOCATIONS = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 METADATA = frozenset(
     {"set_", "resize_", "resize_as_", "as_strided_", "detach_", "t_", "transpose_", "squeeze_", "unsqueeze_"}
+    | {"record_grad_output_stream"}  # FSDP2's since torch 2.15: nothing on CUDA
 )
 # Operations whose result depends on values of the device: the host waits for them.
 READS = frozenset({"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "_unique2"})
