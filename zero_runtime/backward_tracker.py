@@ -37,6 +37,7 @@ class Call(Generic[Key]):
     units: list[Key]
     in_graph: bool = False  # the call will have a backward: gradients are enabled and it is not a recomputation
     opened_in: int = 0  # number of the backward that has begun but not ended this call's own backward; 0: none
+    has_leaves: bool = False  # the inputs whose gradients close the call are leaves, see [Note: done on every rank]
 
 
 class BackwardTracker(Generic[Key]):
@@ -60,6 +61,7 @@ class BackwardTracker(Generic[Key]):
         self._shared = frozenset(shared)
         self.backward = 0  # number of the latest backward; 0 after a forward has begun
         self._latest = 0  # the same, but kept by forwards
+        self._is_own = False  # the latest backward was started by the runtime
         self._calls: Counter[Key] = Counter()  # forward calls since the last backward
         self._unclosed: Counter[Key] = Counter()  # those in the graph that still await gradients of their inputs
         self._open: Counter[Key] = Counter()  # calls that read the unit and whose own backward is under way
@@ -72,8 +74,9 @@ class BackwardTracker(Generic[Key]):
     def read(self, unit: Key, call: Call[Key]) -> None:
         """A call reads the unit, in a forward. Recomputations during a backward are not forwards."""
         if self.backward:  # the first forward after a backward
-            self._calls.clear()
-            self._unclosed.clear()
+            if self._is_own:
+                self._calls.clear()
+                self._unclosed.clear()
             self.backward = 0
         self._calls[unit] += 1
         self._unclosed[unit] += call.in_graph
@@ -92,11 +95,13 @@ class BackwardTracker(Generic[Key]):
         """Events of backward `number`, from 1, follow.
 
         A backward that the runtime did not start (autograd.grad) has the number of the one before. No gradients arrive
-        in it, so the trained units stay done.
+        in it, so the trained units stay done. The calls that it closes may be in the graph of the next one too, so they
+        still await the gradients of their inputs.
         """
         self.backward = number
         self._open.clear()
-        if number != self._latest:
+        self._is_own = number != self._latest
+        if self._is_own:
             self._latest = number
             self._complete.clear()
             for arrived in self._arrived.values():
@@ -120,12 +125,13 @@ class BackwardTracker(Generic[Key]):
         if not call.opened_in or call.opened_in != self.backward:
             return []
         call.opened_in = 0
+        counts = call.in_graph and not call.has_leaves and self._is_own
         for unit in call.units:
             self._open[unit] -= 1
-            self._unclosed[unit] -= call.in_graph
+            self._unclosed[unit] -= counts
         done: list[Key] = []
         for unit in call.units:  # see [Note: done on every rank]
-            if call.in_graph and self._unclosed[unit] == 0 and unit in self._trained and unit not in self._complete:
+            if counts and self._unclosed[unit] == 0 and unit in self._trained and unit not in self._complete:
                 done += self._finish(unit)
         return done + [unit for unit in call.units if unit not in done and self._frozen_is_done(unit)]
 

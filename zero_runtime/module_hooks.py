@@ -10,7 +10,8 @@ end of that call.
 A part of the model may also be called separately (an encoder, a backbone, an embedding). A part that bounds no unit has
 no hooks, so it costs nothing inside a call of the full model. Units that a separately called part reads are lent to it:
 gathered at the read, and released when another part or the full model has been called or, if the part recorded a graph,
-when the next backward has ended.
+when the next backward has ended. Units that a backward with create_graph=True reads are lent in the same way, because
+the graph that it records reads them again.
 Backward: a unit is gathered when the gradient of an output of a call that read it arrives. backward_tracker.py decides
 when a unit is done; the hooks report calls and gradients to it, and release and reduce the units that it names.
 """
@@ -236,9 +237,28 @@ class ModuleHooks:
         self._tracker.open(call)
         for unit in call.units:
             self._schedule.before_backward(unit)
+        if torch.is_grad_enabled():  # create_graph: autograd records this backward, whose own backward has no hooks
+            self._keep(call.units)
+
+    def _keep(self, units: list[Unit]) -> None:
+        """Keep the units gathered until the next backward of the runtime has ended."""
+        if self._lent is None:
+            self._part, self._lent = self._model, Call([])
+        self._lent.in_graph = True
+        for unit in units:
+            if unit not in self._lent.units:
+                self._lent.units.append(unit)
+                self._tracker.lend(unit)
+                unit.begin_use()
 
     def _close_with_inputs(self, call: Call[Unit], inputs: list[torch.Tensor]) -> None:
-        """Call `_after_backward` when the gradients of all inputs have arrived; never if the call has no inputs."""
+        """Call `_after_backward` when the gradients of all inputs have arrived; never if the call has no inputs.
+
+        Leaves count only if there are no others, see [Note: done on every rank] in backward_tracker.py.
+        """
+        call.has_leaves = all(one.is_leaf for one in inputs)
+        if not call.has_leaves:
+            inputs = [one for one in inputs if not one.is_leaf]
         if len(inputs) > 1:
             register_multi_grad_hook(inputs, lambda _grads: self._after_backward(call))
         elif inputs:

@@ -279,6 +279,59 @@ class FrozenRepeated(Parallel):
         self.blocks[1].requires_grad_(False)
 
 
+class LeafInputs(Base):
+    """The blocks run on leaves that require a gradient, as in adversarial training: one block on a leaf alone, one on a
+    leaf and on another block's output, one twice."""
+
+    class Scaled(Layer):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
+            return super().forward(x) * scale
+
+    layer = Scaled
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        leaf = (ids[..., None] / VOCAB).expand(*ids.shape, WIDTH).clone().requires_grad_()
+        x = self.blocks[1](self.blocks[0](leaf), leaf)
+        return self.head(self.norm(self.blocks[2](x) + self.blocks[2](leaf) + self.embed(ids)))
+
+
+class FrozenFirst(Base):
+    """Frozen embedding and first block; a hook lets the embedding's output require a gradient, as for adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.embed, self.blocks[0]):
+            part.requires_grad_(False)
+        self.embed.register_forward_hook(lambda _module, _args, output: output.requires_grad_())
+
+
+class Penalty(Base):
+    """A gradient penalty: the loss includes gradients of a leaf and of the embedded ids, through the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.embed(ids)
+        logits = self.head(self.norm(self.run_blocks(x)))
+        if not torch.is_grad_enabled():
+            return logits, ()
+        leaf = x.detach().requires_grad_()
+        score = self.head(self.run_blocks(leaf)).square().mean()
+        slopes = (
+            *torch.autograd.grad(score, leaf, create_graph=True),
+            *torch.autograd.grad(logits.square().mean(), x, create_graph=True),
+        )
+        with torch.no_grad():
+            self.run_blocks(x)  # a forward that keeps no units gathered
+        return logits, slopes
+
+    def loss_of(self, output: Any) -> torch.Tensor:
+        logits, slopes = output
+        return super().loss_of(logits) + sum(((slope.norm() - 1).square() for slope in slopes), torch.zeros(()))
+
+
 class Fp32Norms(Base):
     """A bf16 model that keeps its norms in fp32, and a buffer in fp64."""
 
@@ -306,7 +359,7 @@ SHAPES: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (
         *(Base, Tied, Borrowed, BorrowedInHead, HeldWeight, Small, Repeated, Parallel, Sometimes, Nested, Outputs),
-        *(Adapters, FrozenMiddle, FrozenRepeated),
+        *(Adapters, FrozenMiddle, FrozenRepeated, LeafInputs, FrozenFirst, Penalty),
     )
 }
 

@@ -129,6 +129,19 @@ def test_a_call_under_no_grad_does_not_hold_a_unit_back() -> None:
     assert rehearsal.closes(call) == "A"
 
 
+def test_a_call_on_leaves_ends_frozen_units_and_no_trained_one() -> None:
+    """The gradient of a leaf may come before those of the weights that were multiplied with it."""
+    rehearsal = Rehearsal()
+    call = rehearsal.call("Af")
+    call.has_leaves = True
+    other = rehearsal.call("A")
+    rehearsal.begin()
+    rehearsal.opens(other, call)
+    assert rehearsal.closes(other) == ""
+    assert rehearsal.closes(call) == "f"
+    assert rehearsal.takes("A0", "A1") == ["", "A"]
+
+
 # ---- reentrant checkpointing -----------------------------------------------------------------------------------------
 
 
@@ -273,3 +286,20 @@ def test_a_backward_that_the_runtime_did_not_start_ends_frozen_units_only() -> N
     rehearsal.tracker.begin_backward(rehearsal.number)
     rehearsal.opens(call)
     assert rehearsal.closes(call) == "f"
+
+
+def test_a_call_that_such_a_backward_closed_may_have_its_gradients_in_the_next() -> None:
+    """autograd.grad with a retained graph, between the two forwards of a loss."""
+    rehearsal = Rehearsal()
+    rehearsal.begin()
+    rehearsal.tracker.end_backward()
+    first = rehearsal.call("A")
+    rehearsal.tracker.begin_backward(rehearsal.number)
+    rehearsal.opens(first)
+    assert rehearsal.closes(first) == ""
+    second = rehearsal.call("A")
+    rehearsal.begin()
+    rehearsal.opens(second)
+    assert rehearsal.closes(second) == "", "the first call's gradients are missing"
+    rehearsal.opens(first)
+    assert rehearsal.closes(first) == "A"
