@@ -22,6 +22,7 @@ from zero_runtime.offload.tier import StateTier, residence
 from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.optim.sharded import ShardedOptimizer
+from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
 from zero_runtime.settings import RuntimeSettings, moves_of
@@ -31,6 +32,7 @@ from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit import Unit
 from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
 from zero_runtime.wire import check_scaled
+from zero_runtime.world import world_size
 
 
 class BuiltUnits(NamedTuple):
@@ -39,6 +41,19 @@ class BuiltUnits(NamedTuple):
     units: list[Unit]
     optimizer: ShardedOptimizer
     tier: StateTier
+
+
+def make_collectives(plan: ZeroPlan, settings: RuntimeSettings, clock: PhaseClock) -> Collectives:
+    """The collectives of a plan over the default process group, which must be initialized."""
+    data_world = settings.tensor_parallel.data_world(world_size())
+    return Collectives(
+        plan.shard_count(data_world),
+        clock,
+        settings.watch,
+        tensor_degree=settings.tensor_parallel.degree,
+        sequence_degree=settings.sequence_parallel.degree,
+        group_ranks=plan.group_ranks(data_world),
+    )
 
 
 def check_kernels(found: Sequence[Chosen | None]) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from zero_runtime import accounting, non_finite, whole_tensors
-from zero_runtime.build import UnitBuilder, check_together
-from zero_runtime.collectives import Collectives
+from zero_runtime.agreed_parameters import AgreedParameters
+from zero_runtime.build import UnitBuilder, check_together, make_collectives
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.gather_turns import GatherTurns
 from zero_runtime.generation import unwrap_generate, wrap_generate
@@ -46,18 +46,6 @@ from zero_runtime.unit import Unit
 from zero_runtime.world import world_size
 
 __all__ = ["RuntimeSettings", "ZeroRuntime"]
-
-
-def _collectives_of(plan: ZeroPlan, settings: RuntimeSettings, clock: PhaseClock) -> Collectives:
-    data_world = settings.tensor_parallel.data_world(world_size())
-    return Collectives(
-        plan.shard_count(data_world),
-        clock,
-        settings.watch,
-        tensor_degree=settings.tensor_parallel.degree,
-        sequence_degree=settings.sequence_parallel.degree,
-        group_ranks=plan.group_ranks(data_world),
-    )
 
 
 def _checked_plan(
@@ -112,7 +100,7 @@ class ZeroRuntime:
         self.clock = PhaseClock(device)
         tensor = settings.tensor_parallel
         split = tensor.plan(model, trains=self.trains) if tensor.degree > 1 else None
-        self.collectives = _collectives_of(plan, settings, self.clock)
+        self.collectives = make_collectives(plan, settings, self.clock)
         self.collectives.journal.begin("start")
         # As the model is given: its parameters are views of flat tensors from here on.
         self.given_dtypes = {name: param.dtype for name, param in model.named_parameters()}
@@ -127,6 +115,7 @@ class ZeroRuntime:
         self.scaler: LossScaler = settings.loss_scale.start()
         self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch, has_backward=self.trains)
         self._hooks = ModuleHooks(model, self.units, self._schedule)
+        self._agreed = AgreedParameters(model)
         self._turns: GatherTurns | None = None
         self._wrapped: list[nn.Module] = []
         if not plan.keeps_full_params and self.collectives.shard_count > 1:
@@ -278,6 +267,7 @@ class ZeroRuntime:
         update is redone with that rate, and the result is the same bit for bit as without speculation. (The last step's
         rate is no substitute: a schedule changes it in every step, so every update would be redone.)
         """
+        self.optimizer.check_rates(lr)
         self._expected = lr
 
     def _guess(self) -> None:
@@ -311,6 +301,7 @@ class ZeroRuntime:
     def step(self, lr: float | Rates) -> StepReport:
         """Clip the gradients, update every parameter once and drop the gradients.
 
+        A parameter that was frozen, unfrozen, added or replaced since the runtime was made is a PlanError.
         Reads the loss and the gradient norm on the host. If fp16 gradients overflow on any rank, all ranks skip the
         step: nothing is updated or counted, and the loss scale changes by its rule. Any other loss or norm that is not
         finite, or an overflow that no smaller scale can prevent, raises NonFiniteError on every rank before anything is
@@ -321,7 +312,7 @@ class ZeroRuntime:
         """
         if not self.trains:
             refuse_training("step")
-        self._check_step()
+        self._check_step(lr)
         self.collectives.journal.begin("step")
         self.optimizer.begin_step()
         report, norm = self._agree()
@@ -362,7 +353,8 @@ class ZeroRuntime:
             return None
         return self._grad_scale(torch.tensor(report.grad_norm, dtype=torch.float64))
 
-    def _check_step(self) -> None:
+    def _check_step(self, lr: float | Rates) -> None:
+        """Raise CallOrderError or PlanError, before anything is updated, and keep the gradients."""
         if not self._is_complete:
             raise CallOrderError(
                 f"step: expected {self.settings.micro_batches} backward calls since the last step, "
@@ -370,6 +362,8 @@ class ZeroRuntime:
             )
         if self._schedule.sums_locally:
             raise CallOrderError("step: the last backward ran inside no_sync; expected it outside, to be reduced")
+        self._agreed.check()
+        self.optimizer.check_rates(lr)
 
     def _agree(self) -> tuple[StepReport, torch.Tensor]:
         """Sum the loss, the squared norm, the fingerprints and the stop requests over the ranks.

@@ -164,14 +164,15 @@ ROOMS = {
         "generation": "",
         "inference": "offload pure",
         "settings": "initial_values offload pure sequence_parallel tensor_parallel tensor_source watch",
-        "build": "agreement collectives initial_values offload optim pure settings shard_location tensor_source unit "
-        "unit_planner",
+        "agreed_parameters": "pure",
+        "build": "agreement collectives initial_values offload optim phase_clock pure settings shard_location "
+        "tensor_source unit unit_planner world",
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives offload optim pure unit",
         "accounting": "collectives offload optim pure settings unit",
-        "runtime": "accounting build collectives gather_turns generation group_batch inference ledger module_hooks "
-        "non_finite offload optim own_device phase_clock pure sequence_parallel settings step_report tensor_parallel "
-        "unit whole_tensors world",
+        "runtime": "accounting agreed_parameters build gather_turns generation group_batch inference ledger "
+        "module_hooks non_finite offload optim own_device phase_clock pure sequence_parallel settings step_report "
+        "tensor_parallel unit whole_tensors world",
         "memory": "accounting activations dtypes guarded_parameter ledger module_hooks offload pure runtime unit "
         "unit_planner",
         "timing": "activations collectives memory module_hooks pure runtime settings unit_planner",

@@ -198,7 +198,7 @@ def test_what_error_feedback_keeps_back_is_all_that_is_missing_from_the_sum_of_g
 
 def _refused(stage: int, precision: MixedPrecision, wire: Wire) -> str:
     """The refusal, which comes before groups: a rank that ends breaks the connection of one that still makes them."""
-    made = mock.patch.object(runtime, "Collectives", side_effect=AssertionError("groups were made first"))
+    made = mock.patch.object(runtime, "make_collectives", side_effect=AssertionError("groups were made first"))
     with made, pytest.raises(ConfigError) as caught:
         build(Case(2, precision=precision), stage, wire)
     return str(caught.value)

@@ -19,7 +19,7 @@ from zero_runtime.deepspeed.live_engines import add_engine, remove_engine
 from zero_runtime.deepspeed.model_folder import save_16bit
 from zero_runtime.deepspeed.schedules import Schedule, advance, rates_now
 from zero_runtime.dtypes import TORCH_DTYPE
-from zero_runtime.errors import CallOrderError, PlanError
+from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport
@@ -115,24 +115,32 @@ class Engine(EngineSettings):
         the step was skipped, advance the schedule."""
         if not self._awaits_step:
             raise CallOrderError("engine.step: expected engine.backward(loss) since the last step, found none")
-        boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
-        self._in_step += 1
-        self._awaits_step = False
-        if not boundary:
+        if not self.is_gradient_accumulation_boundary():
+            self._end_micro_step(self._in_step + 1)
             return
-        self._in_step = 0
-        self.global_steps += 1
         self._stepping = True
         try:
             self.optimizer.step()
+        except NonFiniteError:  # it dropped the gradients; after a PlanError, step may be called again
+            self._end_step()
+            raise
         finally:
             self._stepping = False
+        self._end_step()
         assert self._report is not None
         if self._report.skipped:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             advance(self.lr_scheduler)
+
+    def _end_step(self) -> None:
+        self.global_steps += 1
+        self._end_micro_step(0)
+
+    def _end_micro_step(self, in_step: int) -> None:
+        self.micro_steps += 1
+        self._in_step = in_step
+        self._awaits_step = False
 
     def _update(self, rates: Rates) -> None:
         if not self._stepping:

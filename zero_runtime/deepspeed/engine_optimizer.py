@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -37,10 +39,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {key: value for key, value in groups[0].items() if key != "params"})
         self.param_groups = groups  # the same list object, which a client's scheduler may modify
         self._fixed = [self._constants(group) for group in groups]
+        self._params = [list(group["params"]) for group in groups]
         self._momentum = self._momenta()
         self._cycled = False
         self._update: Callable[[Rates], None] | None = None
         self._scale: Callable[[], float] = lambda: 1.0
+        self._rates()
 
     def bind(self, update: Callable[[Rates], None], scale: Callable[[], float]) -> None:
         """Set the engine's functions for an update and for the loss scale."""
@@ -83,6 +87,11 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def _rates(self) -> Rates:
         """The rates of the next update, by group, with one more group for frozen parameters that are in none."""
+        if list(map(_ids, self._params)) != [_ids(group["params"]) for group in self.param_groups]:
+            raise PlanError(
+                "optimizer.param_groups: expected the groups and parameters of initialize, found others; what is added "
+                "later is not trained: give all groups to initialize, and hold one for some steps by lr=0"
+            )
         for index, (group, fixed) in enumerate(zip(self.param_groups, self._fixed, strict=True)):
             now = self._constants(group)
             edited = [key for key, value in fixed.items() if now.get(key) != value]
@@ -95,7 +104,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._cycled = self._cycled or momenta != self._momentum
         if len(set(momenta)) > 1:
             raise PlanError(f"optimizer.param_groups: expected one momentum for all groups, found {momenta}")
-        lrs = [float(group["lr"]) for group in self.param_groups]
+        lrs = [_rate_of(group, index) for index, group in enumerate(self.param_groups)]
         return Rates((*lrs, 0.0), momenta[0] if self._cycled else None)
 
     def _momenta(self) -> list[float | None]:
@@ -106,6 +115,21 @@ class EngineOptimizer(torch.optim.Optimizer):
         """The values of a group that must not change, including the second beta."""
         second = {"betas[1]": group["betas"][1]} if "betas" in group else {}
         return {key: value for key, value in group.items() if key not in _READ_EACH_STEP} | second
+
+
+def _ids(params: Sequence[torch.Tensor]) -> list[int]:
+    return list(map(id, params))
+
+
+def _rate_of(group: dict[str, Any], index: int) -> float:
+    found = group.get("lr")
+    rate = float(found) if isinstance(found, (Real, torch.Tensor)) else math.nan
+    if not 0 <= rate < math.inf:
+        raise PlanError(
+            f"optimizer.param_groups[{index}], lr: expected a finite number of at least 0, found {found!r}; nothing "
+            "was updated; set it, or mend the schedule that does"
+        )
+    return rate
 
 
 def _momentum_of(group: dict[str, Any]) -> float | None:

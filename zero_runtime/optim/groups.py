@@ -10,6 +10,7 @@ Groups do not split units: a shard is updated in runs of consecutive parameters 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,10 @@ class GroupTable:
         return GroupSettings(index, group.lr_scale, decay)
 
     def check_rates(self, lr: float | Sequence[float]) -> None:
-        """Raise PlanError unless `lr` is one number, or one per group and one more for the parameters in no group."""
+        """Raise PlanError unless `lr` is one rate, or one per group and one more for the parameters in no group."""
+        for one in (lr,) if isinstance(lr, (int, float)) else lr:
+            if not isinstance(one, (int, float)) or not 0 <= one < math.inf:
+                raise PlanError(f"lr: expected a finite rate of at least 0, found {one!r}; nothing was updated")
         if isinstance(lr, (int, float)):
             return
         named = len(self._groups)

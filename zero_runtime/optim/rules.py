@@ -207,7 +207,9 @@ def squared_pieces_of(held: Held, collectives: Collectives) -> Iterator[tuple[st
 
 
 def check_momentum(config: OptimizerConfig, momentum: float | None) -> None:
-    """Raise PlanError if a schedule cycles the momentum of an optimizer that has none."""
+    """Raise PlanError for a momentum outside [0, 1), or if a schedule cycles that of an optimizer that has none."""
+    if momentum is not None and not 0 <= momentum < 1:
+        raise PlanError(f"momentum: expected it from 0 to below 1, found {momentum}; nothing was updated")
     if momentum is not None and not config.has_momentum:
         raise PlanError(
             f"the schedule cycles the momentum (now {momentum}) and {config.name} has none; give the optimizer a "

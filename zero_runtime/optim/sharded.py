@@ -128,11 +128,16 @@ class ShardedOptimizer:
             for unit in self._units:
                 unit.sum_gradients(over_ranks=over_ranks)
 
-    def _numbers(self, lr: float | Rates, grad_scale: torch.Tensor) -> StepNumbers:
-        """Numbers of the next step. PlanError if the rates do not fit the groups or the optimizer."""
+    def check_rates(self, lr: float | Rates) -> None:
+        """Raise PlanError if the rates are no rates, or do not fit the groups or the optimizer."""
         rates = _rates(lr)
         self._groups.check_rates(rates.lr)
         check_momentum(self.config, rates.momentum)
+
+    def _numbers(self, lr: float | Rates, grad_scale: torch.Tensor) -> StepNumbers:
+        """Numbers of the next step."""
+        self.check_rates(lr)
+        rates = _rates(lr)
         return StepNumbers(
             self.updates + 1, lambda settings: self._groups.rate(rates.lr, settings), rates.momentum, grad_scale
         )

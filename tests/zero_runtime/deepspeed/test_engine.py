@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_alone
+from harness.ranks import run_alone, run_ranks
 from harness.seed_loop import initialize_quietly
 from torch import nn
 
@@ -134,6 +136,7 @@ def misfits() -> None:
         ("model parallelism is not here yet", {"mpu": object()}),
         ("found 0 of them", {"config": None}),
         ("found 2 of them", {"config_params": config}),
+        ("lr: expected a finite number", {"config": {**config, "optimizer": {"type": "SGD", "params": {"lr": -0.1}}}}),
         ("expected model to be a torch.nn.Module", {"model": None}),
     ]
     for told, given in cases:
@@ -189,3 +192,79 @@ def loops_in_one_process() -> None:
 
 def test_the_engine_handles_boundaries_skipped_steps_and_invalid_arguments() -> None:
     run_alone(loops_in_one_process)
+
+
+def _set(owner: dict[str, Any], key: str, value: Any) -> Callable[[], None]:
+    before = owner[key]
+    owner[key] = value
+    return lambda: owner.update({key: before})
+
+
+def _freeze(layer: nn.Module, *, frozen: bool) -> Callable[[], None]:
+    layer.requires_grad_(not frozen)
+
+    def undo() -> None:
+        layer.requires_grad_(frozen)
+
+    return undo
+
+
+def _attach(engine: Any) -> Callable[[], None]:
+    engine.module[2].adapter = nn.Linear(4, 4)
+    return lambda: delattr(engine.module[2], "adapter")
+
+
+def _replace(engine: Any) -> Callable[[], None]:
+    kept, engine.module[0].weight = engine.module[0].weight, nn.Parameter(torch.zeros(4, 4))
+    return lambda: setattr(engine.module[0], "weight", kept)
+
+
+def _append(engine: Any) -> Callable[[], None]:
+    added = nn.Parameter(torch.zeros(4))
+    engine.optimizer.param_groups[0]["params"].append(added)
+    return lambda: engine.optimizer.param_groups[0]["params"].pop()
+
+
+# A change after initialize, which returns its undoing, and what the next step says about it.
+CHANGES: list[tuple[Callable[[Any], Callable[[], None]], str]] = [
+    *(
+        (lambda engine, lr=lr: _set(engine.optimizer.param_groups[0], "lr", lr), rf"\[0\], lr: .*found {lr!r}; nothing")
+        for lr in (math.nan, math.inf, -0.1, "0.01", None)
+    ),
+    (lambda engine: _set(engine.optimizer.param_groups[0], "betas", (math.nan, 0.999)), "momentum: .* found nan"),
+    (lambda engine: _set(engine.optimizer.param_groups[0], "betas", (0.9, 0.9)), r"betas\[1\]: expected 0.999"),
+    (lambda engine: _freeze(engine.module[0], frozen=True), r"'0\.weight': expected requires_grad=True"),
+    (lambda engine: _freeze(engine.module[1], frozen=False), r"'1\.weight': expected requires_grad=False"),
+    (_attach, r"'2\.adapter\.weight': expected none as at initialize"),
+    (_replace, r"'0\.weight': expected the same one as at initialize"),
+    (_append, "expected the groups and parameters of initialize"),
+]
+
+
+def late_changes() -> None:
+    """Every change is refused before anything is updated; without it, the same step ends like one without a change."""
+    for stage in (0, 1, 2, 3):
+        found = {}
+        for changes in ([], CHANGES):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+            model[1].requires_grad_(False)
+            config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+            engine, *_ = initialize_quietly(model=model, config=config)
+            for _ in range(2):
+                engine.backward(engine(torch.ones(2, 4)).square().mean())
+                for change, told in changes:
+                    undo = change(engine)
+                    with pytest.raises(PlanError, match=told):
+                        engine.step()
+                    undo()
+                engine.step()
+            assert (engine.global_steps, engine.micro_steps) == (2, 2)
+            with engine.runtime.full_params() as values:
+                found[bool(changes)] = {name: value.clone() for name, value in values.items()}
+            engine.destroy()
+        assert all(torch.equal(value, found[True][name]) for name, value in found[False].items()), stage
+
+
+def test_what_changes_after_initialize_is_refused_by_name_before_anything_is_updated() -> None:
+    run_ranks(late_changes, 2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
 from zero_runtime.errors import PlanError
@@ -95,6 +98,13 @@ def test_a_wrong_number_of_rates_is_refused() -> None:
     with pytest.raises(PlanError, match="2 for the groups and one more for the parameters in none, found 2"):
         table(ParamGroup(("head",)), ParamGroup(())).check_rates((1.0, 2.0))
     table(ParamGroup(tuple(SHAPES))).check_rates((1.0,))  # no parameter is left over
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -1e-9, "0.1", None])
+def test_a_rate_that_would_destroy_the_weights_is_refused(rate: Any) -> None:
+    for rates in ((1.0, rate), (rate, 1.0), (1.0, 1.0, rate), *([rate] if isinstance(rate, float) else [])):
+        with pytest.raises(PlanError, match="expected a finite rate of at least 0, found"):
+            table(ParamGroup(("head",))).check_rates(rates)
 
 
 def test_unknown_names_and_names_in_two_groups_are_refused() -> None:
