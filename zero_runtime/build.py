@@ -13,6 +13,7 @@ from zero_runtime.agreement import agree, trouble_of
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import PlanError
 from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.inference import NO_OPTIMIZER, begin_inference, check_training
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels.registration import VARIABLE, Chosen, chosen
 from zero_runtime.memory.model import UnitSize
@@ -27,6 +28,7 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
 from zero_runtime.settings import RuntimeSettings, moves_of
 from zero_runtime.shard_location import OffloadedShards
+from zero_runtime.tensor_parallel.refusals import check_divided
 from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit import Unit
@@ -54,6 +56,27 @@ def make_collectives(plan: ZeroPlan, settings: RuntimeSettings, clock: PhaseCloc
         sequence_degree=settings.sequence_parallel.degree,
         group_ranks=plan.group_ranks(data_world),
     )
+
+
+def checked_plan(
+    model: nn.Module,
+    plan: ZeroPlan,
+    precision: MixedPrecision,
+    optimizer: OptimizerConfig | None,
+    settings: RuntimeSettings,
+    device_type: str,
+) -> ZeroPlan:
+    """The plan to follow. ConfigError, before the model is changed, for settings that do not go together."""
+    tensor = settings.tensor_parallel
+    check_divided(tensor.degree, optimizer, precision)
+    if settings.sequence_parallel.degree > 1:
+        settings.sequence_parallel.check(model, ranks=tensor.data_world(world_size()), tensor_degree=tensor.degree)
+    if optimizer is None:
+        plan = begin_inference(model, plan, precision, settings.offload, settings.wire)
+    else:
+        check_training(precision)
+    check_together(plan, precision, optimizer or NO_OPTIMIZER, settings, device_type)
+    return plan
 
 
 def check_kernels(found: Sequence[Chosen | None]) -> None:

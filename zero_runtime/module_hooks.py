@@ -32,9 +32,10 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_runtime.backward_tracker import BackwardTracker, Call
-from zero_runtime.errors import CallOrderError, ParameterReadError
+from zero_runtime.errors import CallOrderError, ParameterReadError, ZeroError
 from zero_runtime.parameter_reads import unwatch_parameters, watch_parameters
 from zero_runtime.schedule import Schedule
+from zero_runtime.shared_backward import SharedBackward, backward_under_way
 from zero_runtime.unit import Unit
 
 _current_graph_task = torch._C._current_graph_task_id
@@ -66,7 +67,17 @@ class Edge:
 class ModuleHooks:
     """Registers the hooks of all units on construction; `remove` removes them all."""
 
-    def __init__(self, model: nn.Module, units: list[Unit], schedule: Schedule) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        schedule: Schedule,
+        take_foreign: Callable[[str, float], None] | None = None,
+    ) -> None:
+        """take_foreign: called with a parameter's name and the loss scale before a gradient of a backward that another
+        runtime started is added; may raise."""
+        self._take_foreign = take_foreign
+        self._joined: SharedBackward | None = None  # the backward of another runtime that is under way here
         self._model = model
         self._units = units
         self._schedule = schedule
@@ -225,6 +236,18 @@ class ModuleHooks:
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
+    def _join(self) -> None:
+        """Take part in the backward of another runtime, if there is one, as in one inside no_sync."""
+        self._joined = backward_under_way()
+        if self._joined is not None:
+            self._schedule.begin_backward(boundary=False, synced=False)
+            self._joined.ends.append(self._leave)
+
+    def _leave(self) -> None:
+        self._joined = None
+        self.end_graphs()
+        self._schedule.end_backward()
+
     def _begin_backward(self) -> None:
         """Called before the tracker hears of an event that may be the first of a backward, which has no hook."""
         if self._tracker.backward != self._schedule.backwards:
@@ -232,6 +255,8 @@ class ModuleHooks:
             self._graph_task = _current_graph_task()
 
     def _before_backward(self, call: Call[Unit], edge: Edge, grad: torch.Tensor) -> None:
+        if not self._schedule.in_backward:
+            self._join()
         self._close(edge, grad)  # first, so that units of ended calls are released before this call's are gathered
         self._begin_backward()
         self._tracker.open(call)
@@ -280,12 +305,20 @@ class ModuleHooks:
     def _grad_hook(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
         def hook(param: torch.Tensor) -> None:
             if not self._schedule.in_backward:
+                self._join()
+            if not self._schedule.in_backward:
                 param.grad = None
                 raise CallOrderError(
                     f"a gradient for parameter {unit.layout.segments[index].name!r} came outside of the runtime's "
                     "backward, which reduces gradients and scales the loss: call engine.backward(loss) (the drop-in) "
                     "or runtime.backward(loss) in place of loss.backward()"
                 )
+            if self._joined is not None and self._take_foreign is not None:
+                try:
+                    self._take_foreign(unit.layout.segments[index].name, self._joined.scale)
+                except ZeroError:
+                    param.grad = None
+                    raise
             unit.take_grad(index, sums_locally=self._schedule.sums_locally)
             self._begin_backward()
             inner = _current_graph_task() != self._graph_task  # a backward inside the backward has its own number

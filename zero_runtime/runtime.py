@@ -14,12 +14,12 @@ from torch import nn
 
 from zero_runtime import accounting, non_finite, whole_tensors
 from zero_runtime.agreed_parameters import AgreedParameters
-from zero_runtime.build import UnitBuilder, check_together, make_collectives
+from zero_runtime.build import UnitBuilder, checked_plan, make_collectives
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.gather_turns import GatherTurns
 from zero_runtime.generation import unwrap_generate, wrap_generate
 from zero_runtime.group_batch import GroupBatch
-from zero_runtime.inference import NO_OPTIMIZER, begin_inference, check_training, refuse_training
+from zero_runtime.inference import NO_OPTIMIZER, refuse_training
 from zero_runtime.kernels.reference import root64
 from zero_runtime.ledger import Ledger
 from zero_runtime.module_hooks import ModuleHooks
@@ -36,37 +36,15 @@ from zero_runtime.schedule import Schedule
 from zero_runtime.sequence_parallel.axis import SequenceAxis
 from zero_runtime.sequence_parallel.division import DividedSequences
 from zero_runtime.settings import RuntimeSettings
+from zero_runtime.shared_backward import backward_through, refuse_foreign
 from zero_runtime.step_report import StepReport
 from zero_runtime.tensor_parallel.axis import TensorAxis
 from zero_runtime.tensor_parallel.division import DividedModel
 from zero_runtime.tensor_parallel.plan import SplitPlan
-from zero_runtime.tensor_parallel.refusals import check_divided
 from zero_runtime.tensor_parallel.slices import NOT_SPLIT
 from zero_runtime.unit import Unit
-from zero_runtime.world import world_size
 
 __all__ = ["RuntimeSettings", "ZeroRuntime"]
-
-
-def _checked_plan(
-    model: nn.Module,
-    plan: ZeroPlan,
-    precision: MixedPrecision,
-    optimizer: OptimizerConfig | None,
-    settings: RuntimeSettings,
-    device_type: str,
-) -> ZeroPlan:
-    """The plan to follow. ConfigError, before the model is changed, for settings that do not go together."""
-    tensor = settings.tensor_parallel
-    check_divided(tensor.degree, optimizer, precision)
-    if settings.sequence_parallel.degree > 1:
-        settings.sequence_parallel.check(model, ranks=tensor.data_world(world_size()), tensor_degree=tensor.degree)
-    if optimizer is None:
-        plan = begin_inference(model, plan, precision, settings.offload, settings.wire)
-    else:
-        check_training(precision)
-    check_together(plan, precision, optimizer or NO_OPTIMIZER, settings, device_type)
-    return plan
 
 
 class ZeroRuntime:
@@ -90,7 +68,7 @@ class ZeroRuntime:
         settings: RuntimeSettings,
         device: torch.device,
     ) -> None:
-        plan = _checked_plan(model, plan, precision, optimizer, settings, device.type)
+        plan = checked_plan(model, plan, precision, optimizer, settings, device.type)
         self.trains = optimizer is not None
         self.model = model
         self.plan = plan
@@ -114,7 +92,7 @@ class ZeroRuntime:
         self._install_groups(split)
         self.scaler: LossScaler = settings.loss_scale.start()
         self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch, has_backward=self.trains)
-        self._hooks = ModuleHooks(model, self.units, self._schedule)
+        self._hooks = ModuleHooks(model, self.units, self._schedule, self._take_foreign)
         self._agreed = AgreedParameters(model)
         self._turns: GatherTurns | None = None
         self._wrapped: list[nn.Module] = []
@@ -132,6 +110,8 @@ class ZeroRuntime:
         self._expected: float | Rates | None = None  # the learning rate of the current step, from `expect_rate`
         self._warned = False
         self._synced = True
+        self._is_unreduced = False  # the step's last backward ran inside no_sync
+        self.has_foreign = False  # the next step has gradients of other runtimes' backwards
         self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its backward freed its graph
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         trouble = accounting.saving_trouble(self) if self.trains else None
@@ -244,6 +224,7 @@ class ZeroRuntime:
         self._loss += loss.detach()
         self.collectives.journal.begin("backward")
         self._is_complete = boundary = last or self._backwards == self.settings.micro_batches
+        self._is_unreduced = not self._synced
         # Only the step's last backward completes gradients, and inside no_sync not even that one does.
         if boundary and self._synced and self.settings.offload.speculative:
             self._guess()
@@ -251,10 +232,22 @@ class ZeroRuntime:
         if order is not None:  # before the first backward
             self._schedule.reduce_in(self.collectives.order_of_rank_0(order, self.device))
         self._schedule.begin_backward(boundary=boundary, synced=self._synced)
-        (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
+        with backward_through(self.scaler.scale):
+            (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
         self._hooks.end_graphs()
         self._schedule.end_backward()
         self.collectives.journal.begin("forward")
+
+    def _take_foreign(self, name: str, scale: float) -> None:
+        """Called when the backward of another runtime has a gradient for a parameter here, which is then added."""
+        if self._is_complete or scale != self.scaler.scale:
+            refuse_foreign(name, scale, self.scaler.scale)
+        self.has_foreign = True
+
+    def drop_foreign(self) -> None:
+        """Between steps: drop the gradients that the backwards of other runtimes left here."""
+        if self.has_foreign and not self._backwards:
+            self._drop_gradients()
 
     def backward_reads(self, unit: Unit) -> bool:
         """Whether the first backward read the unit's parameters. It reads frozen ones to pass gradients on."""
@@ -360,7 +353,7 @@ class ZeroRuntime:
                 f"step: expected {self.settings.micro_batches} backward calls since the last step, "
                 f"found {self._backwards}"
             )
-        if self._schedule.sums_locally:
+        if self._is_unreduced:
             raise CallOrderError("step: the last backward ran inside no_sync; expected it outside, to be reduced")
         self._agreed.check()
         self.optimizer.check_rates(lr)
@@ -401,7 +394,7 @@ class ZeroRuntime:
     def _drop_gradients(self) -> None:
         for unit in self.units:
             unit.free_grads()
-        self._backwards, self._is_complete = 0, False
+        self._backwards, self._is_complete, self.has_foreign = 0, False, False
         self._expected = None
         self._loss.zero_()
 

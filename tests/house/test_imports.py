@@ -67,6 +67,7 @@ PURE = (
     "optim.lr_schedule",
     "optim.lr_settings",
     "backward_tracker",
+    "shared_backward",
     "errors",
     "limits",
     "wire",
@@ -165,14 +166,14 @@ ROOMS = {
         "inference": "offload pure",
         "settings": "initial_values offload pure sequence_parallel tensor_parallel tensor_source watch",
         "agreed_parameters": "pure",
-        "build": "agreement collectives initial_values offload optim phase_clock pure settings shard_location "
-        "tensor_source unit unit_planner world",
+        "build": "agreement collectives inference initial_values offload optim phase_clock pure settings "
+        "shard_location tensor_source unit unit_planner world",
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives offload optim pure unit",
         "accounting": "collectives offload optim pure settings unit",
         "runtime": "accounting agreed_parameters build gather_turns generation group_batch inference ledger "
         "module_hooks non_finite offload optim own_device phase_clock pure sequence_parallel settings step_report "
-        "tensor_parallel unit whole_tensors world",
+        "tensor_parallel unit whole_tensors",
         "memory": "accounting activations dtypes guarded_parameter ledger module_hooks offload pure runtime unit "
         "unit_planner",
         "timing": "activations collectives memory module_hooks pure runtime settings unit_planner",

@@ -26,6 +26,11 @@ from zero_runtime.step_report import StepReport
 from zero_runtime.watch.watch import RankWatch
 from zero_runtime.world import own_rank, world_size
 
+_ONE_LOSS = (
+    "gradients of another engine's backward alone; for one loss that trains two models make one engine of a module "
+    "that holds both, with a parameter group for each"
+)
+
 
 @dataclass(frozen=True)
 class EngineParts:
@@ -64,7 +69,7 @@ class Engine(EngineSettings):
         self._awaits_step = False
         self._stepping = False
         self._report: StepReport | None = None
-        self.optimizer.bind(self._update, lambda: self.cur_scale)
+        self.optimizer.bind(self._update, lambda: self.cur_scale, self.runtime.drop_foreign)
         add_engine(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -114,7 +119,8 @@ class Engine(EngineSettings):
         """Count the micro-batch. At the last one of a step, also update the parameters, drop the gradients and, unless
         the step was skipped, advance the schedule."""
         if not self._awaits_step:
-            raise CallOrderError("engine.step: expected engine.backward(loss) since the last step, found none")
+            found = _ONE_LOSS if self.runtime.has_foreign else "none"
+            raise CallOrderError(f"engine.step: expected engine.backward(loss) since the last step, found {found}")
         if not self.is_gradient_accumulation_boundary():
             self._end_micro_step(self._in_step + 1)
             return
@@ -176,12 +182,16 @@ class Engine(EngineSettings):
         return self.runtime.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing between steps, since `step` drops the gradients. Within a step it raises CallOrderError."""
+        """Between steps: drop what backwards of other engines left; `step` has dropped all others.
+
+        Within a step it raises CallOrderError.
+        """
         if self._awaits_step or self._in_step:
             raise CallOrderError(
                 "engine.zero_grad: expected it between steps, found micro-batches whose gradients it would lose; "
                 "engine.step drops them at the boundary, so leave it out"
             )
+        self.runtime.drop_foreign()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The module's `generate`, on every rank; prompts and lengths may differ. `synced_gpus` is not needed."""

@@ -44,11 +44,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._cycled = False
         self._update: Callable[[Rates], None] | None = None
         self._scale: Callable[[], float] = lambda: 1.0
+        self._drop_foreign: Callable[[], None] = lambda: None
         self._rates()
 
-    def bind(self, update: Callable[[Rates], None], scale: Callable[[], float]) -> None:
-        """Set the engine's functions for an update and for the loss scale."""
-        self._update, self._scale = update, scale
+    def bind(
+        self, update: Callable[[Rates], None], scale: Callable[[], float], drop_foreign: Callable[[], None]
+    ) -> None:
+        """Set the engine's functions for an update, the loss scale, and the gradients of other engines' backwards."""
+        self._update, self._scale, self._drop_foreign = update, scale, drop_foreign
 
     @property
     def cur_scale(self) -> float:
@@ -66,7 +69,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._update(self._rates())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: engine.step drops the gradients."""
+        """Drops what backwards of other engines left, between steps; engine.step drops the other gradients."""
+        self._drop_foreign()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Allowed only during construction."""

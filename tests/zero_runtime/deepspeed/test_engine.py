@@ -181,7 +181,41 @@ def inference() -> None:
     engine.destroy()
 
 
+def two_engines() -> None:
+    """Gradients of the other engine's backward are kept until this engine's next step or zero_grad."""
+
+    def engine_of(**more: Any) -> Any:
+        return initialize_quietly(model=nn.Linear(4, 4), config={"train_batch_size": 2, **more})[0]
+
+    def loss_of(*engines: Any) -> torch.Tensor:
+        x = torch.ones(2, 4)
+        for engine in engines:
+            x = engine(x.to(engine.module.weight.dtype)).float()
+        return x.square().mean()
+
+    first, second = engine_of(), engine_of()
+    for drop in (second.zero_grad, second.optimizer.zero_grad):
+        first.backward(loss_of(first, second))
+        first.step()
+        assert second.runtime.has_foreign
+        with pytest.raises(
+            CallOrderError, match=r"found gradients of another engine's backward alone.* one engine of a"
+        ):
+            second.step()
+        drop()
+        assert not second.runtime.has_foreign
+    second.backward(loss_of(second))
+    with pytest.raises(CallOrderError, match=r"for parameter 'bias' of this one, .* reduced already.* requires_grad_"):
+        first.backward(loss_of(first, second))
+    assert first.module.weight.grad is second.module.weight.grad is second.module.bias.grad is None
+    second.step()
+    half = engine_of(fp16={"enabled": True, "loss_scale": 4096})
+    with pytest.raises(PlanError, match=r"scaled by 1\.0 where this one's are by 4096"):
+        second.backward(loss_of(half))
+
+
 def loops_in_one_process() -> None:
+    two_engines()
     attributes()
     inference()
     boundaries()
