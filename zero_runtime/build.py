@@ -13,6 +13,7 @@ from zero_runtime.agreement import agree, trouble_of
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import PlanError
 from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.inference import NO_OPTIMIZER, begin_inference, check_training
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels.registration import VARIABLE, Chosen, chosen
 from zero_runtime.memory.model import UnitSize
@@ -22,15 +23,18 @@ from zero_runtime.offload.tier import StateTier, residence
 from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.optim.sharded import ShardedOptimizer
+from zero_runtime.parameter_reads import refuse_owned
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
 from zero_runtime.settings import RuntimeSettings, moves_of
 from zero_runtime.shard_location import OffloadedShards
+from zero_runtime.tensor_parallel.refusals import check_divided
 from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit import Unit
 from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
 from zero_runtime.wire import check_scaled
+from zero_runtime.world import world_size
 
 
 class BuiltUnits(NamedTuple):
@@ -88,6 +92,29 @@ def check_together(
     config.check_run(plan, settings.clip_norm, settings.wire)
     settings.wire.check_precision(plan, precision)
     check_scaled(settings.wire, scales_loss=settings.loss_scale != UNSCALED)
+
+
+def checked_plan(
+    model: nn.Module,
+    plan: ZeroPlan,
+    precision: MixedPrecision,
+    optimizer: OptimizerConfig | None,
+    settings: RuntimeSettings,
+    device_type: str,
+) -> ZeroPlan:
+    """The plan to follow. Before the model is changed, PlanError if another runtime owns it, and ConfigError if the
+    settings do not go together."""
+    refuse_owned(model)
+    tensor = settings.tensor_parallel
+    check_divided(tensor.degree, optimizer, precision)
+    if settings.sequence_parallel.degree > 1:
+        settings.sequence_parallel.check(model, ranks=tensor.data_world(world_size()), tensor_degree=tensor.degree)
+    if optimizer is None:
+        plan = begin_inference(model, plan, precision, settings.offload, settings.wire)
+    else:
+        check_training(precision)
+    check_together(plan, precision, optimizer or NO_OPTIMIZER, settings, device_type)
+    return plan
 
 
 class UnitBuilder:

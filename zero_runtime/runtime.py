@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from zero_runtime import accounting, non_finite, whole_tensors
-from zero_runtime.build import UnitBuilder, check_together
+from zero_runtime.build import UnitBuilder, checked_plan
+from zero_runtime.closed import hand_back, retire
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.gather_turns import GatherTurns
 from zero_runtime.generation import unwrap_generate, wrap_generate
 from zero_runtime.group_batch import GroupBatch
-from zero_runtime.inference import NO_OPTIMIZER, begin_inference, check_training, refuse_training
+from zero_runtime.inference import NO_OPTIMIZER, refuse_training
 from zero_runtime.kernels.reference import root64
 from zero_runtime.ledger import Ledger
 from zero_runtime.module_hooks import ModuleHooks
@@ -40,7 +41,6 @@ from zero_runtime.step_report import StepReport
 from zero_runtime.tensor_parallel.axis import TensorAxis
 from zero_runtime.tensor_parallel.division import DividedModel
 from zero_runtime.tensor_parallel.plan import SplitPlan
-from zero_runtime.tensor_parallel.refusals import check_divided
 from zero_runtime.tensor_parallel.slices import NOT_SPLIT
 from zero_runtime.unit import Unit
 from zero_runtime.world import world_size
@@ -58,27 +58,6 @@ def _collectives_of(plan: ZeroPlan, settings: RuntimeSettings, clock: PhaseClock
         sequence_degree=settings.sequence_parallel.degree,
         group_ranks=plan.group_ranks(data_world),
     )
-
-
-def _checked_plan(
-    model: nn.Module,
-    plan: ZeroPlan,
-    precision: MixedPrecision,
-    optimizer: OptimizerConfig | None,
-    settings: RuntimeSettings,
-    device_type: str,
-) -> ZeroPlan:
-    """The plan to follow. ConfigError, before the model is changed, for settings that do not go together."""
-    tensor = settings.tensor_parallel
-    check_divided(tensor.degree, optimizer, precision)
-    if settings.sequence_parallel.degree > 1:
-        settings.sequence_parallel.check(model, ranks=tensor.data_world(world_size()), tensor_degree=tensor.degree)
-    if optimizer is None:
-        plan = begin_inference(model, plan, precision, settings.offload, settings.wire)
-    else:
-        check_training(precision)
-    check_together(plan, precision, optimizer or NO_OPTIMIZER, settings, device_type)
-    return plan
 
 
 class ZeroRuntime:
@@ -102,7 +81,7 @@ class ZeroRuntime:
         settings: RuntimeSettings,
         device: torch.device,
     ) -> None:
-        plan = _checked_plan(model, plan, precision, optimizer, settings, device.type)
+        plan = checked_plan(model, plan, precision, optimizer, settings, device.type)
         self.trains = optimizer is not None
         self.model = model
         self.plan = plan
@@ -397,7 +376,11 @@ class ZeroRuntime:
         return StepReport(loss_value, norm_value, skipped, self.scaler.scale, any(rest)), norm
 
     def check_between_steps(self, call: str) -> None:
-        """Raise CallOrderError if the current step already has gradients, which `call` would lose."""
+        """Raise CallOrderError if the step has gradients, which `call` would lose, or the runtime no parameters."""
+        if not self.units:
+            raise CallOrderError(
+                f"{call}: expected a model with parameters, found none: it has none, or the runtime was closed"
+            )
         if self._backwards:
             raise CallOrderError(
                 f"{call}: expected to be called between two steps, found {self._backwards} backward calls since the "
@@ -434,17 +417,21 @@ class ZeroRuntime:
         return self.collectives.ledger.reset()
 
     def close(self) -> None:
-        """Remove the hooks and free every flat tensor; the model's parameters are empty afterwards. Idempotent."""
+        """Give the model its parameters and free everything else, see [Note: the model afterwards] in closed.py.
+
+        Every rank calls it. All other methods raise afterwards. Idempotent.
+        """
         self._hooks.remove()
         if self._divided is not None:
             self._divided.remove()
         if self._sequences is not None:
             self._sequences.remove()
         unwrap_generate(self._wrapped)  # last: what was installed first is removed last
-        self.tier.close()  # first: it waits for updates under way, which use the units and the optimizer
-        for unit in self.units:
-            unit.free()
-        self.units.clear()
         self._renewal.clear()
-        self.optimizer.free()
-        self.collectives.free()
+        try:
+            hand_back(self.units, self.tier, self.optimizer)
+        finally:
+            self.collectives.free()
+        retire(
+            self, "expected an open runtime, found a closed one; make another", kept=("close", "check_between_steps")
+        )

@@ -50,7 +50,7 @@ def test_a_runtime_makes_its_gpu_current_before_anything_else(
     made_current: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime, "PhaseClock", stop)
-    monkeypatch.setattr(runtime, "_checked_plan", lambda model, plan, *others: plan)  # settings need no GPU
+    monkeypatch.setattr(runtime, "checked_plan", lambda model, plan, *others: plan)  # settings need no GPU
     nothing = SimpleNamespace()
     with pytest.raises(Stopped):
         runtime.ZeroRuntime(nothing, nothing, nothing, nothing, nothing, THIRD)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_runtime.closed import retire
 from zero_runtime.deepspeed import engine_checkpoint
 from zero_runtime.deepspeed.absent import ABSENT_OF_ENGINE
 from zero_runtime.deepspeed.config import DropinConfig
@@ -240,11 +241,19 @@ class Engine(EngineSettings):
         return self.train(False)
 
     def destroy(self) -> None:
-        """Close the runtime and the watch; the process group stays. Idempotent."""
+        """Close the runtime and the watch; the process group stays. Every rank calls it. Idempotent.
+
+        The module keeps its trained parameters where they are whole on a rank (stages 0 to 2); at stage 3 a read of one
+        raises its name, unless there is one rank. All other methods raise CallOrderError afterwards.
+        """
         remove_engine(self)
-        self.runtime.close()
-        if self._watch is not None:
-            self._watch.close()
+        try:
+            self.runtime.close()
+        finally:
+            if self._watch is not None:
+                self._watch.close()
+        told = "expected an engine in use, found one that was destroyed; call engine.module, or initialize another"
+        retire(self, told, kept=("destroy",))
 
     # ---- numbers -------------------------------------------------------------------------------------------------
 
