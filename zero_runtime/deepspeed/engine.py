@@ -190,12 +190,12 @@ class Engine(EngineSettings):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save into `save_dir` (under `tag` if given) in this runtime's format. Every rank calls it.
+        """Save into `save_dir` (in its folder `tag` if given) in this runtime's format. Every rank calls it alike.
 
         `client_state`: plain JSON values, which load_checkpoint returns. `save_latest` has no effect: no file is needed
         to find the newest undamaged checkpoint. Returns True, as DeepSpeed does.
         """
-        engine_checkpoint.save(self, Path(save_dir), tag, client_state or {}, with_frozen=not exclude_frozen_parameters)
+        engine_checkpoint.save(self, save_dir, tag, client_state or {}, with_frozen=not exclude_frozen_parameters)
         return True
 
     def load_checkpoint(
@@ -216,7 +216,7 @@ class Engine(EngineSettings):
             raise PlanError("engine.load_checkpoint: expected load_module_strict=True: a model half loaded is none")
         weights_only = load_module_only or not load_optimizer_states
         return engine_checkpoint.load(
-            self, Path(load_dir), tag, weights_only=weights_only, with_schedule=load_lr_scheduler_states
+            self, load_dir, tag, weights_only=weights_only, with_schedule=load_lr_scheduler_states
         )
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
@@ -226,7 +226,7 @@ class Engine(EngineSettings):
         files of an earlier save under the same name. DeepSpeed writes a pickle, pytorch_model.bin; for that name,
         model.safetensors is written here, which from_pretrained reads.
         """
-        save_16bit(self.runtime, Path(save_dir), save_filename)
+        save_16bit(self.runtime, engine_checkpoint.folder_of("save_16bit_model", save_dir), save_filename)
         return True
 
     # ---- modes and ends ------------------------------------------------------------------------------------------
