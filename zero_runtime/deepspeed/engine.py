@@ -64,6 +64,7 @@ class Engine(EngineSettings):
         self._told_boundary: bool | None = None  # by set_gradient_accumulation_boundary
         self._awaits_step = False
         self._stepping = False
+        self._applied = False  # by the last call of step
         self._report: StepReport | None = None
         self.optimizer.bind(self._update, lambda: self.cur_scale)
         add_engine(self)
@@ -117,6 +118,7 @@ class Engine(EngineSettings):
         if not self._awaits_step:
             raise CallOrderError("engine.step: expected engine.backward(loss) since the last step, found none")
         boundary = self.is_gradient_accumulation_boundary()
+        self._applied = False
         self.micro_steps += 1
         self._in_step += 1
         self._awaits_step = False
@@ -130,6 +132,7 @@ class Engine(EngineSettings):
         finally:
             self._stepping = False
         assert self._report is not None
+        self._applied = not self._report.skipped
         if self._report.skipped:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -283,8 +286,8 @@ class Engine(EngineSettings):
         return None if self._report is None else self._report.grad_norm
 
     def was_step_applied(self) -> bool:
-        """Whether the last step updated the parameters."""
-        return self._report is not None and not self._report.skipped
+        """Whether the last call of `step` updated the parameters: False at a micro-batch within a step."""
+        return self._applied
 
     @property
     def cur_scale(self) -> float:

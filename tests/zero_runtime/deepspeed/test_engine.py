@@ -44,12 +44,12 @@ def boundaries() -> None:
             view.step()
         engine.step()
         assert (engine.micro_steps, engine.global_steps) == (call, call // 3)
+        assert engine.was_step_applied() is (call % 3 == 0), "DeepSpeed 0.19.8: F F T F F T"
         assert torch.equal(model.weight, before) is (call < 3)
         with pytest.raises(CallOrderError, match="since the last step"):
             engine.step()
     engine.zero_grad()
     assert engine.get_global_grad_norm() > 1e-3  # before clipping
-    assert engine.was_step_applied()
     assert engine.global_samples == 12
     assert [tuple(param.shape) for param in engine.parameters()] == [(4, 4), (4,)]
     with pytest.raises(AttributeError, match="gradients are reduced in backward"):
