@@ -23,6 +23,7 @@ from zero_runtime.offload.tier import StateTier, residence
 from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.optim.sharded import ShardedOptimizer
+from zero_runtime.parameter_reads import refuse_owned
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
@@ -56,27 +57,6 @@ def make_collectives(plan: ZeroPlan, settings: RuntimeSettings, clock: PhaseCloc
         sequence_degree=settings.sequence_parallel.degree,
         group_ranks=plan.group_ranks(data_world),
     )
-
-
-def checked_plan(
-    model: nn.Module,
-    plan: ZeroPlan,
-    precision: MixedPrecision,
-    optimizer: OptimizerConfig | None,
-    settings: RuntimeSettings,
-    device_type: str,
-) -> ZeroPlan:
-    """The plan to follow. ConfigError, before the model is changed, for settings that do not go together."""
-    tensor = settings.tensor_parallel
-    check_divided(tensor.degree, optimizer, precision)
-    if settings.sequence_parallel.degree > 1:
-        settings.sequence_parallel.check(model, ranks=tensor.data_world(world_size()), tensor_degree=tensor.degree)
-    if optimizer is None:
-        plan = begin_inference(model, plan, precision, settings.offload, settings.wire)
-    else:
-        check_training(precision)
-    check_together(plan, precision, optimizer or NO_OPTIMIZER, settings, device_type)
-    return plan
 
 
 def check_kernels(found: Sequence[Chosen | None]) -> None:
@@ -126,6 +106,29 @@ def check_together(
     config.check_run(plan, settings.clip_norm, settings.wire)
     settings.wire.check_precision(plan, precision)
     check_scaled(settings.wire, scales_loss=settings.loss_scale != UNSCALED)
+
+
+def checked_plan(
+    model: nn.Module,
+    plan: ZeroPlan,
+    precision: MixedPrecision,
+    optimizer: OptimizerConfig | None,
+    settings: RuntimeSettings,
+    device_type: str,
+) -> ZeroPlan:
+    """The plan to follow. Before the model is changed, PlanError if another runtime owns it, and ConfigError if the
+    settings do not go together."""
+    refuse_owned(model)
+    tensor = settings.tensor_parallel
+    check_divided(tensor.degree, optimizer, precision)
+    if settings.sequence_parallel.degree > 1:
+        settings.sequence_parallel.check(model, ranks=tensor.data_world(world_size()), tensor_degree=tensor.degree)
+    if optimizer is None:
+        plan = begin_inference(model, plan, precision, settings.offload, settings.wire)
+    else:
+        check_training(precision)
+    check_together(plan, precision, optimizer or NO_OPTIMIZER, settings, device_type)
+    return plan
 
 
 class UnitBuilder:

@@ -10,7 +10,7 @@ overhead; with a permanent subclass every operation that takes a parameter would
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from zero_runtime.errors import ParameterReadError
 
 _Tensor = torch.Tensor
+SAVE_BEFORE = "save the weights before (engine.save_checkpoint or save_16bit_model), make the model anew and load them"
 _DESCRIPTIONS = (
     *("shape", "dtype", "device", "layout", "ndim", "names", "name", "itemsize", "nbytes", "is_leaf", "grad_fn"),
     *("is_cuda", "is_cpu", "is_meta", "is_xpu", "is_mps", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested"),
@@ -59,7 +60,7 @@ _SET_DATA = _Tensor.data.__set__  # type: ignore[attr-defined]  # missing in tor
 class GuardedParameter(nn.Parameter):
     """A parameter whose unit is not in use; each unit has its own subclass. Copies and pickles are plain parameters."""
 
-    _guard: ClassVar[ParameterGuard]
+    _guard: ClassVar[ParameterGuard | ClosedGuard]
 
     @classmethod
     def __torch_function__(
@@ -104,7 +105,7 @@ class ParameterGuard:
     def __init__(self, unit: Owner, on_touch: Callable[[], None]) -> None:
         self._unit = unit
         self._on_touch = on_touch
-        self._class = type("GuardedParameter", (GuardedParameter,), {"_guard": self})
+        self._class = _guarded_class(self)
         self._params = [param for param in unit.params if type(param) is nn.Parameter]  # the others are fake tensors
         self._closed = False
         self.close()
@@ -144,6 +145,29 @@ class ParameterGuard:
             f"rank, use its copy in `with runtime.full_params([{name!r}]{more}) as values:` (the drop-in: "
             "engine.runtime.full_params; engine.save_16bit_model writes all weights)"
         )
+
+
+class ClosedGuard:
+    """Closes parameters for good: the runtime that was closed had no full values of them on this rank."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        self._names = {id(param): name for name, param in named.items()}
+        kind = _guarded_class(self)
+        for param in named.values():
+            if type(param) is nn.Parameter:
+                param.__class__ = kind
+
+    def check(self, param: nn.Parameter, func: Callable[..., Any], *, is_written: bool) -> None:
+        """Raise ParameterReadError, except where the storage alone is asked for, which is empty."""
+        if func not in _LOCATES:
+            raise ParameterReadError(
+                f"parameter {self._names[id(param)]!r}: its runtime was closed (engine.destroy) when this rank had "
+                f"only a part of its values; {SAVE_BEFORE}"
+            )
+
+
+def _guarded_class(guard: ParameterGuard | ClosedGuard) -> type[GuardedParameter]:
+    return type("GuardedParameter", (GuardedParameter,), {"_guard": guard})
 
 
 def _guarded_in(values: Any) -> Iterator[GuardedParameter]:

@@ -28,7 +28,9 @@ class NonFiniteReport:
 def non_finite_message(report: StepReport, updates: int, scaler: LossScaler) -> str:
     """The first line of the diagnosis, from numbers that every rank has without a further run."""
     told = f"step {updates + 1}: loss {report.loss} and gradient norm {report.grad_norm}, expected finite numbers"
-    if scaler.rule.static is None:
+    if scaler.rule.static != 1 and not math.isfinite(report.loss):
+        told += f"; the loss is so before it is multiplied by the loss scale, {scaler.scale:g}: no other scale helps"
+    elif scaler.rule.static is None:
         told += f"; the loss scale is {scaler.scale:g}, at its minimum, and cannot fall further"
     elif scaler.rule.static != 1:
         told += f"; the loss scale is fixed at {scaler.scale:g}"

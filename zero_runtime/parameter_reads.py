@@ -12,7 +12,8 @@ from functools import partial
 
 from torch import nn
 
-from zero_runtime.guarded_parameter import ParameterGuard
+from zero_runtime.errors import PlanError
+from zero_runtime.guarded_parameter import SAVE_BEFORE, GuardedParameter, ParameterGuard
 from zero_runtime.unit import Unit
 
 OnRead = Callable[[Unit], None]
@@ -38,6 +39,21 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
         return dict, (dict(self.items()),)
+
+
+def refuse_owned(model: nn.Module) -> None:
+    """PlanError if an open runtime owns the model, or a closed one left it without its values."""
+    if any(isinstance(module._parameters, WatchedParameters) for module in model.modules()):
+        raise PlanError(
+            "model: expected one that no runtime owns, found one that is in use; close its runtime first "
+            "(engine.destroy)"
+        )
+    for name, param in model.named_parameters():
+        if isinstance(param, GuardedParameter):
+            raise PlanError(
+                f"model: expected parameters with values, found that of {name!r} with a runtime that owns it, or that "
+                f"was closed when this rank had only a part of it; {SAVE_BEFORE}"
+            )
 
 
 def watch_parameters(model: nn.Module, units: Iterable[Unit], on_read: OnRead) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from zero_runtime import accounting, non_finite, whole_tensors
 from zero_runtime.agreed_parameters import AgreedParameters
 from zero_runtime.build import UnitBuilder, checked_plan, make_collectives
+from zero_runtime.closed import hand_back, retire
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.gather_turns import GatherTurns
 from zero_runtime.generation import unwrap_generate, wrap_generate
@@ -384,7 +385,11 @@ class ZeroRuntime:
         return StepReport(loss_value, norm_value, skipped, self.scaler.scale, any(rest)), norm
 
     def check_between_steps(self, call: str) -> None:
-        """Raise CallOrderError if the current step already has gradients, which `call` would lose."""
+        """Raise CallOrderError if the step has gradients, which `call` would lose, or the runtime no parameters."""
+        if not self.units:
+            raise CallOrderError(
+                f"{call}: expected a model with parameters, found none: it has none, or the runtime was closed"
+            )
         if self._backwards:
             raise CallOrderError(
                 f"{call}: expected to be called between two steps, found {self._backwards} backward calls since the "
@@ -421,17 +426,21 @@ class ZeroRuntime:
         return self.collectives.ledger.reset()
 
     def close(self) -> None:
-        """Remove the hooks and free every flat tensor; the model's parameters are empty afterwards. Idempotent."""
+        """Give the model its parameters and free everything else, see [Note: the model afterwards] in closed.py.
+
+        Every rank calls it. All other methods raise afterwards. Idempotent.
+        """
         self._hooks.remove()
         if self._divided is not None:
             self._divided.remove()
         if self._sequences is not None:
             self._sequences.remove()
         unwrap_generate(self._wrapped)  # last: what was installed first is removed last
-        self.tier.close()  # first: it waits for updates under way, which use the units and the optimizer
-        for unit in self.units:
-            unit.free()
-        self.units.clear()
         self._renewal.clear()
-        self.optimizer.free()
-        self.collectives.free()
+        try:
+            hand_back(self.units, self.tier, self.optimizer)
+        finally:
+            self.collectives.free()
+        retire(
+            self, "expected an open runtime, found a closed one; make another", kept=("close", "check_between_steps")
+        )

@@ -45,3 +45,12 @@ def read_in_blocks(source: TensorSource, name: str, start: int, target: torch.Te
     for block in target.split(READ_NUMEL):
         block.copy_(source.read(name, start, start + block.numel()))
         start += block.numel()
+
+
+def reads_from(values: dict[str, torch.Tensor]) -> ReadInto:
+    """A source of elements in full parameters, given by name."""
+
+    def read_into(name: str, start: int, target: torch.Tensor) -> None:
+        target.copy_(values[name].reshape(-1)[start : start + target.numel()])
+
+    return read_into

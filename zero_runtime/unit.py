@@ -19,14 +19,14 @@ from torch import nn
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Piece, Segment
-from zero_runtime.guarded_parameter import ParameterGuard
+from zero_runtime.guarded_parameter import ClosedGuard, ParameterGuard
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.shard_location import ON_DEVICE, OffloadedShards, ShardLocation
 from zero_runtime.tensor_parallel.joined import join_slices
-from zero_runtime.tensor_source import ReadInto, TensorSource, read_in_blocks
+from zero_runtime.tensor_source import ReadInto, TensorSource, read_in_blocks, reads_from
 from zero_runtime.unit_gradients import GradState, UnitGradients
-from zero_runtime.unit_parameters import DataState, UnitParameters, reads_from
+from zero_runtime.unit_parameters import DataState, UnitParameters
 from zero_runtime.unit_planner import UnitSpec
 from zero_runtime.wire import EXACT, Wire
 
@@ -163,6 +163,17 @@ class Unit:
         self.unshard()
         if self._parameters.casts:  # gathered into a separate buffer: at most one may exist at a time
             self._parameters.end_gather()
+
+    def complete(self) -> None:
+        """Make the full copy current before `free`, if the plan keeps it or all of it is in this rank's memory.
+
+        A collective if the plan keeps it and it is stale.
+        """
+        parameters = self._parameters
+        alone = self._collectives.shard_count == 1 and not (self.params_offloaded or parameters.is_quantized)
+        if self._plan.keeps_full_params or alone:
+            self.unshard()
+        parameters.end_gather()
 
     def wait_renewed(self) -> None:
         """Block until what `renew` started has ended. Training needs no call of it. Measurements do: what is sent
@@ -416,7 +427,9 @@ class Unit:
         return [*([] if gather is None else [gather.shard, gather.full]), *self._gradients.message_tensors()]
 
     def free(self) -> None:
-        """Release every tensor; the parameters become empty."""
+        """Release every tensor. The parameters become tensors of their own if their full values are here; else every
+        read of them raises."""
         self._gradients.free()
         self._gradients.errors = None
-        self._parameters.free()
+        if not self._parameters.free():
+            ClosedGuard({segment.name: param for segment, param in self.placed()})

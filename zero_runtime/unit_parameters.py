@@ -396,18 +396,24 @@ class UnitParameters:
         if self._guard is not None:
             self._guard.open()
 
-    def free(self) -> None:
-        """Release every tensor; the parameters become empty."""
+    def free(self) -> bool:
+        """Release every tensor; returns whether the parameters keep full values, in tensors of their own.
+
+        They do if the full copy is current and has no slices.
+        """
         self.end_gather()
-        empty = self._empty(0, self._compute_dtype)
-        with torch.no_grad():
-            for param in self.params:
-                param.grad = None
-                param.data = empty
+        sliced = any(segment.name in self._slices.splits for segment in self.layout.segments)
+        is_whole = self.state is DataState.UNSHARDED and not sliced
+        for param in self.params:
+            param.grad = None
+            param.data = param.data.clone() if is_whole else param.data
+        if not is_whole:
+            self.unsharded_param.untyped_storage().resize_(0)  # see [Note: release by storage]
         if self.group_shard is not None:
             self.group_shard.free()
-        self.unsharded_param = self.param_shard = empty
+        self.unsharded_param = self.param_shard = self._empty(0, self._compute_dtype)
         self.master_shard = None
+        return is_whole
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
@@ -438,12 +444,3 @@ def fill_local(slices: TensorSlices, name: str, start: int, target: torch.Tensor
     """Fill the 1-D `target` with elements of this rank's tensor of a parameter, from its element `start` on."""
     for span in slices.spans(name, start, start + target.numel()):
         read_into(name, span.full, target[span.local - start : span.local - start + span.numel])
-
-
-def reads_from(values: dict[str, torch.Tensor]) -> ReadInto:
-    """A source of elements in full parameters, given by name."""
-
-    def read_into(name: str, start: int, target: torch.Tensor) -> None:
-        target.copy_(values[name].reshape(-1)[start : start + target.numel()])
-
-    return read_into

@@ -25,7 +25,6 @@ def main(words: Sequence[str]) -> int:
     """0: OUT is complete. 1: it could not be written. Refusal: the arguments were wrong, nothing was written."""
     asked = parser().parse_args(words)
     checkpoint, out, dtype = asked.checkpoint, asked.out, asked.dtype
-    print(f"reading {checkpoint}", flush=True)
     from zero_runtime.errors import CheckpointError
 
     try:
@@ -38,7 +37,9 @@ def main(words: Sequence[str]) -> int:
 
 def parser() -> VerbParser:
     parser = verb_parser("export-weights", "The weights of a checkpoint as a Hugging Face folder, adapters for PEFT.")
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a checkpoint")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a checkpoint, or of several: the newest"
+    )
     parser.add_argument("out", metavar="OUT", type=Path, help="a folder to make")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     add_json(parser, "the output of export-weights is the folder OUT")
@@ -48,6 +49,8 @@ def parser() -> VerbParser:
 def _export(path: Path, out: Path, dtype: str) -> None:
     from zero_runtime.checkpoint.load import CheckpointReader  # imported here: it imports torch
 
+    path = _newest_in(path)
+    print(f"reading {path}", flush=True)
     with CheckpointReader.open(path) as checkpoint:
         config = checkpoint.index.trainer.get("config")
         if config is None:
@@ -56,6 +59,18 @@ def _export(path: Path, out: Path, dtype: str) -> None:
             _export_adapter(checkpoint, out, dtype, config)
         else:
             _export_model(checkpoint, out, dtype, config)
+
+
+def _newest_in(path: Path) -> Path:
+    """The newest checkpoint in a root of several, such as the folder of an engine's tag; else the path itself."""
+    from zero_runtime.checkpoint.retention import committed
+    from zero_runtime.errors import CheckpointError, some
+
+    steps = committed(path)
+    tags = [one.name for one in path.iterdir() if one.is_dir() and committed(one)] if path.is_dir() else []
+    if tags and not steps:
+        raise CheckpointError(f"{path}: expected one checkpoint, found folders of tags: {some(sorted(tags))}; take one")
+    return list(steps.values())[-1] if steps else path
 
 
 def _export_model(checkpoint: CheckpointReader, out: Path, dtype: str, config: dict[str, Any]) -> None:

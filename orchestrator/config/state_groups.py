@@ -84,7 +84,7 @@ class Precision:
 
     The loss scale is for fp16 only. `loss_scale`: a number is a fixed scale; null scales the losses dynamically, as the
     following keys say. `initial_scale_power`: the first scale is 2 to this power. `loss_scale_window`: the scale
-    doubles after as many steps without overflow. `hysteresis`: overflows until the scale is halved.
+    doubles at the step after as many without overflow. `hysteresis`: overflows until the scale is halved.
     `consecutive_hysteresis`: a step without overflow sets that count back. `min_loss_scale`: the lowest scale.
     """
 

@@ -156,7 +156,7 @@ ROOMS = {
         "unit": "collectives guarded_parameter initial_values pure shard_location tensor_parallel tensor_source "
         "unit_gradients "
         "unit_parameters unit_planner",
-        "parameter_reads": "guarded_parameter unit",
+        "parameter_reads": "guarded_parameter pure unit",
         "module_hooks": "parameter_reads pure unit",
         "offload": "agreement collectives process_identity pure shard_location unit",
         "optim": "collectives dtypes offload pure tensor_parallel unit",
@@ -166,12 +166,13 @@ ROOMS = {
         "inference": "offload pure",
         "settings": "initial_values offload pure sequence_parallel tensor_parallel tensor_source watch",
         "agreed_parameters": "pure",
-        "build": "agreement collectives inference initial_values offload optim phase_clock pure settings "
-        "shard_location tensor_source unit unit_planner world",
+        "build": "agreement collectives inference initial_values offload optim parameter_reads phase_clock pure "
+        "settings shard_location tensor_source unit unit_planner world",
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives offload optim pure unit",
         "accounting": "collectives offload optim pure settings unit",
-        "runtime": "accounting agreed_parameters build gather_turns generation group_batch inference ledger "
+        "closed": "offload optim pure unit",
+        "runtime": "accounting agreed_parameters build closed gather_turns generation group_batch inference ledger "
         "module_hooks non_finite offload optim own_device phase_clock pure sequence_parallel settings step_report "
         "tensor_parallel unit whole_tensors",
         "memory": "accounting activations dtypes guarded_parameter ledger module_hooks offload pure runtime unit "
@@ -180,8 +181,8 @@ ROOMS = {
         "profiler": "accounting memory phase_clock runtime timing",
         "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit "
         "unit_parameters",
-        "deepspeed": "agreement checkpoint dtypes offload own_device pure runtime step_report tensor_source watch "
-        "world",
+        "deepspeed": "agreement checkpoint closed dtypes offload own_device pure runtime step_report tensor_source "
+        "watch world",
         "accelerator": "",
         "checkpointing": "deepspeed",
         "comm": "deepspeed",

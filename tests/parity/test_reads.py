@@ -115,7 +115,8 @@ def every_way() -> dict[tuple[int, str, str], str]:
                 assert {name: param.shape for name, param in kept.items()} == shapes, "a shape is no value"
                 found[stage, label, name] = outcome(WAYS[name], runtime, kept)
             runtime.close()
-            assert {type(param) for param in kept.values()} == {nn.Parameter}
+            whole = stage < 3 or runtime.collectives.world == 1  # what close leaves: the others stay guarded
+            assert all((type(param) is nn.Parameter) is whole for param in kept.values())
     return found
 
 

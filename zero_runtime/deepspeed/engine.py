@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_runtime.closed import retire
 from zero_runtime.deepspeed import engine_checkpoint
 from zero_runtime.deepspeed.absent import ABSENT_OF_ENGINE
 from zero_runtime.deepspeed.config import DropinConfig
@@ -68,6 +69,7 @@ class Engine(EngineSettings):
         self._told_boundary: bool | None = None  # by set_gradient_accumulation_boundary
         self._awaits_step = False
         self._stepping = False
+        self._applied = False  # by the last call of step
         self._report: StepReport | None = None
         self.optimizer.bind(self._update, lambda: self.cur_scale, self.runtime.drop_foreign)
         add_engine(self)
@@ -121,6 +123,7 @@ class Engine(EngineSettings):
         if not self._awaits_step:
             found = _ONE_LOSS if self.runtime.has_foreign else "none"
             raise CallOrderError(f"engine.step: expected engine.backward(loss) since the last step, found {found}")
+        self._applied = False
         if not self.is_gradient_accumulation_boundary():
             self._end_micro_step(self._in_step + 1)
             return
@@ -134,6 +137,7 @@ class Engine(EngineSettings):
             self._stepping = False
         self._end_step()
         assert self._report is not None
+        self._applied = not self._report.skipped
         if self._report.skipped:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -207,12 +211,12 @@ class Engine(EngineSettings):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save into `save_dir` (under `tag` if given) in this runtime's format. Every rank calls it.
+        """Save into `save_dir` (in its folder `tag` if given) in this runtime's format. Every rank calls it alike.
 
         `client_state`: plain JSON values, which load_checkpoint returns. `save_latest` has no effect: no file is needed
         to find the newest undamaged checkpoint. Returns True, as DeepSpeed does.
         """
-        engine_checkpoint.save(self, Path(save_dir), tag, client_state or {}, with_frozen=not exclude_frozen_parameters)
+        engine_checkpoint.save(self, save_dir, tag, client_state or {}, with_frozen=not exclude_frozen_parameters)
         return True
 
     def load_checkpoint(
@@ -233,7 +237,7 @@ class Engine(EngineSettings):
             raise PlanError("engine.load_checkpoint: expected load_module_strict=True: a model half loaded is none")
         weights_only = load_module_only or not load_optimizer_states
         return engine_checkpoint.load(
-            self, Path(load_dir), tag, weights_only=weights_only, with_schedule=load_lr_scheduler_states
+            self, load_dir, tag, weights_only=weights_only, with_schedule=load_lr_scheduler_states
         )
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
@@ -243,7 +247,7 @@ class Engine(EngineSettings):
         files of an earlier save under the same name. DeepSpeed writes a pickle, pytorch_model.bin; for that name,
         model.safetensors is written here, which from_pretrained reads.
         """
-        save_16bit(self.runtime, Path(save_dir), save_filename)
+        save_16bit(self.runtime, engine_checkpoint.folder_of("save_16bit_model", save_dir), save_filename)
         return True
 
     # ---- modes and ends ------------------------------------------------------------------------------------------
@@ -258,11 +262,19 @@ class Engine(EngineSettings):
         return self.train(False)
 
     def destroy(self) -> None:
-        """Close the runtime and the watch; the process group stays. Idempotent."""
+        """Close the runtime and the watch; the process group stays. Every rank calls it. Idempotent.
+
+        The module keeps its trained parameters where they are whole on a rank (stages 0 to 2); at stage 3 a read of one
+        raises its name, unless there is one rank. All other methods raise CallOrderError afterwards.
+        """
         remove_engine(self)
-        self.runtime.close()
-        if self._watch is not None:
-            self._watch.close()
+        try:
+            self.runtime.close()
+        finally:
+            if self._watch is not None:
+                self._watch.close()
+        told = "expected an engine in use, found one that was destroyed; call engine.module, or initialize another"
+        retire(self, told, kept=("destroy",))
 
     # ---- numbers -------------------------------------------------------------------------------------------------
 
@@ -292,8 +304,8 @@ class Engine(EngineSettings):
         return None if self._report is None else self._report.grad_norm
 
     def was_step_applied(self) -> bool:
-        """Whether the last step updated the parameters."""
-        return self._report is not None and not self._report.skipped
+        """Whether the last call of `step` updated the parameters: False at a micro-batch within a step."""
+        return self._applied
 
     @property
     def cur_scale(self) -> float:

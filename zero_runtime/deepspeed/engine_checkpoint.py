@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
 from zero_runtime.deepspeed.model_folder import model_config
 from zero_runtime.deepspeed.schedules import Schedule
 from zero_runtime.dtypes import TORCH_DTYPE
+from zero_runtime.errors import PlanError
 from zero_runtime.runtime import ZeroRuntime
 
 _COUNTERS = ("micro_steps", "global_steps", "skipped_steps")
@@ -39,8 +41,38 @@ class SavedEngine(Protocol):
     def gradient_accumulation_steps(self) -> int: ...
 
 
-def save(engine: SavedEngine, root: Path, tag: str | None, client_state: dict[str, Any], *, with_frozen: bool) -> None:
+def folder_of(call: str, folder: object, tag: object = None) -> Path:
+    """The folder that a call names, and the one of the tag in it; PlanError for no name and for a tag outside."""
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise PlanError(f"engine.{call}: expected a folder, found {folder!r}; the current one is '.'")
+    if tag is None:
+        return Path(folder)
+    inside = Path(str(tag))
+    if inside.is_absolute() or not inside.parts or ".." in inside.parts:
+        raise PlanError(f"engine.{call}: expected a tag that names a folder inside {folder}, found {tag!r}")
+    return Path(folder) / inside
+
+
+def _folder_together(runtime: ZeroRuntime, call: str, folder: object, tag: object) -> Path:
+    """The same for all ranks, which must name one folder. A collective; PlanError on every rank."""
+    path, trouble = Path(), ""
+    try:
+        path = folder_of(call, folder, tag)
+    except PlanError as error:
+        trouble = str(error)
+    every = runtime.collectives.gather_objects((os.path.abspath(path), trouble))
+    for _, told in every:
+        if told:
+            raise PlanError(told)
+    named = list(dict.fromkeys(found for found, _ in every))
+    if len(named) > 1:
+        raise PlanError(f"engine.{call}: expected one folder and one tag on all ranks, found {' and '.join(named)}")
+    return path
+
+
+def save(engine: SavedEngine, folder: object, tag: object, client_state: dict[str, Any], *, with_frozen: bool) -> None:
     """Save a checkpoint of step `global_steps`."""
+    root = _folder_together(engine.runtime, "save_checkpoint", folder, tag)
     trainer = {
         "client_state": client_state,
         "engine": {name: getattr(engine, name) for name in _COUNTERS},
@@ -49,16 +81,14 @@ def save(engine: SavedEngine, root: Path, tag: str | None, client_state: dict[st
         "model_config": model_config(engine.module, TORCH_DTYPE[engine.runtime.precision.param]),
     }
     settings = SaveSettings(with_frozen=with_frozen)
-    save_checkpoint(
-        engine.runtime, root / tag if tag else root, step=engine.global_steps, trainer=trainer, settings=settings
-    )
+    save_checkpoint(engine.runtime, root, step=engine.global_steps, trainer=trainer, settings=settings)
 
 
 def load(
-    engine: SavedEngine, root: Path, tag: str | None, *, weights_only: bool, with_schedule: bool
+    engine: SavedEngine, folder: object, tag: object, *, weights_only: bool, with_schedule: bool
 ) -> tuple[str | None, dict[str, Any]]:
     """See Engine.load_checkpoint."""
-    root = root / tag if tag else root
+    root = _folder_together(engine.runtime, "load_checkpoint", folder, tag)
     if is_deepspeed(root):
         foreign = load_foreign(engine.runtime, partial(open_deepspeed, root), weights_only=weights_only)
         if not weights_only:

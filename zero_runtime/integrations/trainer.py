@@ -35,19 +35,16 @@ class TrainerOptimizer(torch.optim.Optimizer):
         self.defaults: dict[str, Any] = engine.optimizer.defaults
         self.param_groups = engine.optimizer.param_groups
         self.last_lr: float | None = None  # of the last update
+        self.step_was_skipped = False  # whether the last step left the parameters, because fp16 gradients overflowed
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch returns a closure's loss
         """Update the parameters with the gradients of the step."""
         self.last_lr = float(self.param_groups[0]["lr"])
         self._engine.step()
+        self.step_was_skipped = not self._engine.was_step_applied()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the engine's step drops the gradients."""
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step left the parameters as they were, because fp16 gradients overflowed."""
-        return not self._engine.was_step_applied()
 
     def state_dict(self) -> dict[str, Any]:
         """Always raises PlanError: see EngineOptimizer.state_dict."""

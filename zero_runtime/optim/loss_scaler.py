@@ -1,8 +1,9 @@
 """The loss scale of fp16 training, as an immutable value that changes by a published rule. Standard library only.
 
-The rule is dynamic loss scaling as in arXiv 1710.03740 (section 3.2) with DeepSpeed's hysteresis: an overflow uses up
-one unit of hysteresis, or halves the scale if only one unit is left; `window` steps in a row without overflow double
-it.
+The rule is dynamic loss scaling as in arXiv 1710.03740 (section 3.2) with the counts of DeepSpeed 0.19.8: an overflow
+uses up one unit of hysteresis, or halves the scale if only one unit is left; a step without overflow doubles it if
+`window` such steps, or a multiple of it, came between the last overflow and this one. The command line has the same
+rule as the drop-in, so that a script and the experiment imported from its settings train alike.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class LossScaler:
         return replace(self, scale=max(self.scale / FACTOR, self.rule.minimum), last_overflow=self.steps)
 
     def _after_good_step(self) -> LossScaler:
-        grown = (self.steps - self.last_overflow) % self.rule.window == 0
+        earlier = self.steps - self.last_overflow - 1  # good steps in a row before this one
+        grown = earlier > 0 and earlier % self.rule.window == 0
         refilled = self.rule.consecutive_hysteresis or grown
         return replace(
             self,

@@ -16,7 +16,7 @@ from harness.seed_loop import initialize_quietly
 from torch import nn
 
 import zero_runtime
-from zero_runtime.errors import CallOrderError, PlanError
+from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 
 
 def halving(optimizer: torch.optim.Optimizer) -> Any:
@@ -46,12 +46,12 @@ def boundaries() -> None:
             view.step()
         engine.step()
         assert (engine.micro_steps, engine.global_steps) == (call, call // 3)
+        assert engine.was_step_applied() is (call % 3 == 0), "DeepSpeed 0.19.8: F F T F F T"
         assert torch.equal(model.weight, before) is (call < 3)
         with pytest.raises(CallOrderError, match="since the last step"):
             engine.step()
     engine.zero_grad()
     assert engine.get_global_grad_norm() > 1e-3  # before clipping
-    assert engine.was_step_applied()
     assert engine.global_samples == 12
     assert [tuple(param.shape) for param in engine.parameters()] == [(4, 4), (4,)]
     with pytest.raises(AttributeError, match="gradients are reduced in backward"):
@@ -89,6 +89,36 @@ def skipped_steps() -> None:
     assert engine.get_lr() == scheduler.get_last_lr() == [0.1 * (engine.runtime.updates - 1) / 1000]
     assert engine.loss_scale() == view.loss_scale == 2.0 ** (30 - engine.skipped_steps)
     engine.destroy()
+
+
+def scales_of_a_stage(stage: int) -> tuple[list[float], str]:
+    """The scale after each good step, with a window of 2, and the error of a loss that is nan."""
+    fp16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 4, "loss_scale_window": 2}
+    config = {"train_micro_batch_size_per_gpu": 2, "fp16": fp16, "zero_optimization": {"stage": stage}}
+    engine, *_ = initialize_quietly(model=nn.Linear(4, 4), config=config)
+    scales = []
+    for _ in range(5):
+        engine.backward(engine(torch.ones(2, 4)).float().square().mean())
+        engine.step()
+        scales.append(engine.loss_scale())
+    engine.backward(engine(torch.ones(2, 4)).float().square().mean() * torch.nan)
+    with pytest.raises(NonFiniteError) as caught:
+        engine.step()
+    engine.destroy()
+    return scales, str(caught.value)
+
+
+def scales_of_stages() -> list[tuple[list[float], str]]:
+    return [scales_of_a_stage(stage) for stage in range(4)]
+
+
+def test_the_loss_scale_doubles_when_deepspeed_doubles_it_and_a_loss_of_nan_is_not_blamed_on_it() -> None:
+    for found in run_ranks(scales_of_stages, 2):
+        for scales, message in found:
+            assert scales == [16, 16, 32, 32, 64], "DeepSpeed 0.19.8"
+            assert "loss nan" in message
+            assert message.endswith("the loss scale, 64: no other scale helps; nothing was updated")
+            assert "minimum" not in message
 
 
 def half_precision_loss() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,41 @@ def test_loading_weights_alone_keeps_the_optimizer_and_the_counters(tmp_path: Pa
     run_ranks(_weights_only, 1, tmp_path)
 
 
+def _misnamed(root: Path) -> None:
+    """Folders and tags that no checkpoint can be saved under are refused on all ranks, before anything is written."""
+    os.chdir(root)
+    engine = _engine(2, 1)
+    rank = dist.get_rank()
+    calls = (engine.save_checkpoint, engine.load_checkpoint)
+    for folder in ("", None, 3):
+        for call in (*calls, engine.save_16bit_model):
+            with pytest.raises(PlanError, match=rf"^engine\.{call.__name__}: expected a folder, found {folder!r}"):
+                call(folder)
+    for tag in ("../escaped", str(root / "absolute"), "a/../../b", "", "."):
+        for call in calls:
+            with pytest.raises(PlanError, match=f"expected a tag that names a folder inside ck, found {tag!r}"):
+                call("ck", tag if rank == 1 else "good")
+    for call in calls:
+        with pytest.raises(
+            PlanError, match=r"expected one folder and one tag on all ranks, found .*/tag0 and .*/tag1$"
+        ):
+            call("ck", f"tag{rank}")
+    assert not list(root.iterdir())
+    engine.save_checkpoint("ck", "epoch/1")
+    engine.save_checkpoint("ck", 2)
+    assert sorted(str(path) for path in Path("ck").glob("*/**/step*")) == [
+        "ck/2/step-00000000",
+        "ck/epoch/1/step-00000000",
+    ]
+    engine.destroy()
+
+
+def test_a_checkpoint_needs_one_folder_and_a_tag_inside_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(_misnamed, 2, tmp_path)
+    assert cli.main(["export-weights", str(tmp_path / "ck"), str(tmp_path / "out")]) == 1
+    assert "found folders of tags: 2; take one" in capfd.readouterr().err
+
+
 def _from_deepspeed(zero: dict[str, Any]) -> None:
     engine = _engine(3, 2, Model(), zero)
     path, _ = engine.load_checkpoint(MADE / "stage2")
@@ -125,10 +161,12 @@ def _hugging_face(root: Path) -> list[str]:
 
     config = GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
     engine = _engine(3, 1, GPT2LMHeadModel(config))
+    engine.save_checkpoint(root / "checkpoint", tag="tag")
     ids = torch.arange(8).view(1, 8)
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()
     engine.save_checkpoint(root / "checkpoint")
+    engine.save_checkpoint(root / "checkpoint", tag="tag")
     for name in ("model.safetensors", "pytorch_model.bin", "adapter.safetensors"):
         (root / name).mkdir(exist_ok=True)
         (root / name / "notes.txt").write_text("kept")
@@ -157,9 +195,12 @@ def test_16_bit_weights_are_saved_as_safetensors_into_existing_folders(tmp_path:
             )
             for file in (weights, "config.json", "notes.txt")
         )
-    # `export-weights` also accepts the engine's checkpoint, including the configuration in it.
-    assert cli.main(["export-weights", str(next((tmp_path / "checkpoint").glob("step*"))), str(tmp_path / "out")]) == 0
-    exported, saved = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "model.safetensors"))
-    assert exported.keys() == saved.keys()
-    assert all(torch.equal(exported[key], saved[key]) for key in saved)
-    assert (tmp_path / "out" / "config.json").read_text() == (tmp_path / "model.safetensors/config.json").read_text()
+    # `export-weights` also accepts the engine's checkpoint, including the configuration in it, and the folder of a tag,
+    # in which the newest is taken.
+    for given, out in ((next((tmp_path / "checkpoint").glob("step*")), "out"), (tmp_path / "checkpoint/tag", "again")):
+        assert cli.main(["export-weights", str(given), str(tmp_path / out)]) == 0
+        exported, saved = (load_file(tmp_path / folder / "model.safetensors") for folder in (out, "model.safetensors"))
+        assert exported.keys() == saved.keys()
+        assert all(torch.equal(exported[key], saved[key]) for key in saved)
+        written = (tmp_path / out / "config.json").read_text()
+        assert written == (tmp_path / "model.safetensors/config.json").read_text()

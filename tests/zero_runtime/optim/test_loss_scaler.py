@@ -11,7 +11,7 @@ from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 
 
 def published_trace(rule: LossScaleRule, overflows: list[bool]) -> list[float]:
-    """An independent second implementation of the rule, with variables as in its publications."""
+    """An independent second implementation of the rule, with the variables of DeepSpeed 0.19.8."""
     scale, left, last = 2.0**rule.initial_power, rule.hysteresis, -1
     scales = []
     for iteration, overflow in enumerate(overflows):
@@ -25,7 +25,8 @@ def published_trace(rule: LossScaleRule, overflows: list[bool]) -> list[float]:
             continue
         if rule.consecutive_hysteresis:
             left = rule.hysteresis
-        if (iteration - last) % rule.window == 0:
+        stable = iteration - last - 1
+        if stable > 0 and stable % rule.window == 0:
             if not rule.consecutive_hysteresis:
                 left = rule.hysteresis
             scale *= 2
@@ -59,8 +60,11 @@ def test_with_hysteresis_2_the_first_overflow_is_tolerated_and_the_second_halves
     assert trace(LossScaleRule(initial_power=4), [True, True, True, False]) == [16, 16, 8, 4]
 
 
-def test_the_scale_doubles_after_exactly_one_window_without_overflow() -> None:
-    assert trace(LossScaleRule(initial_power=0, window=3), [False] * 7) == [1, 1, 1, 2, 2, 2, 4]
+def test_the_scale_doubles_at_the_good_step_after_each_window() -> None:
+    """The scales after each step are those of DeepSpeed 0.19.8's DynamicLossScaler."""
+    assert trace(LossScaleRule(initial_power=0, window=3), [False] * 9) == [1, 1, 1, 1, 2, 2, 2, 4, 4]
+    overflows = [False, False, True, True, False, False, False, False]
+    assert trace(LossScaleRule(initial_power=4, window=2), overflows) == [16, 16, 16, 16, 8, 8, 8, 16]
 
 
 def test_the_scale_stops_at_its_minimum_and_is_then_exhausted() -> None:
