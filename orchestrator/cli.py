@@ -20,11 +20,13 @@ _OF_STREAMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def _drop_unshown() -> None:
-    """Discards output that cannot be printed, as on a full disk. Python would report the error again at exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Discards output that cannot be printed, as on a full disk. Python would report the error again at exit, and end
+    with another exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # noqa: PERF203
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _end_quietly() -> int:
@@ -43,6 +45,13 @@ def _error_line(error: BadRecord | OSError) -> str:
 def main(argv: Sequence[str]) -> int:
     """0: every point has a result. 1: at least one failed. 2: the arguments were wrong, nothing was started."""
     take_any_text()
+    code = _answered(argv)
+    _drop_unshown()
+    return code
+
+
+def _answered(argv: Sequence[str]) -> int:
+    """The exit code, also where an error ends the command."""
     try:
         code = _carried_out(argv)
         sys.stdout.flush()
@@ -54,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         return _end_quietly()
     except (BadRecord, OSError) as error:
-        _drop_unshown()
+        _drop_unshown()  # first: the message follows what could still be printed
         complain(f"error: {_error_line(error)}")
         return FAILED
     except MemoryError:

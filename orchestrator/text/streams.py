@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from orchestrator.exit_codes import BAD_USAGE
 
@@ -30,8 +31,10 @@ def take_any_text() -> None:
 
 
 def complain(text: str) -> None:
-    """Prints the text as one line on stderr, with control characters spelled out, since it may quote any file."""
-    print(one_line(text), file=sys.stderr)
+    """Prints the text as one line on stderr, with control characters spelled out, since it may quote any file. Nothing
+    is raised if stderr takes no more."""
+    with suppress(OSError):
+        print(one_line(text), file=sys.stderr)
 
 
 def few(messages: Sequence[str]) -> list[str]:
@@ -46,9 +49,10 @@ def refuse(problems: Sequence[str]) -> int:
     if sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb":
         word = f"\033[31m{word}\033[0m"
     # Under torchrun or srun every rank finds the same problems, so only rank 0 prints them.
-    for problem in few(problems) if os.environ.get("RANK", "0") == "0" else ():
-        print(f"{word} {one_line(problem)}", file=sys.stderr)
-    print(f"nothing was started (exit {BAD_USAGE})", file=sys.stderr)
+    with suppress(OSError):
+        for problem in few(problems) if os.environ.get("RANK", "0") == "0" else ():
+            print(f"{word} {one_line(problem)}", file=sys.stderr)
+        print(f"nothing was started (exit {BAD_USAGE})", file=sys.stderr)
     return BAD_USAGE
 
 

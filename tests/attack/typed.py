@@ -127,7 +127,7 @@ class Typist:
         monkeypatch.setattr(hardware, "_smi", lambda query: [])
         monkeypatch.setattr(doctor, "loopback", lambda: "127.0.0.1")
         monkeypatch.setattr(counting_child.Counting, "_ask_child", _counted)
-        monkeypatch.setattr(counting_child, "start_process", _no_child)  # which fit starts before it reads its words
+        monkeypatch.setattr(counting_child, "Child", _no_child)  # which fit starts before it reads its words
         monkeypatch.setattr(sync, "start_sync", _nothing_missing)
         monkeypatch.setattr(subprocess, "run", _no_tool)
         # matplotlib, which only report.png needs, takes a second; odd numbers in pictures: report/test_figures.py.
@@ -240,7 +240,7 @@ def _recorded(point: Point, *, as_json: bool, admission: object) -> int:
     return 0
 
 
-def _no_child(stderr: object, *, lean: bool) -> NoReturn:
+def _no_child(*, lean: bool) -> NoReturn:
     raise OSError
 
 

@@ -79,6 +79,7 @@ def run(what: str, output: Path, around: Surrounding, cwd: Path) -> tuple[int, s
     lines = [f"resource.setrlimit(resource.RLIMIT_{name}, ({value}, {value}))" for name, value in around.limits.items()]
     text = "\n".join(["import resource", *lines, COMMAND.format(path=path, output=str(output), what=what)])
     wanted = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "STUB_STEP_S": "0.0", **around.environ}
+    wanted |= {"PYTHONUNBUFFERED": ""}  # a machine that sets it hides what Python's buffers do at the end
     done = subprocess.run(
         ["/bin/sh", "-c", around.shell, "sh", sys.executable, "-c", text],
         cwd=cwd,
