@@ -22,6 +22,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from itertools import filterfalse
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -39,6 +41,7 @@ from zero_runtime.shared_backward import SharedBackward, backward_under_way
 from zero_runtime.unit import Unit
 
 _current_graph_task = torch._C._current_graph_task_id
+_is_leaf = attrgetter("is_leaf")
 _MODULE_CALL = nn.Module._call_impl.__code__
 
 
@@ -281,9 +284,9 @@ class ModuleHooks:
 
         Leaves count only if there are no others, see [Note: done on every rank] in backward_tracker.py.
         """
-        call.has_leaves = all(one.is_leaf for one in inputs)
-        if not call.has_leaves:
-            inputs = [one for one in inputs if not one.is_leaf]
+        computed = list(filterfalse(_is_leaf, inputs))  # without a Python call for each input
+        call.has_leaves = not computed
+        inputs = computed or inputs
         if len(inputs) > 1:
             register_multi_grad_hook(inputs, lambda _grads: self._after_backward(call))
         elif inputs:
