@@ -307,7 +307,10 @@ def hand_over(arguments: Arguments) -> int:
 
 def in_one_line(error: BaseException) -> str:
     """The error's message in one line, without Hydra's advice to add keys, which nothing here would read."""
-    text = str(error).strip()
+    # Hydra 1.4 puts the whole command line before the reason.
+    needless = ("HYDRA_FULL_ERROR", "Error when parsing index: ")
+    lines = [line.strip() for line in str(error).splitlines() if not any(one in line for one in needless)]
+    text = "\n".join(filter(None, lines))
     cause = error.__cause__
     if isinstance(error, OverrideParseException):
         return suggestions.quoted(error.override, text.splitlines()[0])
@@ -319,9 +322,7 @@ def in_one_line(error: BaseException) -> str:
         return f"'{unknown[1]}' is not a setting of the options chosen"
     if isinstance(cause, OmegaConfBaseException):
         text = f"{text} {cause}"
-    # Hydra 1.4 puts the whole command line before the reason.
-    needless = ("HYDRA_FULL_ERROR", "Error when parsing index: ")
-    kept = [line.strip() for line in text.splitlines() if line.strip() and not any(one in line for one in needless)]
+    kept = [line.strip() for line in text.splitlines() if line.strip()]
     search = next((at for at, line in enumerate(kept) if line.startswith("Config search path")), len(kept))
     return " ".join(kept[:search])
 
