@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,8 @@ def join_world(
 def watch_ranks(store: dist.Store, settings: WorldSettings | None = None) -> RankWatch:
     """A watch of this rank of the default process group, over a separate connection to `store`."""
     settings = settings or WorldSettings()
-    own = dist.PrefixStore("rank_watch", store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs
+    clone = cast(Any, store).clone()  # torch 2.14 declares it, 2.13 does not
+    own = dist.PrefixStore("rank_watch", clone)
     return RankWatch(own, dist.get_rank(), dist.get_world_size(), settings.watch, settings.on_end)
 
 
@@ -224,12 +225,11 @@ def _divide(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     assert world is not None
     if dist.get_backend() == "nccl" and world.bound_device_id is not None:
         group = dist.split_group(split_ranks=[list(members) for members in partition], pg_options=_nccl_options())
-        assert group is not None  # torch returns None only to ranks outside the partition
-        return group
+        return cast(dist.ProcessGroup, group)  # torch returns something else only to ranks outside the partition
     options = _nccl_options() if dist.get_backend() == "nccl" else None
     groups = [dist.new_group(list(members), pg_options=options) for members in partition]
     (own,) = (index for index, members in enumerate(partition) if dist.get_rank() in members)
-    return groups[own]
+    return cast(dist.ProcessGroup, groups[own])
 
 
 def _nccl_options() -> Any:

@@ -48,6 +48,7 @@ KERNELS = (
 )
 # What the product asks of torch beyond its documented interface: autograd on fake tensors, and private names.
 INSIDE = (*PYTEST, "tests/virtual_gpu", "tests/house/test_private_names.py")
+TYPES = (sys.executable, "-m", "mypy", "--cache-dir", "{folder}/mypy")  # torch declares other types in each version
 # What needs neither torch nor MLflow: the words of a command line, their composition and rules, records and reports.
 WORDS = (*PYTEST, *(f"tests/orchestrator/{room}" for room in ("compose", "config", "machine", "records", "report")))
 WORDS = (*WORDS, "tests/orchestrator/slurm", "tests/orchestrator/text", "tests/orchestrator/plan/rules")
@@ -63,6 +64,8 @@ LINES = (
 # The command line: a run with separate rank processes, a record and a table.
 SMOKE = (sys.executable, str(ROOT / "run.py"), "zero=stage2", "measure.steps=2", "measure.warmup_steps=1")
 SMOKE = (*SMOKE, "resources.device=cpu", "tracking=none", "output={folder}/outputs")
+NO_TESTS = {SMOKE: "smoke", TYPES: "types"}  # commands that print no count of tests
+OTHER_TORCH = (TYPES, CUT, INSIDE, SMOKE)
 COMPILERS = re.compile(r"(.*-)?(g\+\+|gcc|c\+\+|cc|clang|clang\+\+|c89|c99)(-\d+)?$")
 
 
@@ -112,9 +115,9 @@ def variations(folder: Path) -> list[Variation]:
         Variation("wrong-kernel", "AdamW errs in the last place", faulty("kernel"), (PARITY,), wants_red=True),
     ]
     found += [
-        Variation("torch-cpu", "a CPU build", commands=(CUT, INSIDE, SMOKE), python=torch_builds.cpu),
-        Variation("torch-lowest", "", commands=(CUT, INSIDE, SMOKE), python=torch_builds.lowest, by_name=True),
-        Variation("torch-highest", "", commands=(CUT, INSIDE, SMOKE), python=torch_builds.highest, by_name=True),
+        Variation("torch-cpu", "a CPU build", commands=OTHER_TORCH, python=torch_builds.cpu),
+        Variation("torch-lowest", "", commands=OTHER_TORCH, python=torch_builds.lowest, by_name=True),
+        Variation("torch-highest", "", commands=OTHER_TORCH, python=torch_builds.highest, by_name=True),
     ]
     about = "1.4, with Optuna 4.9 or later"
     found.append(Variation("hydra-1.4", about, commands=(LINES, SMOKE), python=environments.with_hydra))
@@ -210,9 +213,9 @@ def run(one: Variation, folder: Path) -> tuple[bool, str]:
         done = _run(command, environment)
         told = done.stdout.decode("utf-8", "replace")
         summary = re.findall(r"\d+ (?:passed|failed|skipped|error)", told)
-        counted += summary or (["smoke"] if words is SMOKE else [])
+        counted += summary or ([NO_TESTS[words]] if words in NO_TESTS else [])
         wanted = 1 if one.wants_red else 0
-        if done.returncode != wanted or (not summary and words is not SMOKE):
+        if done.returncode != wanted or (not summary and words not in NO_TESTS):
             print(f"---- {one.name}: exit code {done.returncode}, expected {wanted}\n{told[-6000:]}", flush=True)
             return False, ", ".join(counted)
         if one.wants_red and "assert_same_bits" not in told:
