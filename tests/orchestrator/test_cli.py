@@ -301,12 +301,14 @@ def test_a_sweep_keeps_refused_points_as_rows_unless_all_points_are_refused(
             "--anchor stge1: there is no point of that label. Did you mean 'stage1'?",
         ),
         ("--prune never -m zero=stage0", "--prune cannot be 'never'"),
-        ("-m output=/tmp/a,/tmp/b", "a sweep has one output, found /tmp/a and /tmp/b"),
+        ("-m output={0}/a,{0}/b", "a sweep has one output, found {0}/a and {0}/b"),
     ],
 )
-def test_flags_of_a_sweep_are_checked(line: str, told: str, seam: Seam, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(line.split()) == 2
-    assert told in capsys.readouterr().err
+def test_flags_of_a_sweep_are_checked(
+    line: str, told: str, seam: Seam, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(line.format(tmp_path).split()) == 2
+    assert told.format(tmp_path) in capsys.readouterr().err
     assert (seam.calls, seam.sweeps) == ([], [])
 
 
