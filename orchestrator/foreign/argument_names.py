@@ -33,6 +33,15 @@ KINDS: dict[str, str] = {
     "fsdp_config": TEXT,
     "model_name_or_path": TEXT,
     "max_seq_length": WHOLE,
+    # Not of TrainingArguments: what other tools and scripts name, under one name of ours.
+    "train_batch_size": WHOLE,
+    "no_decay": BOOL,
+    "recompute": TEXT,
+    "use_peft": BOOL,
+    "lora_r": WHOLE,
+    "lora_alpha": NUMBER,
+    "lora_target_modules": TEXT,
+    "lora_dropout": NUMBER,
 }
 DEFAULTS: dict[str, object] = {
     "per_device_train_batch_size": 8,
@@ -49,8 +58,10 @@ DEFAULTS: dict[str, object] = {
     "bf16": False,
     "lr_scheduler_type": "linear",
     "optim": "adamw_torch",
+    "no_decay": True,
 }
 SAME = {  # names of other versions and of common training scripts
+    "deepspeed_config": "deepspeed",
     "per_gpu_train_batch_size": "per_device_train_batch_size",
     "activation_checkpointing": "gradient_checkpointing",
     "model_max_length": "max_seq_length",
@@ -170,6 +181,6 @@ IDLE = frozenset(
         "include_tokens_per_second",
         "torchdynamo",
         "jit_mode_eval",
+        "fsdp_version",
     ]
 )
-LAUNCHER_RANKS = ("num_gpus", "nproc_per_node", "num_processes")
