@@ -144,7 +144,9 @@ def _show(
     if idle:
         screen.say(f"without effect here: {', '.join(idle)}")
     if any(one.note.endswith(DEFAULT) for one in acting):
-        screen.say(f"{DEFAULT}: the default of TrainingArguments; --args gives the arguments of your script")
+        screen.say(
+            f"{DEFAULT}: the default of TrainingArguments, or of your tool; --args gives the arguments of your script"
+        )
     for note in result.notes:
         screen.say(f"note: {note}")
     for text in result.silent:

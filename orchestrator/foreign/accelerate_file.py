@@ -14,30 +14,10 @@ from zero_runtime.deepspeed.json_text import load
 
 _IDLE = frozenset(
     [
-        "compute_environment",
-        "debug",
-        "downcast_bf16",
-        "dynamo_backend",
-        "dynamo_config",
-        "enable_cpu_affinity",
-        "gpu_ids",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
-        "main_training_function",
-        "rdzv_backend",
-        "rdzv_conf",
-        "same_network",
-        "tpu_env",
-        "tpu_use_cluster",
-        "tpu_use_sudo",
-        "tpu_name",
-        "tpu_zone",
-        "tpu_vm",
-        "commands",
-        "command_file",
-        "mpirun_config",
-        "use_cpu",
+        *("compute_environment", "debug", "downcast_bf16", "dynamo_backend", "dynamo_config", "enable_cpu_affinity"),
+        *("gpu_ids", "machine_rank", "main_process_ip", "main_process_port", "main_training_function"),
+        *("rdzv_backend", "rdzv_conf", "same_network", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name"),
+        *("tpu_zone", "tpu_vm", "commands", "command_file", "mpirun_config", "use_cpu"),
     ]
 )
 _ACTING = (

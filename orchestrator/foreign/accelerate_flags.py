@@ -23,33 +23,11 @@ _TOP = (*COUNTS, "mixed_precision")
 _ALONE = (*TYPES, *_TOP, "config_file", "use_parallelism_config")  # no other launcher and no script has these
 _IDLE = frozenset(
     [
-        "quiet",
-        "num_cpu_threads_per_process",
-        "enable_cpu_affinity",
-        "gpu_ids",
-        "same_network",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
-        "tee",
-        "log_dir",
-        "role",
-        "rdzv_backend",
-        "rdzv_conf",
-        "max_restarts",
-        "monitor_interval",
-        "no_python",
-        "env",
-        "debug",
-        "main_training_function",
-        "downcast_bf16",
-        "mpirun_hostfile",
-        "use_parallelism_config",
-        "dynamo_backend",
-        "dynamo_mode",
-        "dynamo_use_fullgraph",
-        "dynamo_use_dynamic",
-        "dynamo_use_regional_compilation",
+        *("quiet", "num_cpu_threads_per_process", "enable_cpu_affinity", "gpu_ids", "same_network", "machine_rank"),
+        *("main_process_ip", "main_process_port", "tee", "log_dir", "role", "rdzv_backend", "rdzv_conf"),
+        *("max_restarts", "monitor_interval", "no_python", "env", "debug", "main_training_function", "downcast_bf16"),
+        *("mpirun_hostfile", "use_parallelism_config", "dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph"),
+        *("dynamo_use_dynamic", "dynamo_use_regional_compilation"),
     ]
 )
 _SECTIONS = {

@@ -6,11 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 LAUNCH = "launch:"  # before a flag of `accelerate launch`, which says how the model is divided
-_OFF = ("", "false", "0", "0.0", "none")
-_LOSS = (_OFF, "the loss is the plain cross entropy here")
-_BASE = (_OFF, "the base model is not quantised here")
+_OFF = ("false", "0", "0.0", "none")
 _ONE = ("1", "-1")
-_SOME = (_OFF, "all parameters, or an adapter, are trained here")
+_SHARDS = ("-1", *map(str, range(2, 1 << 14)))
+_LOSS = "the loss is the plain cross entropy here"
+_BASE = "the base model is not quantised here"
+_SOME = "all parameters, or an adapter, are trained here"
+_PLAIN = "adapters are plain LoRA here"
+_RING = "ring attention is not here; parallel.sp=N after it divides sequences by heads"
+_TP = "parallel.tp=N after it says the same"
 
 
 class Dialect(NamedTuple):
@@ -19,7 +23,8 @@ class Dialect(NamedTuple):
     marks: one of these keys shows that a file or a line is this tool's. same: our name for its name. values: our word
     for its word, by its name. usual: its defaults where they differ from those of TrainingArguments. needs: arguments
     of which one must be given, because the default depends on the version or on the script. refused: the values that
-    switch a key off, and why others are refused. sections: prefixes of keys without effect.
+    switch a key off, and why others are refused. sections: prefixes of keys without effect. rise: what differs in its
+    schedules, where they are not those of transformers.
     """
 
     name: str
@@ -30,28 +35,31 @@ class Dialect(NamedTuple):
     needs: tuple[tuple[str, ...], ...] = ()
     refused: Mapping[str, tuple[tuple[str, ...], str]] = {}
     sections: tuple[str, ...] = ()
+    rise: str | None = None
+
+
+def _refused(*rows: tuple[str, tuple[str, ...], str]) -> dict[str, tuple[tuple[str, ...], str]]:
+    """Rows of names, the values that are accepted, and why others are not."""
+    return {name: (accepted, reason) for names, accepted, reason in rows for name in names.split()}
+
+
+def _names(text: str) -> dict[str, str]:
+    """Our name for each name; a + stands between the names of several values."""
+    return dict(word.split("=") for word in text.split())
 
 
 TRAINER = Dialect("TrainingArguments", frozenset(["per_device_train_batch_size", "num_train_epochs"]))
 _OPENRLHF = Dialect(
     "OpenRLHF",
-    frozenset(["micro_train_batch_size"]),
-    same={
-        "zero_stage": f"{LAUNCH}zero_stage",
-        "adam_offload": f"{LAUNCH}offload_optimizer_device",
-        "bf16": f"{LAUNCH}mixed_precision",
-        "param_dtype": f"{LAUNCH}mixed_precision",
-        "micro_train_batch_size": "per_device_train_batch_size",
-        "max_norm": "max_grad_norm",
-        "l2": "weight_decay",
-        "adam_betas": "adam_beta1 adam_beta2",
-        "lr_scheduler": "lr_scheduler_type",
-        "lr_warmup_ratio": "warmup_ratio",
-        "max_len": "max_seq_length",
-        "max_epochs": "num_train_epochs",
-        "pretrain": "model_name_or_path",
-    },
-    values={"adam_offload": {"": "cpu"}, "bf16": {"": "bf16", "true": "bf16"}},
+    frozenset(["micro_train_batch_size", "openrlhf.cli.train_sft"]),
+    same=_names(
+        "zero_stage=launch:zero_stage adam_offload=launch:offload_optimizer_device bf16=launch:mixed_precision "
+        "param_dtype=launch:mixed_precision micro_train_batch_size=per_device_train_batch_size "
+        "max_norm=max_grad_norm l2=weight_decay adam_betas=adam_beta1+adam_beta2 lr_scheduler=lr_scheduler_type "
+        "lr_warmup_ratio=warmup_ratio max_len=max_seq_length max_epochs=num_train_epochs "
+        "pretrain=model_name_or_path"
+    ),
+    values={"adam_offload": {"true": "cpu"}, "bf16": {"true": "bf16"}},
     usual={
         f"{LAUNCH}use_deepspeed": "true",
         f"{LAUNCH}zero_stage": "2",
@@ -64,46 +72,35 @@ _OPENRLHF = Dialect(
         "seed": 42,
     },
     needs=(("bf16", "param_dtype"),),
-    refused={
-        **dict.fromkeys(("beta", "ref_pretrain", "reward_pretrain", "critic_pretrain", "aux_loss_coef"), _LOSS),
-        "load_in_4bit": _BASE,
-        "lora_rank": (_OFF, "its default layers depend on the version; give adapter=lora after the line"),
-        "zpg": (_ONE, "give zero.shard_ranks=N and zero.outer_sharding after the line"),
-        "ds_tensor_parallel_size": (_ONE, "give parallel.tp=N after the line"),
-        "ring_attn_size": (_ONE, "ring attention is not here; parallel.sp=N divides sequences by heads"),
-        "grad_accum_dtype": (("", "fp32", "none"), "give precision.accumulate=bf16 after the line"),
-    },
+    refused=_refused(
+        ("beta ref_pretrain reward_pretrain critic_pretrain aux_loss_coef", _OFF, _LOSS),
+        ("load_in_4bit", _OFF, _BASE),
+        ("lora_rank", _OFF, "its layers depend on the version; adapter=lora after it adds one"),
+        ("zpg", _ONE, "zero.shard_ranks=N and zero.outer_sharding=none after it say the same"),
+        ("ds_tensor_parallel_size", _ONE, _TP),
+        ("ring_attn_size", _ONE, _RING),
+        ("grad_accum_dtype", ("fp32", "none"), "precision.accumulate=bf16 after it says the same"),
+    ),
 )
 _TORCHTITAN = Dialect(
     "torchtitan",
     frozenset(["training.local_batch_size", "parallelism.data_parallel_shard_degree", "training.seq_len"]),
-    same={
-        "training.local_batch_size": "per_device_train_batch_size",
-        "training.batch_size": "per_device_train_batch_size",
-        "training.global_batch_size": "train_batch_size",
-        "training.seq_len": "max_seq_length",
-        "training.max_norm": "max_grad_norm",
-        "training.steps": "max_steps",
-        "training.seed": "seed",
-        "debug.seed": "seed",
-        "training.mixed_precision_param": f"{LAUNCH}mixed_precision",
-        "training.mixed_precision_reduce": f"{LAUNCH}fsdp_reduce_dtype",
-        "training.enable_cpu_offload": f"{LAUNCH}fsdp_offload_params",
-        "parallelism.fsdp_reshard_after_forward": f"{LAUNCH}fsdp_reshard_after_forward",
-        "parallelism.data_parallel_shard_degree": f"{LAUNCH}parallelism_config_dp_shard_size",
-        "parallelism.data_parallel_replicate_degree": f"{LAUNCH}parallelism_config_dp_replicate_size",
-        "parallelism.tensor_parallel_degree": f"{LAUNCH}parallelism_config_tp_size",
-        "parallelism.context_parallel_degree": f"{LAUNCH}parallelism_config_cp_size",
-        "optimizer.name": "optim",
-        "optimizer.lr": "learning_rate",
-        "optimizer.beta1": "adam_beta1",
-        "optimizer.beta2": "adam_beta2",
-        "optimizer.eps": "adam_epsilon",
-        "optimizer.weight_decay": "weight_decay",
-        "lr_scheduler.warmup_steps": "warmup_steps",
-        "lr_scheduler.decay_type": "lr_scheduler_type",
-        "activation_checkpoint.mode": "recompute",
-    },
+    same=_names(
+        "training.local_batch_size=per_device_train_batch_size training.batch_size=per_device_train_batch_size "
+        "training.global_batch_size=train_batch_size training.seq_len=max_seq_length "
+        "training.max_norm=max_grad_norm training.steps=max_steps training.seed=seed debug.seed=seed "
+        "training.mixed_precision_param=launch:mixed_precision "
+        "training.mixed_precision_reduce=launch:fsdp_reduce_dtype "
+        "training.enable_cpu_offload=launch:fsdp_offload_params "
+        "parallelism.fsdp_reshard_after_forward=launch:fsdp_reshard_after_forward "
+        "parallelism.data_parallel_shard_degree=launch:parallelism_config_dp_shard_size "
+        "parallelism.data_parallel_replicate_degree=launch:parallelism_config_dp_replicate_size "
+        "parallelism.tensor_parallel_degree=launch:parallelism_config_tp_size "
+        "parallelism.context_parallel_degree=launch:parallelism_config_cp_size optimizer.name=optim "
+        "optimizer.lr=learning_rate optimizer.beta1=adam_beta1 optimizer.beta2=adam_beta2 "
+        "optimizer.eps=adam_epsilon optimizer.weight_decay=weight_decay lr_scheduler.warmup_steps=warmup_steps "
+        "lr_scheduler.decay_type=lr_scheduler_type activation_checkpoint.mode=recompute"
+    ),
     values={
         "training.mixed_precision_param": {"bfloat16": "bf16", "float32": "no"},
         "training.mixed_precision_reduce": {"float32": "fp32", "bfloat16": "bf16"},
@@ -126,33 +123,24 @@ _TORCHTITAN = Dialect(
         "max_seq_length": 2048,
         "max_steps": 10000,
     },
-    refused={
-        "parallelism.data_parallel_shard_degree": (
-            ("-1", *map(str, range(2, 1 << 14))),
-            "that is no FSDP; import --args '--multi_gpu --num_processes N ...' in its place",
-        ),
-        "parallelism.pipeline_parallel_degree": (_ONE, "pipeline parallelism is not here"),
-        "parallelism.expert_parallel_degree": (_ONE, "expert parallelism is not here"),
-        "lr_scheduler.decay_ratio": (
-            _OFF,
-            "the rate decays from the warm-up on here; give scheduler=... after the file",
-        ),
-        "lr_scheduler.lr_min": (_OFF, "give scheduler=cosine scheduler.min_lr_ratio=... after the file"),
-        "lr_scheduler.min_lr_factor": (_OFF, "give scheduler=cosine scheduler.min_lr_ratio=... after the file"),
-        "model.converters": (_OFF, "float8 is not here"),
-        "training.dtype": (("", "float32"), "parameters are kept in fp32 here; precision=bf16_pure keeps them in bf16"),
-    },
+    refused=_refused(
+        ("parallelism.pipeline_parallel_degree parallelism.expert_parallel_degree", _ONE, "it is not here"),
+        ("parallelism.data_parallel_shard_degree", _SHARDS, "DDP is --args '--multi_gpu --num_processes N'"),
+        ("lr_scheduler.decay_ratio", _OFF, "the rate decays from the warm-up on; scheduler=... after it says another"),
+        ("lr_scheduler.lr_min lr_scheduler.min_lr_factor", _OFF, "scheduler.min_lr_ratio=... after it says the same"),
+        ("model.converters", _OFF, "float8 is not here"),
+        ("training.dtype", ("float32",), "parameters are kept in fp32; precision=bf16_pure after it keeps bf16"),
+    ),
     sections=("job.", "profiling.", "metrics.", "checkpoint.", "comm.", "compile.", "float8.", "validation.", "debug."),
+    rise="torchtitan's rise may be one update ahead of ours",
 )
 _LLAMA_FACTORY = Dialect(
     "LLaMA-Factory",
     frozenset(["finetuning_type", "cutoff_len"]),
-    same={
-        "finetuning_type": "use_peft",
-        "lora_rank": "lora_r",
-        "lora_target": "lora_target_modules",
-        "disable_gradient_checkpointing": "gradient_checkpointing",
-    },
+    same=_names(
+        "finetuning_type=use_peft lora_rank=lora_r lora_target=lora_target_modules "
+        "disable_gradient_checkpointing=gradient_checkpointing"
+    ),
     values={
         "finetuning_type": {"lora": "true", "full": "false"},
         "lora_target": {"all": "all-linear"},
@@ -165,32 +153,24 @@ _LLAMA_FACTORY = Dialect(
         "gradient_checkpointing": True,
         "max_seq_length": 2048,
     },
-    refused={
-        "stage": (("sft", "pt"), _LOSS[1]),
-        "finetuning_type": (("lora", "full"), _SOME[1]),
-        "quantization_bit": _BASE,
-        "pure_bf16": (_OFF, "give precision=bf16_pure after the file"),
-        "additional_target": _SOME,
-        **dict.fromkeys(
-            ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"), (_OFF, "it is not here")
-        ),
-        **dict.fromkeys(("use_dora", "pissa_init", "loraplus_lr_ratio"), (_OFF, "adapters are plain LoRA here")),
-    },
+    refused=_refused(
+        ("stage", ("sft", "pt"), _LOSS),
+        ("finetuning_type", ("lora", "full"), _SOME),
+        ("additional_target", _OFF, _SOME),
+        ("quantization_bit", _OFF, _BASE),
+        ("pure_bf16", _OFF, "precision=bf16_pure after it says the same"),
+        ("use_galore use_apollo use_badam use_adam_mini use_muon", _OFF, "it is not here"),
+        ("use_dora pissa_init loraplus_lr_ratio", _OFF, _PLAIN),
+    ),
 )
 _AXOLOTL = Dialect(
     "axolotl",
     frozenset(["base_model", "sequence_len", "dataset_prepared_path"]),
-    same={
-        "base_model": "model_name_or_path",
-        "micro_batch_size": "per_device_train_batch_size",
-        "num_epochs": "num_train_epochs",
-        "sequence_len": "max_seq_length",
-        "optimizer": "optim",
-        "lr_scheduler": "lr_scheduler_type",
-        "gradient_clipping": "max_grad_norm",
-        "adapter": "use_peft",
-        "lora_target_linear": "lora_target_modules",
-    },
+    same=_names(
+        "base_model=model_name_or_path micro_batch_size=per_device_train_batch_size num_epochs=num_train_epochs "
+        "sequence_len=max_seq_length optimizer=optim lr_scheduler=lr_scheduler_type "
+        "gradient_clipping=max_grad_norm adapter=use_peft lora_target_linear=lora_target_modules"
+    ),
     values={
         "bf16": {"auto": "true"},
         "adapter": {"lora": "true"},
@@ -203,32 +183,23 @@ _AXOLOTL = Dialect(
         "warmup_ratio": 0.03,
     },
     needs=(("learning_rate",), ("bf16", "fp16", "bfloat16", "float16")),
-    refused={
-        "adapter": (("lora", *_OFF), "the base model is not quantised here"),
-        "rl": _LOSS,
-        "reward_model": _LOSS,
-        "load_in_4bit": _BASE,
-        "load_in_8bit": _BASE,
-        **dict.fromkeys(
-            ("bfloat16", "float16", "fp8"), (_OFF, "give precision=bf16_pure after the file, or bf16: true")
-        ),
-        **dict.fromkeys(("lora_modules_to_save", "unfrozen_parameters"), _SOME),
-        **dict.fromkeys(("peft_use_dora", "loraplus_lr_ratio", "relora"), (_OFF, "adapters are plain LoRA here")),
-        "batch_size": (_OFF, "give micro_batch_size and gradient_accumulation_steps"),
-        "cosine_min_lr_ratio": (_OFF, "give scheduler.min_lr_ratio=... after the file"),
-        "dp_shard_size": (("", "-1", *_ONE), "give zero.shard_ranks=N after the file"),
-        "tensor_parallel_size": (("", *_ONE), "give parallel.tp=N after the file"),
-        **dict.fromkeys(
-            ("context_parallel_size", "sequence_parallel_degree"),
-            (("", *_ONE), "ring attention is not here; parallel.sp=N divides sequences by heads"),
-        ),
-    },
+    refused=_refused(
+        ("rl reward_model", _OFF, _LOSS),
+        ("adapter", ("lora", *_OFF), _BASE),
+        ("load_in_4bit load_in_8bit", _OFF, _BASE),
+        ("bfloat16 float16 fp8", _OFF, "bf16: true is here, and precision=bf16_pure after the file"),
+        ("lora_modules_to_save unfrozen_parameters", _OFF, _SOME),
+        ("peft_use_dora loraplus_lr_ratio relora", _OFF, _PLAIN),
+        ("batch_size", _OFF, "gradient_accumulation_steps says the same"),
+        ("cosine_min_lr_ratio", _OFF, "scheduler.min_lr_ratio=... after the file says the same"),
+        ("dp_shard_size", _ONE, "zero.shard_ranks=N after the file says the same"),
+        ("tensor_parallel_size", _ONE, _TP),
+        ("context_parallel_size sequence_parallel_degree", _ONE, _RING),
+    ),
 )
 _TRL = Dialect(
     "TRL",
-    frozenset(
-        ["use_peft", "packing", "dataset_text_field", "completion_only_loss", "assistant_only_loss", "max_length"]
-    ),
+    frozenset(["trl", "use_peft", "packing", "dataset_text_field", "completion_only_loss", "assistant_only_loss"]),
     usual={
         "learning_rate": 2e-5,
         "bf16": True,
@@ -237,20 +208,17 @@ _TRL = Dialect(
         "lora_r": 16,
         "lora_alpha": 32.0,
     },
-    refused={
-        "load_in_4bit": _BASE,
-        "load_in_8bit": _BASE,
-        **dict.fromkeys(
-            ("beta", "num_generations", "max_prompt_length", "max_completion_length", "reward_funcs"), _LOSS
-        ),
-        "loss_type": (("", "nll", "chunked_nll"), _LOSS[1]),
-        "use_dora": (_OFF, "adapters are plain LoRA here"),
-    },
+    refused=_refused(
+        ("beta num_generations max_prompt_length max_completion_length reward_funcs", _OFF, _LOSS),
+        ("loss_type", ("nll", "chunked_nll"), _LOSS),
+        ("load_in_4bit load_in_8bit", _OFF, _BASE),
+        ("use_dora", _OFF, _PLAIN),
+    ),
 )
 DIALECTS = (_OPENRLHF, _TORCHTITAN, _LLAMA_FACTORY, _AXOLOTL, _TRL, TRAINER)
 
 
 def dialect_of(keys: Iterable[str]) -> Dialect | None:
-    """The tool that has one of these keys; None if none has."""
+    """The tool that has one of these keys, or a script of this name; None if none has."""
     found = set(keys)
     return next((one for one in DIALECTS if found & one.marks), None)

@@ -23,23 +23,10 @@ ACTING = (
 )
 IDLE = frozenset(
     [
-        "auto_wrap_policy",
-        "transformer_layer_cls_to_wrap",
-        "min_num_params",
-        "backward_prefetch",
-        "backward_prefetch_policy",
-        "forward_prefetch",
-        "use_orig_params",
-        "sync_module_states",
-        "cpu_ram_efficient_loading",
-        "state_dict_type",
-        "limit_all_gathers",
-        "ignored_modules",
-        "xla",
-        "xla_fsdp_settings",
-        "xla_fsdp_grad_ckpt",
-        "xla_fsdp_v2",
-        "final_state_dict_type",
+        *("auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "backward_prefetch"),
+        *("backward_prefetch_policy", "forward_prefetch", "use_orig_params", "sync_module_states"),
+        *("cpu_ram_efficient_loading", "state_dict_type", "limit_all_gathers", "ignored_modules", "xla"),
+        *("xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2", "final_state_dict_type"),
     ]
 )
 

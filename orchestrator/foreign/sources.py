@@ -23,8 +23,11 @@ from zero_runtime.deepspeed.json_text import load
 from zero_runtime.deepspeed.keys import HOMES, TOP
 
 _KNOWN = "a file of DeepSpeed, Accelerate, TrainingArguments, TRL, axolotl, LLaMA-Factory or torchtitan"
+_DEFAULT_FILE = (
+    "accelerate launch: expected --use_deepspeed, --use_fsdp, --multi_gpu or --config_file, found none: the default "
+    "file of Accelerate decides; name it by --config_file"
+)
 _KEYS_SHOWN = 6
-_SIGNS = {"per_device_train_batch_size", "num_train_epochs", "--output_dir"}  # a script of the Trainer has these
 
 
 def source_of(
@@ -37,7 +40,7 @@ def source_of(
     line = CommandLine() if typed_line is None else read_line(typed_line)
     files = _files([path, line.file, line.flags.pop("config_file", None)])
     tool, launcher, config = files.get(_TOOL), files.get(_ACCELERATE), files.get(_DEEPSPEED)
-    dialect = dialect_of(tool.content if tool else [name for name, _ in line.pairs]) or TRAINER
+    dialect = dialect_of(tool.content if tool else [line.script, *(name for name, _ in line.pairs)]) or TRAINER
     args = read_arguments(line, tool.content if tool else {}, dialect)
     named = _named(args, config)
     if launcher or typed(args.flags):
@@ -46,6 +49,8 @@ def source_of(
                 [f"{config.path} is a file of DeepSpeed: give it as --deepspeed_config_file, to the launcher"]
             )
         found = _launched(launcher, args)
+    elif line.launcher == "accelerate" and not (args.divided() or config):
+        raise Refusal([*args.problems, _DEFAULT_FILE])
     else:
         if named is not None:
             content = _config(named, tool)
@@ -54,15 +59,19 @@ def source_of(
             found = Foreign(str(config.path), config.content, must_match=True)
         else:
             found = _of_arguments(args, tool)
-        found.problems += _unused_flags(args, line)
+        found.problems += _unused_flags(args)
     if args.value("train_batch_size"):
         _divide(found, args)
     found.config = left_out(found.config, without) if without else found.config
-    if line.pairs or tool:
+    if args.known() or args.divided():
         return found, args
+    unread = [f"--{name}" for name in args.given] + args.own
+    found.notes += (
+        [f"arguments of a script that is not the Trainer's are not read: {', '.join(unread)}"] if unread else []
+    )
     found.problems += args.problems
     found.keys += args.keys
-    return found, None  # nothing of the script is known
+    return found, None
 
 
 _TOOL, _ACCELERATE, _DEEPSPEED = "the script", "Accelerate", "DeepSpeed"
@@ -139,18 +148,13 @@ def _launched(file: _File | None, args: TypedArguments) -> Foreign:
     return found
 
 
-def _unused_flags(args: TypedArguments, line: CommandLine) -> list[str]:
-    """Flags of `accelerate launch` that decide something, on a line that does not say what is started."""
-    divided = {"deepspeed", "fsdp"} & {*args.given}
-    if line.launcher == "accelerate" and not divided:
-        return [
-            "accelerate launch: expected --use_deepspeed, --use_fsdp, --multi_gpu or --config_file, found none: "
-            "Accelerate's default file decides; name it by --config_file"
-        ]
+def _unused_flags(args: TypedArguments) -> list[str]:
+    """Flags of `accelerate launch` that decide something, beside a script that is given DeepSpeed or FSDP itself."""
+    deciding = ("mixed_precision", "zero", "offload", "gradient", "deepspeed_config", "fsdp")
     return [
         f"--{name}: found in the launcher's arguments, and --deepspeed or --fsdp in the script's; leave it out"
         for name in args.flags
-        if name == "mixed_precision" or name.startswith(("zero", "offload", "gradient", "deepspeed_config", "fsdp"))
+        if name.startswith(deciding)
     ]
 
 
@@ -200,13 +204,12 @@ def _of_arguments(args: TypedArguments, tool: _File | None) -> Foreign:
     found.config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     found.config["gradient_clipping"] = "auto"
     file = args.given.get("fsdp_config")
-    if args.given.get("fsdp") or isinstance(file, Mapping):
+    if args.divided():
         settings = file if isinstance(file, Mapping) else content_of(Path(file)) if file else {}
         per_machine = None if args.ranks is None else args.ranks // args.nodes
         read_fsdp({**settings, **trainer_words(args.given.get("fsdp", ""))}, mixed, per_machine, found)
         return found
-    signs = {*args.given, *(one.key for one in args.keys)} & _SIGNS
-    if tool is None and not (signs or args.problems or (args.given and not args.own)):
+    if tool is None and not (args.known() or args.problems):
         found.problems.append(f"--args: expected how the model is divided, found nothing about it; {GIVE}")
     found.config["zero_optimization"] = {"stage": 0}
     if mixed != "no":

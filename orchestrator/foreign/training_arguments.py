@@ -28,6 +28,7 @@ from orchestrator.foreign.launchers import CommandLine
 from zero_runtime.deepspeed.auto import AutoValues
 
 GIVE = "give the file of DeepSpeed or Accelerate, or `accelerate launch` with --use_deepspeed --zero_stage N"
+_SIGNS = {"per_device_train_batch_size", "num_train_epochs", "--output_dir"}  # a script of the Trainer has these
 NEAR, NEARER = 0.8, 0.9  # a name this similar to one of TrainingArguments is a typo, another one is the script's own
 # An unknown argument with such a name is not passed over.
 _DIVIDES = re.compile(
@@ -63,6 +64,16 @@ class TypedArguments:
         config = None if hidden_size is None else {"hidden_size": hidden_size}
         return AutoValues.of(SimpleNamespace(**self._all()), SimpleNamespace(config=config))
 
+    def divided(self) -> bool:
+        """Whether the script is given DeepSpeed or FSDP."""
+        given = self.given
+        return bool(given.get("deepspeed") or given.get("fsdp") or isinstance(given.get("fsdp_config"), Mapping))
+
+    def known(self) -> bool:
+        """Whether the script takes TrainingArguments or the arguments of a tool."""
+        signs = {*self.given, *(one.key for one in self.keys)} & _SIGNS
+        return bool(signs) or self.dialect is not TRAINER or (bool(self.given) and not self.own)
+
     def _all(self) -> dict[str, Any]:
         usual = {name: value for name, value in self.dialect.usual.items() if not name.startswith(LAUNCH)}
         if self.given.get("fp16"):  # a default of bf16 yields
@@ -75,18 +86,19 @@ def read_arguments(line: CommandLine, settings: Mapping[str, Any], dialect: Dial
     found = TypedArguments(problems=[*line.problems], dialect=dialect, ranks=line.ranks, nodes=line.nodes)
     found.flags = {name[len(LAUNCH) :]: text for name, text in dialect.usual.items() if name.startswith(LAUNCH)}
     typed = {name for name, _ in line.pairs}
-    for name, value in settings.items():
-        if value is not None and name not in typed:
-            _take(str(name), value, found, "")
+    given = {
+        str(name): value for name, value in settings.items() if value not in (None, "", [], {}) and name not in typed
+    }
+    for name, value in given.items():
+        _take(name, value, found, "")
     for name, values in line.pairs:
         _take(name, values, found, "--")
-    given = {*typed, *(name for name, value in settings.items() if value is not None)}
     for names in dialect.needs:
-        if not given & {*names}:
+        if not {*given, *typed} & {*names}:
             found.problems.append(f"{' or '.join(names)}: expected, as its default in {dialect.name} is not certain")
     found.flags |= line.flags
     found.keys += [KeyFinding(f"--{name}", " ".join(values), Fate.idle) for name, values in line.idle]
-    if found.ranks is not None:
+    if found.ranks is not None and not line.flags:
         found.keys.append(KeyFinding("ranks of the launcher", str(found.ranks), Fate.mapped, ("resources.ranks",)))
     if found.own:
         whose = (
@@ -102,23 +114,22 @@ def _take(name: str, value: Any, found: TypedArguments, prefix: str) -> None:
     values = value if prefix else _words(value)
     text = " ".join(values)
     refused = {**REFUSED, **dialect.refused}.get(name)
-    if refused is not None and text.lower() not in refused[0] and (text or not prefix):
-        found.problems.append(f"{label} {text}: {refused[1]}")
+    if refused is not None and (text or "true").lower() not in refused[0]:
+        found.problems.append(f"{' '.join([label, *values])}: {refused[1]}; leave it out")
         return
     known = dialect.same.get(name, SAME.get(name, name))
-    said = dialect.values.get(name, {}).get(text, text)
+    said = dialect.values.get(name, {}).get(text or "true", text)
     if said != text and text:
         found.notes.append(f"{label} {text} is read as {said}")
     if known.startswith(LAUNCH):
         found.flags[known[len(LAUNCH) :]] = said or "true"
     elif isinstance(value, Mapping) and known in ("deepspeed", "fsdp_config"):
         found.given[known] = value
-    elif " " in known:
-        for one, part in zip(known.split(), values, strict=False):
+    elif "+" in known:
+        for one, part in zip(known.split("+"), values, strict=False):
             _give(one, [part], found, label)
     elif known in KINDS:
-        if said or text == said:
-            _give(known, said.split(), found, label)
+        _give(known, said.split(), found, label)
     elif refused is None and (name in IDLE or name.startswith(dialect.sections or "\0")):
         found.keys.append(KeyFinding(label, text, Fate.idle))
     elif refused is None:
@@ -233,7 +244,7 @@ def schedule_words(args: TypedArguments, notes: list[str], problems: list[str]) 
         return {}
     kind, note = _SCHEDULES[name]
     if note:
-        notes.append(f"lr_scheduler_type {name}: {note}")
+        notes.append(f"lr_scheduler_type {name}: {args.dialect.rise or note}")
     words = {"scheduler": kind}
     steps = args.auto(None).warmup_steps
     if steps is None:

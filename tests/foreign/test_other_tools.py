@@ -364,6 +364,12 @@ RIGHT: dict[str, tuple[dict[str, Any], str | None, str | None, dict[str, Any]]] 
         "torchrun --nproc_per_node 2 -m torchtitan.train --job.config_file t.toml --optimizer.lr 1e-3",
         {"zero.stage": 2, "optimizer.lr": 1e-3, "resources.ranks": 2},
     ),
+    "another_script_of_accelerate": (
+        {},
+        None,
+        f"{LAUNCH} --use_deepspeed --zero_stage 1 train.py --lr 3e-4 --learning_rate 1e-3 --width 64",
+        {"zero.stage": 1, "precision.param": "bf16", "optimizer.lr": 0.003},  # that of conf/: the script's is not known
+    ),
     "trainer_file": (
         {"args.json": {"per_device_train_batch_size": 2, "output_dir": "out", "fp16": True, "dataset_name": "acme"}},
         "args.json",
@@ -471,7 +477,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str | None, list[str]]] = {
         {"t.toml": TORCHTITAN.format(shards=-1, reshard="default", stages=4)},
         "t.toml",
         None,
-        ["parallelism.pipeline_parallel_degree 4: pipeline parallelism is not here"],
+        ["parallelism.pipeline_parallel_degree 4: it is not here; leave it out"],
+    ),
+    "torchtitan_ddp": (
+        {"t.toml": TORCHTITAN.format(shards=1, reshard="default", stages=1)},
+        "t.toml",
+        None,
+        ["parallelism.data_parallel_shard_degree 1: DDP is --args '--multi_gpu"],
+    ),
+    "openrlhf_4_bits": ({}, None, f"{OPENRLHF} --load_in_4bit", ["--load_in_4bit: the base model is not quantised"]),
+    "axolotl_by_a_default_file": (
+        {"a.yml": AXOLOTL},
+        None,
+        "accelerate launch -m axolotl.cli.train a.yml",
+        ["accelerate launch: expected --use_deepspeed, --use_fsdp, --multi_gpu or --config_file, found none"],
+    ),
+    "two_files": (
+        {"a.yml": AXOLOTL, "l.yaml": LLAMA_FACTORY},
+        "a.yml",
+        "llamafactory-cli train l.yaml",
+        ["a.yml and l.yaml are both for the script: expected one file; leave one out"],
     ),
     "another_tool": (
         {"nemo.yaml": "trainer: {devices: 8, num_nodes: 1}\nmodel: {micro_batch_size: 4}\nexp_manager: {}\n"},
