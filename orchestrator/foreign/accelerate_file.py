@@ -71,7 +71,7 @@ def read_accelerate(content: Mapping[str, Any], source: str, folder: Path) -> Fo
             found.problems.append(f"{key}: {_OTHERS[key]}; leave it out")
     kind = str(content.get("distributed_type", "NO")).upper()
     mixed = _mixed(content, found)
-    _counts(content, found)
+    read_counts(content, found)
     readers: dict[str, Callable[[], None]] = {
         "DEEPSPEED": lambda: _deepspeed(content, mixed, folder, found),
         "FSDP": lambda: _fsdp(content, mixed, found),
@@ -85,8 +85,8 @@ def read_accelerate(content: Mapping[str, Any], source: str, folder: Path) -> Fo
     return found
 
 
-def _counts(content: Mapping[str, Any], found: Foreign) -> None:
-    """num_processes counts the ranks of all machines."""
+def read_counts(content: Mapping[str, Any], found: Foreign) -> None:
+    """Reads ranks and machines; num_processes counts the ranks of all machines."""
     ranks, machines = content.get("num_processes"), content.get("num_machines")
     if isinstance(ranks, int) and ranks > 0:
         found.ranks = ranks

@@ -44,9 +44,10 @@ def is_flag(name: str, *, alone: bool = False) -> bool:
     return known or name.startswith((PARALLELISM, "megatron_lm_", "fp8_"))
 
 
-def typed(flags: Mapping[str, str]) -> bool:
-    """Whether the flags say what is started."""
-    return any(name in flags for name in TYPES)
+def kind_of(flags: Mapping[str, str], file: Mapping[str, Any] | None) -> str | None:
+    """The distributed_type that flags or a file say; None without either."""
+    said = next((kind for flag, kind in TYPES.items() if flag in flags), None)
+    return said if said or file is None else str(file.get("distributed_type", "NO")).upper()
 
 
 def over_file(flags: Mapping[str, str], file: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def over_file(flags: Mapping[str, str], file: Mapping[str, Any], problems: list[
     kinds = [kind for flag, kind in TYPES.items() if flag in flags]
     if len(kinds) > 1:
         problems.append(f"expected one of --use_deepspeed, --use_fsdp and --multi_gpu, found {', '.join(kinds)}")
-    content["distributed_type"] = kind = kinds[0] if kinds else str(content.get("distributed_type", "NO")).upper()
+    content["distributed_type"] = kind = kind_of(flags, file) or "NO"
     for name, text in flags.items():
         section = next((one for one, (_, names) in _SECTIONS.items() if name in names), None)
         if name in _TOP:

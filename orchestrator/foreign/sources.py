@@ -11,8 +11,8 @@ import yaml
 
 from orchestrator.compose import yaml_bounds
 from orchestrator.config.strict import Refusal
-from orchestrator.foreign.accelerate_file import is_accelerate, read_accelerate
-from orchestrator.foreign.accelerate_flags import over_file, typed
+from orchestrator.foreign.accelerate_file import is_accelerate, read_accelerate, read_counts
+from orchestrator.foreign.accelerate_flags import kind_of, over_file
 from orchestrator.foreign.dialects import TRAINER, dialect_of
 from orchestrator.foreign.findings import Foreign
 from orchestrator.foreign.fsdp import read_fsdp, trainer_words
@@ -39,36 +39,31 @@ def source_of(
     """
     line = CommandLine() if typed_line is None else read_line(typed_line)
     files = _files([path, line.file, line.flags.pop("config_file", None)])
-    tool, launcher, config = files.get(_TOOL), files.get(_ACCELERATE), files.get(_DEEPSPEED)
+    tool, launcher, config = (files.get(who) for who in (_TOOL, _ACCELERATE, _DEEPSPEED))
     dialect = dialect_of(tool.content if tool else [line.script, *(name for name, _ in line.pairs)]) or TRAINER
     args = read_arguments(line, tool.content if tool else {}, dialect)
-    named = _named(args, config)
-    if launcher or typed(args.flags):
-        if config:
-            raise Refusal(
-                [f"{config.path} is a file of DeepSpeed: give it as --deepspeed_config_file, to the launcher"]
-            )
+    kind = kind_of(args.flags, launcher.content if launcher else None)
+    _refuse_contradictions(args, kind, launcher or config, line)
+    if kind is not None and not args.divided():
         found = _launched(launcher, args)
-    elif line.launcher == "accelerate" and not (args.divided() or config):
-        raise Refusal([*args.problems, _DEFAULT_FILE])
+    elif "deepspeed" in args.given:
+        named = args.given["deepspeed"]
+        found = Foreign(str(named if isinstance(named, str) else tool and tool.path), must_match=True)
+        found.config = _config(named, tool)
+    elif config:
+        found = Foreign(str(config.path), config.content, must_match=True)
     else:
-        if named is not None:
-            content = _config(named, tool)
-            found = Foreign(str(named if isinstance(named, str) else path), content, must_match=True)
-        elif config:
-            found = Foreign(str(config.path), config.content, must_match=True)
-        else:
-            found = _of_arguments(args, tool)
-        found.problems += _unused_flags(args)
+        found = _of_arguments(args, tool)
+    if launcher and args.divided():
+        read_counts(launcher.content, found)
     if args.value("train_batch_size"):
         _divide(found, args)
     found.config = left_out(found.config, without) if without else found.config
     if args.known() or args.divided():
         return found, args
     unread = [f"--{name}" for name in args.given] + args.own
-    found.notes += (
-        [f"arguments of a script that is not the Trainer's are not read: {', '.join(unread)}"] if unread else []
-    )
+    if unread:
+        found.notes.append(f"arguments of a script that is not the Trainer's are not read: {', '.join(unread)}")
     found.problems += args.problems
     found.keys += args.keys
     return found, None
@@ -99,26 +94,29 @@ def _files(paths: Sequence[Path | str | None]) -> dict[str, _File]:
     return found
 
 
-def _named(args: TypedArguments, config: _File | None) -> str | Mapping[str, Any] | None:
-    """The configuration of DeepSpeed that the arguments name."""
-    named: str | Mapping[str, Any] | None = args.given.get("deepspeed")
+def _refuse_contradictions(args: TypedArguments, kind: str | None, file: _File | None, line: CommandLine) -> None:
+    """Refuses a line on which two say how the model is divided, or nobody does."""
+    named, problems = args.given.get("deepspeed"), list(args.problems)
     if named == "":
-        raise Refusal([*args.problems, f"--deepspeed names no file, so the script makes the configuration; {GIVE}"])
-    if isinstance(named, str) and config and Path(named).absolute() != config.path.absolute():
-        raise Refusal(
-            [
-                *args.problems,
-                f"FILE is {config.path} and --args names --deepspeed {named}: expected one file; leave one out",
-            ]
+        problems.append(f"--deepspeed names no file, so the script makes the configuration; {GIVE}")
+    elif isinstance(named, str) and file and kind is None and Path(named).absolute() != file.path.absolute():
+        problems.append(f"FILE is {file.path} and --args names --deepspeed {named}: expected one file; leave one out")
+    elif args.divided() and kind in ("DEEPSPEED", "FSDP"):
+        problems.append(
+            f"--deepspeed or --fsdp of the script beside {kind} of the launcher: expected one; leave one out"
         )
-    if named is not None and typed(args.flags) and not {"multi_gpu", "cpu"} & {*args.flags}:
-        raise Refusal(
-            [
-                *args.problems,
-                "--deepspeed is in the script's arguments and in the launcher's: expected one; leave one out",
-            ]
-        )
-    return named
+    elif kind is not None and file and not is_accelerate(file.content):
+        problems.append(f"{file.path} is a file of DeepSpeed: the launcher takes it as --deepspeed_config_file")
+    elif line.launcher == "accelerate" and kind is None and not (args.divided() or file):
+        problems.append(_DEFAULT_FILE)
+    elif args.divided():
+        problems += [
+            f"--{name}: found in the launcher's arguments, and --deepspeed or --fsdp in the script's; leave it out"
+            for name in args.flags
+            if name.startswith(("mixed_precision", "zero", "offload", "gradient", "deepspeed_config", "fsdp"))
+        ]
+    if len(problems) > len(args.problems):
+        raise Refusal(problems)
 
 
 def _config(named: str | Mapping[str, Any], tool: _File | None) -> dict[str, Any]:
@@ -148,16 +146,6 @@ def _launched(file: _File | None, args: TypedArguments) -> Foreign:
     return found
 
 
-def _unused_flags(args: TypedArguments) -> list[str]:
-    """Flags of `accelerate launch` that decide something, beside a script that is given DeepSpeed or FSDP itself."""
-    deciding = ("mixed_precision", "zero", "offload", "gradient", "deepspeed_config", "fsdp")
-    return [
-        f"--{name}: found in the launcher's arguments, and --deepspeed or --fsdp in the script's; leave it out"
-        for name in args.flags
-        if name.startswith(deciding)
-    ]
-
-
 def _divide(found: Foreign, args: TypedArguments) -> None:
     """A global batch size gives the accumulation, unless that is given."""
     found.config["train_batch_size"] = args.value("train_batch_size")
@@ -167,7 +155,7 @@ def _divide(found: Foreign, args: TypedArguments) -> None:
 
 def content_of(path: Path) -> dict[str, Any]:
     """The content of a JSON, YAML or TOML file, tables as dotted keys. PlanError and Refusal say what is wrong."""
-    readers = {".yaml": _yaml, ".yml": _yaml, ".toml": _toml}
+    readers = {".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".toml": _toml}
     reader = readers.get(path.suffix)
     if reader is None:
         return load(path)
@@ -180,10 +168,6 @@ def content_of(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise Refusal([f"{path}: expected keys and values, found a {type(content).__name__}"])
     return {str(key): value for key, value in content.items()}
-
-
-def _yaml(text: str) -> Any:
-    return yaml.safe_load(text)
 
 
 def _toml(text: str) -> dict[str, Any]:

@@ -10,138 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.tool_files import (
+    ACCELERATE,
+    ALONE,
+    AXOLOTL,
+    AXOLOTL_FSDP,
+    LLAMA_FACTORY,
+    OPENRLHF,
+    TORCHTITAN,
+    TRL,
+    ULYSSES,
+    ZERO3,
+)
 
 from orchestrator import cli
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
+from orchestrator.foreign.accelerate_flags import is_flag
 
-ZERO3 = {
-    "zero_optimization": {"stage": 3, "overlap_comm": True},
-    "bf16": {"enabled": "auto"},
-    "gradient_clipping": "auto",
-    "gradient_accumulation_steps": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-}
-ULYSSES = {
-    **{"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1},
-    **{"sequence_parallel_size": 2, "communication_data_type": "bf16", "gradient_clipping": 1.0},
-}
-AXOLOTL = """
-base_model: acme/small-llama
-datasets: [{path: acme/instructions, type: alpaca}]
-val_set_size: 0.05
-sequence_len: 512
-sample_packing: true
-adapter:
-micro_batch_size: 2
-gradient_accumulation_steps: 4
-num_epochs: 1
-optimizer: adamw_bnb_8bit
-lr_scheduler: cosine
-learning_rate: 0.0002
-bf16: auto
-gradient_checkpointing: true
-warmup_steps: 10
-weight_decay: 0.01
-special_tokens: {pad_token: <pad>}
-"""
-AXOLOTL_FSDP = """
-fsdp_version: 2
-fsdp_config:
-  offload_params: true
-  reshard_after_forward: true
-  state_dict_type: FULL_STATE_DICT
-  auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  transformer_layer_cls_to_wrap: LlamaDecoderLayer
-"""
-LLAMA_FACTORY = """
-model_name_or_path: acme/small-llama
-stage: sft
-do_train: true
-dataset: acme_demo
-template: llama3
-cutoff_len: 256
-preprocessing_num_workers: 4
-output_dir: saves/small
-logging_steps: 10
-plot_loss: true
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 8
-learning_rate: 1.0e-5
-num_train_epochs: 3.0
-lr_scheduler_type: cosine
-warmup_steps: 7
-bf16: true
-ddp_timeout: 180000000
-"""
-TRL = """
-model_name_or_path: acme/small-llama
-dataset_name: acme/chat
-dataset_text_field: text
-packing: true
-max_length: 512
-per_device_train_batch_size: 4
-gradient_accumulation_steps: 2
-lr_scheduler_type: constant
-num_train_epochs: 1
-output_dir: out
-"""
-ACCELERATE = """
-compute_environment: LOCAL_MACHINE
-distributed_type: {kind}
-mixed_precision: bf16
-num_machines: {machines}
-num_processes: {ranks}
-parallelism_config:
-  parallelism_config_dp_replicate_size: {replicas}
-  parallelism_config_dp_shard_size: {shards}
-  parallelism_config_tp_size: {tp}
-  parallelism_config_cp_size: {cp}
-"""
-ALONE = {"kind": "FSDP", "machines": 1, "ranks": 8, "replicas": 1, "shards": 1, "tp": 1, "cp": 1}
-TORCHTITAN = """
-[job]
-dump_folder = "./outputs"
-[model]
-name = "llama3"
-flavor = "debugmodel"
-[optimizer]
-name = "AdamW"
-lr = 3e-4
-eps = 1e-8
-[lr_scheduler]
-warmup_steps = 20
-decay_type = "cosine"
-[training]
-local_batch_size = 2
-seq_len = 256
-max_norm = 0.5
-steps = 100
-dataset = "c4_test"
-[parallelism]
-data_parallel_replicate_degree = 1
-data_parallel_shard_degree = {shards}
-fsdp_reshard_after_forward = "{reshard}"
-tensor_parallel_degree = 1
-pipeline_parallel_degree = {stages}
-[checkpoint]
-interval = 500
-[activation_checkpoint]
-mode = "full"
-"""
-OPENRLHF = (
-    "deepspeed --num_gpus 4 --module openrlhf.cli.train_sft --max_len 2048 --dataset acme/chat --input_key question "
-    "--train_batch_size 64 --micro_train_batch_size 2 --pretrain acme/small --save_path ./out --logging_steps 1 "
-    "--max_epochs 1 --bf16 --learning_rate 5e-6 --packing_samples --gradient_checkpointing --lr_scheduler constant"
-)
 LAUNCH = "accelerate launch --mixed_precision bf16 --num_processes 4 --num_machines 1"
 TRAINED = "--per_device_train_batch_size 2 --learning_rate 1e-4 --output_dir out"
+NO_FILE: tuple[dict[str, Any], None] = ({}, None)
 
 # name: (files by name, FILE and --args of the command, the settings that it gives by their path)
 RIGHT: dict[str, tuple[dict[str, Any], str | None, str | None, dict[str, Any]]] = {
     "accelerate_zero2": (
-        {},
-        None,
+        *NO_FILE,
         f"{LAUNCH} --use_deepspeed --zero_stage 2 --gradient_accumulation_steps 4 --gradient_clipping 0.5 "
         f"--offload_optimizer_device cpu --zero3_init_flag false train.py {TRAINED}",
         {
@@ -156,8 +50,7 @@ RIGHT: dict[str, tuple[dict[str, Any], str | None, str | None, dict[str, Any]]] 
         },
     ),
     "accelerate_flags_alone": (
-        {},
-        None,
+        *NO_FILE,
         "--use_deepspeed --zero_stage=3 --mixed_precision fp16 --num_processes 8 --num_machines 2",
         {"zero.stage": 3, "precision.param": "fp16", "resources.ranks": 8, "resources.nodes": 2},
     ),
@@ -174,17 +67,21 @@ RIGHT: dict[str, tuple[dict[str, Any], str | None, str | None, dict[str, Any]]] 
         {"zero.stage": 3, "offload.params": "cpu", "precision.reduce": "bf16", "resources.ranks": 2},
     ),
     "accelerate_fsdp": (
-        {},
-        None,
+        *NO_FILE,
         f"{LAUNCH} --use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP "
         f"--fsdp_activation_checkpointing true train.py {TRAINED}",
         {"zero.stage": 2, "recompute.kind": "full", "precision.param": "bf16", "resources.ranks": 4},
     ),
     "accelerate_ddp": (
-        {},
-        None,
+        *NO_FILE,
         f"{LAUNCH} --multi_gpu --main_process_port 29501 train.py {TRAINED} --gradient_accumulation_steps 3",
         {"zero.stage": 0, "precision.param": "bf16", "batch.accumulation": 3, "resources.ranks": 4},
+    ),
+    "accelerate_starts_a_script_with_deepspeed": (
+        {"zero3.json": ZERO3, "ddp.yaml": ACCELERATE.format(**{**ALONE, "kind": "MULTI_GPU", "machines": 2})},
+        "ddp.yaml",
+        "train.py --deepspeed zero3.json --bf16 --per_device_train_batch_size 2",
+        {"zero.stage": 3, "precision.param": "bf16", "resources.ranks": 8, "resources.nodes": 2},
     ),
     "accelerate_sizes_of_1": (
         {"one.yaml": ACCELERATE.format(**ALONE)},
@@ -242,8 +139,7 @@ RIGHT: dict[str, tuple[dict[str, Any], str | None, str | None, dict[str, Any]]] 
         {"zero.stage": 3, "resources.ranks": 16, "resources.nodes": 2},
     ),
     "openrlhf": (
-        {},
-        None,
+        *NO_FILE,
         f"{OPENRLHF} --zero_stage 3 --adam_offload --adam_betas 0.9 0.98 --l2 0.1",
         {
             "zero.stage": 3,
@@ -261,7 +157,7 @@ RIGHT: dict[str, tuple[dict[str, Any], str | None, str | None, dict[str, Any]]] 
             "resources.ranks": 4,
         },
     ),
-    "openrlhf_defaults": ({}, None, OPENRLHF, {"zero.stage": 2, "optimizer.beta2": 0.95, "seed": 42}),
+    "openrlhf_defaults": (*NO_FILE, OPENRLHF, {"zero.stage": 2, "optimizer.beta2": 0.95, "seed": 42}),
     "axolotl_deepspeed": (
         {"a.yml": f"{AXOLOTL}deepspeed: zero3.json\n", "zero3.json": ZERO3},
         "a.yml",
@@ -365,8 +261,7 @@ RIGHT: dict[str, tuple[dict[str, Any], str | None, str | None, dict[str, Any]]] 
         {"zero.stage": 2, "optimizer.lr": 1e-3, "resources.ranks": 2},
     ),
     "another_script_of_accelerate": (
-        {},
-        None,
+        *NO_FILE,
         f"{LAUNCH} --use_deepspeed --zero_stage 1 train.py --lr 3e-4 --learning_rate 1e-3 --width 64",
         {"zero.stage": 1, "precision.param": "bf16", "optimizer.lr": 0.003},  # that of conf/: the script's is not known
     ),
@@ -380,20 +275,17 @@ RIGHT: dict[str, tuple[dict[str, Any], str | None, str | None, dict[str, Any]]] 
 # name: (files by name, FILE and --args of the command, how each of the reasons begins)
 REFUSED: dict[str, tuple[dict[str, Any], str | None, str | None, list[str]]] = {
     "accelerate_default_file": (
-        {},
-        None,
+        *NO_FILE,
         f"{LAUNCH} train.py {TRAINED}",
         ["accelerate launch: expected --use_deepspeed, --use_fsdp, --multi_gpu or --config_file, found none"],
     ),
     "accelerate_stage_of_another_type": (
-        {},
-        None,
+        *NO_FILE,
         f"{LAUNCH} --multi_gpu --zero_stage 3 train.py {TRAINED}",
         ["--zero_stage: Accelerate ignores it with MULTI_GPU; give --use_deepspeed"],
     ),
     "accelerate_unknown_flag": (
-        {},
-        None,
+        *NO_FILE,
         f"{LAUNCH} --use_deepspeed --zero_stge 3 train.py",
         ["--zero_stge: unknown argument of `accelerate launch`"],
     ),
@@ -401,7 +293,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str | None, list[str]]] = {
         {"zero3.json": ZERO3},
         None,
         f"{LAUNCH} --use_deepspeed --zero_stage 2 train.py --deepspeed zero3.json",
-        ["--deepspeed is in the script's arguments and in the launcher's: expected one"],
+        ["--deepspeed or --fsdp of the script beside DEEPSPEED of the launcher: expected one"],
+    ),
+    "accelerate_file_twice": (
+        {"zero3.json": ZERO3, "fsdp.yaml": ACCELERATE.format(**ALONE)},
+        "fsdp.yaml",
+        "train.py --deepspeed zero3.json",
+        ["--deepspeed or --fsdp of the script beside FSDP of the launcher: expected one"],
     ),
     "accelerate_context_parallel": (
         {"cp.yaml": ACCELERATE.format(**{**ALONE, "cp": 2})},
@@ -410,14 +308,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str | None, list[str]]] = {
         ["parallelism_config_cp_size: expected 1 with FSDP, found 2"],
     ),
     "accelerate_megatron": (
-        {},
-        None,
+        *NO_FILE,
         f"{LAUNCH} --use_megatron_lm --megatron_lm_tp_degree 2 train.py",
         ["distributed_type: expected one of DEEPSPEED, FSDP"],
     ),
     "another_stage": (
-        {},
-        None,
+        *NO_FILE,
         "deepspeed --num_gpus 8 main.py --data_path acme --zero_stage 3 --deepspeed --per_device_train_batch_size 4",
         [
             "--zero_stage: unknown to TrainingArguments, and may say how model or batch are divided",
@@ -425,18 +321,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str | None, list[str]]] = {
         ],
     ),
     "stage_of_a_script": (
-        {},
-        None,
+        *NO_FILE,
         "train.py --zero_stage 2 --per_device_train_batch_size 4",
         ["--zero_stage: unknown to TrainingArguments, and may say how model or batch are divided"],
     ),
     "script_of_its_own": (
-        {},
-        None,
+        *NO_FILE,
         "torchrun --nproc_per_node 8 train.py --lr 3e-4 --width 768 --compile",
         ["--args: expected how the model is divided, found nothing about it"],
     ),
-    "launcher_alone": ({}, None, "--num_gpus 4", ["--args: expected how the model is divided, found nothing about it"]),
+    "launcher_alone": (*NO_FILE, "--num_gpus 4", ["--args: expected how the model is divided, found nothing about it"]),
     "hostfile": (
         {"zero3.json": ZERO3},
         None,
@@ -444,8 +338,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str | None, list[str]]] = {
         ["--hostfile hosts: the file is not read; give --num_nodes N --num_gpus M"],
     ),
     "openrlhf_dpo": (
-        {},
-        None,
+        *NO_FILE,
         OPENRLHF.replace("train_sft", "train_dpo") + " --beta 0.1",
         ["--beta 0.1: the loss is the plain cross entropy here"],
     ),
@@ -485,7 +378,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str | None, list[str]]] = {
         None,
         ["parallelism.data_parallel_shard_degree 1: DDP is --args '--multi_gpu"],
     ),
-    "openrlhf_4_bits": ({}, None, f"{OPENRLHF} --load_in_4bit", ["--load_in_4bit: the base model is not quantised"]),
+    "openrlhf_4_bits": (*NO_FILE, f"{OPENRLHF} --load_in_4bit", ["--load_in_4bit: the base model is not quantised"]),
     "axolotl_by_a_default_file": (
         {"a.yml": AXOLOTL},
         None,
@@ -544,3 +437,13 @@ def test_it_is_refused_in_at_most_three_lines_and_nothing_is_written(
     assert [line[: len(part)] for line, part in zip(reasons, expected, strict=True)] == expected
     assert len(reasons) <= 3
     assert not Path("outputs").exists()
+
+
+@pytest.mark.full
+def test_every_flag_of_accelerates_launcher_is_known() -> None:
+    launch = pytest.importorskip("accelerate.commands.launch", reason="accelerate is not installed (extra trainer)")
+    options = [option for action in launch.launch_command_parser()._actions for option in action.option_strings]
+    others = ("help", "module", "aws_", "tpu_", "no_tpu_", "vm")  # of hosts that are not here, or read by launchers.py
+    names = {option[2:].replace("-", "_") for option in options if option.startswith("--")}
+    assert len(names) > 80
+    assert sorted(name for name in names if not is_flag(name) and not name.startswith(others)) == []
