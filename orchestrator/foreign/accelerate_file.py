@@ -20,10 +20,8 @@ _IDLE = frozenset(
         *("tpu_zone", "tpu_vm", "commands", "command_file", "mpirun_config", "use_cpu"),
     ]
 )
-_ACTING = (
-    *("distributed_type", "mixed_precision", "fp16", "num_processes", "num_machines"),
-    *("deepspeed_config", "fsdp_config", "parallelism_config"),
-)
+SECTIONS = ("deepspeed_config", "fsdp_config", "parallelism_config")
+_ACTING = ("distributed_type", "mixed_precision", "fp16", "num_processes", "num_machines", *SECTIONS)
 _OTHERS = {
     "megatron_lm_config": "Megatron-LM's tensor and pipeline parallelism are not here",
     "fp8_config": "float8 is not here",
@@ -50,7 +48,10 @@ DEEPSPEED_IDLE = (
 )
 FILE, PARALLELISM = "deepspeed_config_file", "parallelism_config_"
 _PARALLEL_BY_KIND = {"FSDP": ("dp_replicate", "dp_shard", "tp"), "DEEPSPEED": ("sp",)}
-_PARALLEL_WORDS = {"dp_shard": ("zero.shard_ranks",), "tp": ("parallel.tp",), "sp": ("parallel.sp",)}
+_PARALLEL_WORDS = {
+    **dict.fromkeys(("dp_replicate", "dp_shard"), ("zero.shard_ranks",)),
+    **{"tp": ("parallel.tp",), "cp": ("parallel.sp",), "sp": ("parallel.sp",)},
+}
 
 
 def is_accelerate(content: Mapping[str, Any]) -> bool:
@@ -102,22 +103,22 @@ def read_counts(content: Mapping[str, Any], found: Foreign) -> None:
 
 def _parallelism(section: Mapping[str, Any], kind: str, found: Foreign) -> None:
     """The sizes of parallelism_config: hybrid shards and tensor parallelism of FSDP, sequences of DeepSpeed."""
-    sizes = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "cp", "sp"), 1)
+    sizes = dict.fromkeys(_PARALLEL_WORDS, 1)
     for key, value in section.items():
         name = str(key).removeprefix(PARALLELISM).removesuffix("_size")
         if name not in sizes:
             found.keys.append(KeyFinding(str(key), str(value), Fate.idle))
         elif isinstance(value, int) and (value > 0 or (name, value) == ("dp_shard", -1)):
             sizes[name] = value
-            found.keys.append(KeyFinding(str(key), str(value), Fate.mapped, _PARALLEL_WORDS.get(name, ())))
+            found.keys.append(KeyFinding(str(key), str(value), Fate.mapped, _PARALLEL_WORDS[name]))
         else:
             found.problems.append(f"{key}: expected a whole number above 0, found {value}")
     wrong = [name for name, size in sizes.items() if size > 1 and name not in _PARALLEL_BY_KIND.get(kind, ())]
-    for name in wrong:
-        advice = "parallel.sp=N divides sequences by heads" if name in ("cp", "sp") else "parallel.tp=N divides layers"
-        found.problems.append(
-            f"{PARALLELISM}{name}_size: expected 1 with {kind}, found {sizes[name]}: {advice}, given after the file"
-        )
+    found.problems += [
+        f"{PARALLELISM}{name}_size: expected 1 with {kind}, found {sizes[name]}; {_PARALLEL_WORDS[name][0]}=N, given after "
+        "the file, is its counterpart"
+        for name in wrong
+    ]
     if wrong:
         return
     if sizes["dp_shard"] < 0:  # the ranks that are left
@@ -130,7 +131,9 @@ def _parallelism(section: Mapping[str, Any], kind: str, found: Foreign) -> None:
     if sizes["dp_replicate"] > 1 and sizes["dp_shard"] > 1:
         found.config["zero_optimization"]["mics_shard_size"] = sizes["dp_shard"]
     elif sizes["dp_replicate"] > 1:
-        found.problems.append(f"{PARALLELISM}dp_replicate_size: expected dp_shard_size above 1 beside it")
+        found.problems.append(
+            f"{PARALLELISM}dp_replicate_size: expected dp_shard_size above 1, or num_processes, beside it"
+        )
     if sizes["tp"] > 1:
         found.config["tensor_parallel"] = {"autotp_size": sizes["tp"]}
     if sizes["sp"] > 1:
@@ -219,8 +222,7 @@ def _section_of(mixed: str) -> dict[str, bool]:
 
 
 def _fsdp(content: Mapping[str, Any], mixed: str, found: Foreign) -> None:
-    machines = int(content.get("num_machines") or 1)
-    per_machine = None if found.ranks is None else found.ranks // machines
+    per_machine = None if found.ranks is None else found.ranks // int(found.words.get("resources.nodes", 1))
     read_fsdp(content.get("fsdp_config") or {}, mixed, per_machine, found)
     _batch(found)
 

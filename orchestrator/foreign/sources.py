@@ -11,7 +11,7 @@ import yaml
 
 from orchestrator.compose import yaml_bounds
 from orchestrator.config.strict import Refusal
-from orchestrator.foreign.accelerate_file import is_accelerate, read_accelerate, read_counts
+from orchestrator.foreign.accelerate_file import SECTIONS, is_accelerate, read_accelerate, read_counts
 from orchestrator.foreign.accelerate_flags import kind_of, over_file
 from orchestrator.foreign.dialects import TRAINER, dialect_of
 from orchestrator.foreign.findings import Foreign
@@ -46,7 +46,7 @@ def source_of(
     _refuse_contradictions(args, kind, launcher or config, line)
     if kind is not None and not args.divided():
         found = _launched(launcher, args)
-    elif "deepspeed" in args.given:
+    elif args.given.get("deepspeed"):
         named = args.given["deepspeed"]
         found = Foreign(str(named if isinstance(named, str) else tool and tool.path), must_match=True)
         found.config = _config(named, tool)
@@ -88,6 +88,9 @@ def _files(paths: Sequence[Path | str | None]) -> dict[str, _File]:
             kind = _DEEPSPEED
         else:
             raise Refusal([f"{path}: expected {_KNOWN}, found the keys {', '.join([*content][:_KEYS_SHOWN])}"])
+        flat = [key for key in SECTIONS if kind == _ACCELERATE and not isinstance(content.get(key) or {}, Mapping)]
+        if flat:
+            raise Refusal([f"{path}: {key}: expected a section with keys, found {content[key]}" for key in flat])
         if kind in found:
             raise Refusal([f"{found[kind].path} and {path} are both for {kind}: expected one file; leave one out"])
         found[kind] = _File(path, content)
@@ -97,9 +100,9 @@ def _files(paths: Sequence[Path | str | None]) -> dict[str, _File]:
 def _refuse_contradictions(args: TypedArguments, kind: str | None, file: _File | None, line: CommandLine) -> None:
     """Refuses a line on which two say how the model is divided, or nobody does."""
     named, problems = args.given.get("deepspeed"), list(args.problems)
-    if named == "":
+    if named == "" and not file:
         problems.append(f"--deepspeed names no file, so the script makes the configuration; {GIVE}")
-    elif isinstance(named, str) and file and kind is None and Path(named).absolute() != file.path.absolute():
+    elif named and isinstance(named, str) and file and kind is None and Path(named).absolute() != file.path.absolute():
         problems.append(f"FILE is {file.path} and --args names --deepspeed {named}: expected one file; leave one out")
     elif args.divided() and kind in ("DEEPSPEED", "FSDP"):
         problems.append(

@@ -12,16 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from orchestrator.config.strict import nearest
-from orchestrator.foreign.argument_names import (
-    BOOL,
-    DEFAULTS,
-    IDLE,
-    KINDS,
-    REFUSED,
-    SAME,
-    TEXT,
-    WHOLE,
-)
+from orchestrator.foreign.argument_names import BOOL, DEFAULTS, IDLE, KINDS, REFUSED, SAME, TEXT, WHOLE
 from orchestrator.foreign.dialects import LAUNCH, TRAINER, Dialect
 from orchestrator.foreign.findings import Fate, KeyFinding, as_word
 from orchestrator.foreign.launchers import CommandLine
@@ -96,6 +87,8 @@ def read_arguments(line: CommandLine, settings: Mapping[str, Any], dialect: Dial
     for names in dialect.needs:
         if not {*given, *typed} & {*names}:
             found.problems.append(f"{' or '.join(names)}: expected, as its default in {dialect.name} is not certain")
+    if found.given.get("bf16") and found.given.get("fp16"):
+        found.problems.append("bf16, fp16: expected at most one of them, found both; leave one out")
     found.flags |= line.flags
     found.keys += [KeyFinding(f"--{name}", " ".join(values), Fate.idle) for name, values in line.idle]
     if found.ranks is not None and not line.flags:
@@ -140,7 +133,7 @@ def _words(value: Any) -> list[str]:
     """A file's value as the words of a command line."""
     if isinstance(value, (list, tuple)):
         return [str(one) for one in value]
-    return [str(value).lower() if isinstance(value, bool) else str(value)]
+    return [json.dumps(value) if isinstance(value, (bool, Mapping)) else str(value)]
 
 
 def _give(name: str, values: list[str], found: TypedArguments, label: str) -> None:

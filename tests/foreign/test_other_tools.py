@@ -13,6 +13,7 @@ import pytest
 from harness.tool_files import (
     ACCELERATE,
     ALONE,
+    ARGUMENTS,
     AXOLOTL,
     AXOLOTL_FSDP,
     LLAMA_FACTORY,
@@ -266,10 +267,10 @@ RIGHT: dict[str, tuple[dict[str, Any], str | None, str | None, dict[str, Any]]] 
         {"zero.stage": 1, "precision.param": "bf16", "optimizer.lr": 0.003},  # that of conf/: the script's is not known
     ),
     "trainer_file": (
-        {"args.json": {"per_device_train_batch_size": 2, "output_dir": "out", "fp16": True, "dataset_name": "acme"}},
+        {"args.json": ARGUMENTS},
         "args.json",
         None,
-        {"zero.stage": 0, "precision.param": "fp16", "batch.micro": 2},
+        {"zero.stage": 0, "precision.param": "fp16", "batch.micro": 2, "scheduler.min_lr_ratio": 0.1},
     ),
 }
 # name: (files by name, FILE and --args of the command, how each of the reasons begins)

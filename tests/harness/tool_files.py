@@ -13,6 +13,10 @@ ULYSSES = {
     **{"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1},
     **{"sequence_parallel_size": 2, "communication_data_type": "bf16", "gradient_clipping": 1.0},
 }
+ARGUMENTS = {
+    **{"per_device_train_batch_size": 2, "output_dir": "out", "fp16": True, "dataset_name": "acme/text"},
+    **{"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+}
 AXOLOTL = """
 base_model: acme/small-llama
 datasets: [{path: acme/instructions, type: alpaca}]
