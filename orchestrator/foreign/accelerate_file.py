@@ -115,8 +115,8 @@ def _parallelism(section: Mapping[str, Any], kind: str, found: Foreign) -> None:
             found.problems.append(f"{key}: expected a whole number above 0, found {value}")
     wrong = [name for name, size in sizes.items() if size > 1 and name not in _PARALLEL_BY_KIND.get(kind, ())]
     found.problems += [
-        f"{PARALLELISM}{name}_size: expected 1 with {kind}, found {sizes[name]}; its counterpart, given after the file, "
-        f"is {_PARALLEL_WORDS[name][0]}=N"
+        f"{PARALLELISM}{name}_size: expected 1 with {kind}, found {sizes[name]}; its counterpart after the file is "
+        f"{_PARALLEL_WORDS[name][0]}=N"
         for name in wrong
     ]
     if wrong:

@@ -104,7 +104,7 @@ _TORCHTITAN = Dialect(
     values={
         "training.mixed_precision_param": {"bfloat16": "bf16", "float32": "no"},
         "training.mixed_precision_reduce": {"float32": "fp32", "bfloat16": "bf16"},
-        "training.global_batch_size": {"-1": "0"},
+        "training.global_batch_size": {"-1": ""},
         "parallelism.fsdp_reshard_after_forward": {"default": "true", "always": "true", "never": "false"},
         "optimizer.name": {"AdamW": "adamw_torch"},
         "activation_checkpoint.mode": {"selective": "by_operation"},
@@ -174,7 +174,7 @@ _AXOLOTL = Dialect(
     values={
         "bf16": {"auto": "true"},
         "adapter": {"lora": "true"},
-        "lora_target_linear": {"true": "all-linear"},
+        "lora_target_linear": {"true": "all-linear", "false": ""},
     },
     usual={
         "per_device_train_batch_size": 1,

@@ -91,7 +91,7 @@ def read_arguments(line: CommandLine, settings: Mapping[str, Any], dialect: Dial
         found.problems.append("bf16, fp16: expected at most one of them, found both; leave one out")
     found.flags |= line.flags
     found.keys += [KeyFinding(f"--{name}", " ".join(values), Fate.idle) for name, values in line.idle]
-    if found.ranks is not None and not line.flags:
+    if found.ranks is not None and not found.flags:
         found.keys.append(KeyFinding("ranks of the launcher", str(found.ranks), Fate.mapped, ("resources.ranks",)))
     if found.own:
         whose = (
@@ -112,7 +112,7 @@ def _take(name: str, value: Any, found: TypedArguments, prefix: str) -> None:
         return
     known = dialect.same.get(name, SAME.get(name, name))
     said = dialect.values.get(name, {}).get(text or "true", text)
-    if said != text and text:
+    if said not in (text, "") and text:
         found.notes.append(f"{label} {text} is read as {said}")
     if known.startswith(LAUNCH):
         found.flags[known[len(LAUNCH) :]] = said or "true"
@@ -122,7 +122,8 @@ def _take(name: str, value: Any, found: TypedArguments, prefix: str) -> None:
         for one, part in zip(known.split("+"), values, strict=False):
             _give(one, [part], found, label)
     elif known in KINDS:
-        _give(known, said.split(), found, label)
+        if said or not text:  # a tool's word for nothing
+            _give(known, said.split(), found, label)
     elif refused is None and (name in IDLE or name.startswith(dialect.sections or "\0")):
         found.keys.append(KeyFinding(label, text, Fate.idle))
     elif refused is None:

@@ -37,6 +37,7 @@ weight_decay: 0.01
 special_tokens: {pad_token: <pad>}
 """
 AXOLOTL_FSDP = """
+lora_target_linear: false
 fsdp_version: 2
 fsdp_config:
   offload_params: true
@@ -105,6 +106,7 @@ warmup_steps = 20
 decay_type = "cosine"
 [training]
 local_batch_size = 2
+global_batch_size = -1
 seq_len = 256
 max_norm = 0.5
 steps = 100
