@@ -1,4 +1,4 @@
-"""`zlab import FILE`: a configuration of DeepSpeed, Accelerate or the Trainer as an experiment file that runs here."""
+"""`zlab import FILE`: a configuration of DeepSpeed, Accelerate or a trainer as an experiment file that runs here."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from orchestrator.commands.experiment_file import write_experiment
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
-from orchestrator.compose import arguments, folders, yaml_bounds
+from orchestrator.compose import arguments, folders
 from orchestrator.compose.line import composed
 from orchestrator.config.schema import Resources
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import OK
-from orchestrator.foreign.accelerate_file import is_accelerate, read_accelerate
-from orchestrator.foreign.findings import Fate, Foreign, KeyFinding
-from orchestrator.foreign.fsdp import read_fsdp, trainer_words
-from orchestrator.foreign.importing import DEFAULT, Imported, Line, imported, left_out
-from orchestrator.foreign.training_arguments import TypedArguments, read_arguments
+from orchestrator.foreign.findings import Fate, KeyFinding
+from orchestrator.foreign.importing import DEFAULT, Imported, Line, imported
+from orchestrator.foreign.sources import source_of
+from orchestrator.foreign.training_arguments import TypedArguments
 from orchestrator.plan.points import judged
 from orchestrator.plan.rules.scene import Scene, here
 from orchestrator.report.screen import Screen, make_console
@@ -29,7 +27,6 @@ from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import DEFAULT_OUTPUT, program, shown
 from orchestrator.text.streams import complain
 from zero_runtime.deepspeed.auto import hidden_size_of
-from zero_runtime.deepspeed.json_text import load
 from zero_runtime.errors import PlanError
 
 FOLDER = "imported"
@@ -41,9 +38,10 @@ def main(argv: Sequence[str]) -> int:
     asked, words = parser().parse_known_args(argv)
     path, words = _path(asked.file, words)
     settings = _settings(words)
-    args = None if asked.args is None else read_arguments(asked.args)
+    if path is None and asked.args is None:
+        raise Refusal([f"expected FILE or --args      example: {program()} import ds_config.json"])
     try:
-        found = source_of(path, args, asked.without)
+        found, args = source_of(path, asked.args, asked.without)
     except PlanError as error:
         raise Refusal(str(error).splitlines()) from None
     scene = here()
@@ -60,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> VerbParser:
     parser = verb_parser(
         "import",
-        "Reads a DeepSpeed JSON file, an Accelerate YAML file or a command line of TrainingArguments; says what "
+        "Reads a file of DeepSpeed, Accelerate or a trainer on top of them, or a command line; says what "
         'became of each key, what "auto" stands for and what DeepSpeed does in silence; writes the point as an '
         "experiment file.",
     )
@@ -68,7 +66,9 @@ def parser() -> VerbParser:
         f"{program()} import [-h] [FILE] [--args LINE] [--without KEY] [group=option | key=value ...] [--json]"
     )
     parser.epilog = f"example: {program()} import ds_config.json --args '--per_device_train_batch_size 4 --bf16'"
-    parser.add_argument("file", metavar="FILE", nargs="?", help="ds_config.json, or Accelerate's YAML file")
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", help="ds_config.json, Accelerate's YAML, or a trainer's YAML or TOML"
+    )
     parser.add_argument("--args", metavar="LINE", help="TrainingArguments, or the whole command of the script")
     parser.add_argument("--without", metavar="KEY", action="append", default=[], help="read the file without this key")
     add_json(parser)
@@ -90,66 +90,6 @@ def _settings(words: Sequence[str]) -> dict[str, str]:
             [f"{word}: expected a setting, such as batch.seq=512      see: {program()} import --help" for word in wrong]
         )
     return dict(word.split("=", 1) for word in words)
-
-
-def source_of(path: Path | None, args: TypedArguments | None, without: Sequence[str]) -> Foreign:
-    """What the file and the arguments say. Refusal and PlanError if they cannot be read."""
-    named = None if args is None else args.given.get("deepspeed")
-    if path is None and args is None:
-        raise Refusal([f"expected FILE or --args      example: {program()} import ds_config.json"])
-    if path is not None and named is not None and not _same(path, Path(named)):
-        raise Refusal([f"FILE is {path} and --args names --deepspeed {named}: expected one file; leave one out"])
-    path = path if named is None else Path(named)
-    if path is None:
-        assert args is not None
-        return _of_arguments(args)
-    content = _content(path)
-    if is_accelerate(content):
-        found = read_accelerate(content, str(path), path.parent)
-    else:
-        found = Foreign(str(path), config=content, must_match=True)
-    found.config = left_out(found.config, without) if without else found.config
-    return found
-
-
-def _same(first: Path, second: Path) -> bool:
-    return first.absolute() == second.absolute()
-
-
-def _content(path: Path) -> dict[str, Any]:
-    """The content of a JSON or YAML file. PlanError and Refusal say what is wrong with it."""
-    if path.suffix not in (".yaml", ".yml"):
-        return load(path)
-    try:
-        yaml_bounds.check(path)
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        told = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise Refusal([f"{path}: expected a YAML file of Accelerate, found: {told}"]) from None
-    if not isinstance(content, dict):
-        raise Refusal([f"{path}: expected a YAML file of Accelerate, found a {type(content).__name__}"])
-    return content
-
-
-def _of_arguments(args: TypedArguments) -> Foreign:
-    """A line without a file of DeepSpeed: FSDP by the Trainer, or plain data parallelism."""
-    found = Foreign("--args")
-    mixed = next((name for name in ("bf16", "fp16") if args.given.get(name)), "no")
-    found.config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
-    found.config["gradient_clipping"] = "auto"
-    if "fsdp" in args.given:
-        file = args.given.get("fsdp_config")
-        settings: Mapping[str, Any] = _content(Path(file)) if file else {}
-        read_fsdp({**settings, **trainer_words(args.given["fsdp"])}, mixed, args.ranks, found)
-        return found
-    found.config["zero_optimization"] = {"stage": 0}
-    if mixed != "no":
-        found.config[mixed] = {"enabled": True}
-        found.notes.append(
-            f"--{mixed} without DeepSpeed is autocast in the Trainer: fp32 parameters and norms, {mixed} products; "
-            f"precision={mixed} computes all of them in {mixed}, with fp32 masters"
-        )
-    return found
 
 
 def _ranks_here(scene: Scene) -> int:
@@ -204,7 +144,9 @@ def _show(
     if idle:
         screen.say(f"without effect here: {', '.join(idle)}")
     if any(one.note.endswith(DEFAULT) for one in acting):
-        screen.say(f"{DEFAULT}: the default of TrainingArguments; --args gives the arguments of your script")
+        screen.say(
+            f"{DEFAULT}: the default of TrainingArguments, or of your tool; --args gives the arguments of your script"
+        )
     for note in result.notes:
         screen.say(f"note: {note}")
     for text in result.silent:

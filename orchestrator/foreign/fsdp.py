@@ -17,25 +17,16 @@ _STRATEGIES = {
     "HYBRID_SHARD_ZERO2": (2, True),
 }
 _BY_NUMBER = {str(number): name for number, name in enumerate(_STRATEGIES, 1)}
-_ACTING = ("sharding_strategy", "reshard_after_forward", "offload_params", "activation_checkpointing", "version")
-_IDLE = frozenset(
+ACTING = (
+    *("sharding_strategy", "reshard_after_forward", "offload_params", "activation_checkpointing", "version"),
+    *("activation_checkpointing_offload", "reduce_dtype"),
+)
+IDLE = frozenset(
     [
-        "auto_wrap_policy",
-        "transformer_layer_cls_to_wrap",
-        "min_num_params",
-        "backward_prefetch",
-        "backward_prefetch_policy",
-        "forward_prefetch",
-        "use_orig_params",
-        "sync_module_states",
-        "cpu_ram_efficient_loading",
-        "state_dict_type",
-        "limit_all_gathers",
-        "ignored_modules",
-        "xla",
-        "xla_fsdp_settings",
-        "xla_fsdp_grad_ckpt",
-        "xla_fsdp_v2",
+        *("auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "backward_prefetch"),
+        *("backward_prefetch_policy", "forward_prefetch", "use_orig_params", "sync_module_states"),
+        *("cpu_ram_efficient_loading", "state_dict_type", "limit_all_gathers", "ignored_modules", "xla"),
+        *("xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2", "final_state_dict_type"),
     ]
 )
 
@@ -45,12 +36,12 @@ def read_fsdp(settings: Mapping[str, Any], mixed: str, ranks_per_machine: int | 
     plain = {}
     for key, value in settings.items():
         name = str(key).removeprefix("fsdp_")
-        if name in _ACTING:
+        if name in ACTING:
             plain[name] = str(value)
-        elif name in _IDLE:
+        elif name in IDLE:
             found.keys.append(KeyFinding(str(key), str(value), Fate.idle))
         else:
-            near = nearest(name, [*_ACTING, *_IDLE])
+            near = nearest(name, [*ACTING, *IDLE])
             hint = f"; did you mean {'fsdp_' if str(key).startswith('fsdp_') else ''}{near}?" if near else ""
             found.problems.append(f"{key}: unknown key of FSDP{hint}")
     level, hybrid = _strategy(plain, found)
@@ -61,12 +52,15 @@ def read_fsdp(settings: Mapping[str, Any], mixed: str, ranks_per_machine: int | 
         zero |= _offload(level, found)
     if _is_true(plain.get("activation_checkpointing")):
         found.words["recompute"] = "full"
+        if _is_true(plain.get("activation_checkpointing_offload")):
+            found.words["recompute.offload"] = "cpu"
     found.keys += [KeyFinding(f"fsdp_{name}", value, Fate.mapped, _words_of(name)) for name, value in plain.items()]
     found.config["zero_optimization"] = zero
     if mixed in ("bf16", "fp16"):
         found.config[mixed] = {"enabled": True}
-        found.config["communication_data_type"] = mixed
-        found.notes.append(f"FSDP reduces gradients in {mixed} here: precision.reduce={mixed}; fp32 is more exact")
+        reduce = found.config["communication_data_type"] = plain.get("reduce_dtype", mixed)
+        if reduce == mixed:
+            found.notes.append(f"FSDP reduces gradients in {mixed} here: precision.reduce={mixed}; fp32 is more exact")
 
 
 def _strategy(plain: Mapping[str, str], found: Foreign) -> tuple[int, bool]:
@@ -111,9 +105,9 @@ def _is_true(value: str | None) -> bool:
 
 
 def _words_of(name: str) -> tuple[str, ...]:
-    return {"offload_params": ("offload",), "activation_checkpointing": ("recompute",), "version": ()}.get(
-        name, ("zero", "zero.shard_ranks")
-    )
+    others = {"offload_params": ("offload",), "version": (), "reduce_dtype": ("precision.reduce",)}
+    checkpointing = name.startswith("activation_checkpointing")
+    return ("recompute",) if checkpointing else others.get(name, ("zero", "zero.shard_ranks"))
 
 
 def trainer_words(text: str) -> dict[str, str]:

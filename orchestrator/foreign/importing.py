@@ -17,7 +17,7 @@ from orchestrator.text.units import many
 from zero_runtime.deepspeed.auto import AutoValue, AutoValues, auto_values, mismatches, with_values
 from zero_runtime.deepspeed.config import DropinConfig, examine
 from zero_runtime.deepspeed.keys import HOMES
-from zero_runtime.deepspeed.parallel_section import batch_ranks
+from zero_runtime.deepspeed.parallel_section import SEQUENCE, batch_ranks
 from zero_runtime.deepspeed.schema import Reader
 
 OURS = "_zero_lab"  # the section of an exported file with the words that DeepSpeed has no keys for
@@ -56,7 +56,8 @@ def imported(found: Foreign, line: Line) -> Imported:
     values, args = _auto(found, line), line.args
     counted = batch_ranks(config, ranks)
     filled = auto_values(config, values, counted)
-    known = with_values(config, filled)
+    known = _reduced_as_sequences(with_values(config, filled))
+    said = 0 if args is None else len(args.problems)
     if args is not None:
         found.problems += args.problems
         differing = mismatches(config, values, counted) if found.must_match else []
@@ -69,11 +70,14 @@ def imported(found: Foreign, line: Line) -> Imported:
     found.problems += [] if reader.problems else dropin_words.inexpressible(read)
     notes = [*found.notes, *(note for note in read.notes if not note.startswith(("auto:", "gradient_clipping")))]
     script = _script_words(read, args, notes, found.problems)
+    found.problems += [] if args is None else args.problems[said:]
     if found.problems:
         raise Refusal(found.problems)
     words = {**dropin_words.words_of(read), **found.words, **script}
     words |= own
     words["resources.ranks"] = str(ranks)
+    if args is not None and args.nodes > 1:
+        words["resources.nodes"] = str(args.nodes)
     keys = [*found.keys, *([] if args is None else args.keys), *_findings(config, filled, reader, words, args)]
     notes += [] if args is None else args.notes
     notes.append(f"{many(ranks, 'rank')}: {from_where}")
@@ -104,6 +108,13 @@ def _without_ours(config: Mapping[str, Any], problems: list[str]) -> tuple[dict[
         problems.append(f"{OURS}: expected words as `export` writes them, found {section!r}; remove the section")
         return left, {}
     return left, dict(word.split("=", 1) for word in words)
+
+
+def _reduced_as_sequences(config: dict[str, Any]) -> dict[str, Any]:
+    """With sequence parallelism DeepSpeed reduces gradients in a dtype of its own, which is fp32 unless it is given."""
+    if (config.get(SEQUENCE) or 1) == 1:
+        return config
+    return {**config, "communication_data_type": config.get("seq_parallel_communication_data_type", "fp32")}
 
 
 def _auto(found: Foreign, line: Line) -> AutoValues:

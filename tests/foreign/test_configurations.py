@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.commands.import_config import source_of
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.strict import Refusal
 from orchestrator.foreign.findings import Fate
 from orchestrator.foreign.importing import Imported, Line, imported
 from orchestrator.foreign.meanings import UNSAID, settings_of
-from orchestrator.foreign.training_arguments import read_arguments
+from orchestrator.foreign.sources import source_of
 from zero_runtime.deepspeed.keys import HOMES, TOP
 from zero_runtime.deepspeed.schema import Key
 
@@ -28,8 +27,7 @@ REFUSED = [name for name, case in CASES.items() if "refused" in case]
 
 def read(name: str) -> Imported:
     case = CASES[name]
-    args = read_arguments(case["args"]) if "args" in case else None
-    found = source_of(FOLDER / case["file"] if "file" in case else None, args, [])
+    found, args = source_of(FOLDER / case["file"] if "file" in case else None, case.get("args"), [])
     return imported(found, Line(args, {}, case["ranks"], 64))
 
 
@@ -91,7 +89,7 @@ def test_every_key_of_a_file_is_reported(name: str) -> None:
         return [path]
 
     result = accepted(name)
-    content = source_of(FOLDER / CASES[name]["file"], None, []).config
+    content = source_of(FOLDER / CASES[name]["file"], None, [])[0].config
     assert set(leaves(content, "")) <= {one.key for one in result.keys}
 
 

@@ -20,13 +20,13 @@ from torch import nn
 
 from orchestrator import cli
 from orchestrator.commands.export_config import WRITERS
-from orchestrator.commands.import_config import source_of
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Refusal
 from orchestrator.foreign.importing import Line, imported
 from orchestrator.foreign.point_words import same_point
+from orchestrator.foreign.sources import source_of
 from orchestrator.plan.point import Point
 from orchestrator.plan.points import judged
 from orchestrator.plan.rules.scene import here
@@ -68,7 +68,7 @@ def test_an_exported_configuration_comes_back_as_the_same_point(line: str) -> No
     config = point(line.split())
     path = Path("ds_config.json")
     path.write_text(WRITERS["deepspeed"](config, "").files["ds_config.json"])
-    words = imported(source_of(path, None, []), Line(None, {}, config.resources.ranks or 1, None)).words
+    words = imported(source_of(path, None, [])[0], Line(None, {}, config.resources.ranks or 1, None)).words
     typed = [f"{key}={value}" for key, value in sorted(words.items(), key=lambda item: "." in item[0])]
     assert same_point(point(typed), config)
 
@@ -133,7 +133,7 @@ def test_accelerate_reads_the_exported_file_and_import_reads_it_back() -> None:
         Path(name).write_text(text)
     read = commands.ClusterConfig.from_yaml_file("accelerate.yaml")
     assert (read.distributed_type.value, read.num_processes) == ("DEEPSPEED", 2)
-    words = imported(source_of(Path("accelerate.yaml"), None, []), Line(None, {}, 1, None)).words
+    words = imported(source_of(Path("accelerate.yaml"), None, [])[0], Line(None, {}, 1, None)).words
     assert (words["zero"], words["resources.ranks"]) == ("stage3", "2")
 
 
