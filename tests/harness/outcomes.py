@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import pickle
 import signal
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.patience import HANG_S
-from harness.ranks import RANK_THREADS
+from harness.ranks import RANK_THREADS, fork_context
 from zero_runtime.errors import RankError
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 
@@ -50,7 +49,7 @@ def rank_outcomes(
 
     A stopped rank is killed once all others have ended. `tcp`: the store is in the process of rank 0, not in a file.
     """
-    context = mp.get_context("forkserver")
+    context = fork_context()
     with tempfile.TemporaryDirectory() as folder:
         ranks = range(world)
         processes = [

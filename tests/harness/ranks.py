@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from harness.patience import HANG_S
 
 # Modules that a rank would otherwise spend most of its time importing. orchestrator.workloads.models comes before
 # transformers, because it sets transformers to offline mode. An architecture that is missing here is imported again in
-# each test that builds it. Names are found from the folder in which the tests were started, the repository's.
+# each test that builds it. Names are found from the repository's root, where the fork server is started.
 PRELOAD = [
     *("torch", "torch.distributed", "numpy", "pytest", "safetensors.torch"),
     *("orchestrator.workloads.models", "orchestrator.worker.train", "zero_runtime.checkpoint.background"),
     *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
     *("transformers.models.t5.modeling_t5", "tests.harness.warm"),
 ]
+ROOT = Path(__file__).resolve().parents[2]
 RANK_THREADS = 1
 GLOO_LOOP, LOWER_BY = "gloo_tcp_loop", 10
 _fault: str | None = None  # the fault of harness.faults for ranks that are started from now on
@@ -45,13 +46,26 @@ def prepare_fork_server() -> None:
     mp.set_forkserver_preload(PRELOAD)
 
 
+def fork_context() -> mp.context.ForkServerContext:
+    """The context whose processes are forked from the fork server, which is started in the repository's root if it is
+    not running yet: a test may have changed the folder."""
+    prepare_fork_server()
+    here = os.getcwd()
+    os.chdir(ROOT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(here)
+    return mp.get_context("forkserver")
+
+
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = HANG_S) -> list[Any]:
     """Run `function(*args)` on each of `world` ranks with a process group. Returns the results by rank.
 
     World 0: see run_alone. `function` and `args` must be picklable. If a rank fails, or the timeout passes, the call
     raises AssertionError with the traceback of every rank that failed.
     """
-    context = mp.get_context("forkserver")
+    context = fork_context()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_rank_main, args=(function, args, rank, world, folder, _fault), daemon=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import traceback
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.patience import HANG_S
-from harness.ranks import prepare_fork_server
+from harness.ranks import fork_context
 
 from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.launch.rank import RankInfo
@@ -39,8 +38,7 @@ def run(root: Path, config: RunConfig, prepare: Callable[[], None] = _nothing) -
     paths.root.mkdir(parents=True)
     write_json_atomic(paths.config, to_dict(config))
     write_json_atomic(paths.state, {"contents": {}})
-    prepare_fork_server()
-    context, world = mp.get_context("forkserver"), config.ranks
+    context, world = fork_context(), config.ranks
     ranks = [context.Process(target=_rank_main, args=(paths.root, rank, world, prepare)) for rank in range(world)]
     for rank in ranks:
         rank.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing as mp
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness.patience import HANG_S
-from harness.ranks import prepare_fork_server, run_alone
+from harness.ranks import fork_context, run_alone
 from points import LLAMA, config_of_line
 
 from orchestrator import cli
@@ -47,8 +46,7 @@ def evaluated(root: Path, config: RunConfig) -> AttemptPaths:
     attempt = AttemptPaths(root)
     root.mkdir(parents=True)
     write_json_atomic(attempt.config, to_dict(config))
-    prepare_fork_server()
-    context = mp.get_context("forkserver")
+    context = fork_context()
     ranks = [context.Process(target=_rank_main, args=(root, rank)) for rank in range(WORLD)]
     for rank in ranks:
         rank.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from harness.patience import HANG_S
-from harness.ranks import prepare_fork_server
+from harness.ranks import fork_context
 from points import config_of
 
 from orchestrator.config.schema import to_dict
@@ -46,8 +45,7 @@ def _rank_main(root: Path, rank: int, fault: str) -> None:
 def _run(root: Path, fault: str) -> tuple[list[int | None], Verdict | None]:
     attempt = AttemptPaths(root)
     write_json_atomic(attempt.config, to_dict(config_of(4, every=None, stage=3, resume="none")))
-    prepare_fork_server()
-    ranks = [mp.get_context("forkserver").Process(target=_rank_main, args=(root, rank, fault)) for rank in range(WORLD)]
+    ranks = [fork_context().Process(target=_rank_main, args=(root, rank, fault)) for rank in range(WORLD)]
     for rank in ranks:
         rank.start()
     deadline = time.monotonic() + HANG_S

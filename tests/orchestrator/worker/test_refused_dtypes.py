@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import re
 from pathlib import Path
@@ -12,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from harness.patience import HANG_S
-from harness.ranks import prepare_fork_server
+from harness.ranks import fork_context
 from points import config_of
 
 from orchestrator.config.schema import to_dict
@@ -47,8 +46,7 @@ def _rank_main(root: Path, rank: int, world: int, faulty: int | None) -> None:
 def _run(attempt: AttemptPaths, world: int, faulty: int | None) -> Verdict | None:
     attempt.root.mkdir(parents=True)
     write_json_atomic(attempt.config, to_dict(config_of(STEPS, every=1, stage=2, resume="none", ranks=world)))
-    prepare_fork_server()
-    context = mp.get_context("forkserver")
+    context = fork_context()
     ranks = [context.Process(target=_rank_main, args=(attempt.root, rank, world, faulty)) for rank in range(world)]
     for rank in ranks:
         rank.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import random
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness.patience import HANG_S
-from harness.ranks import prepare_fork_server, run_alone
+from harness.ranks import fork_context, run_alone
 from points import LLAMA, config_of
 
 from orchestrator.config.schema import (
@@ -51,8 +50,7 @@ class Try:
         self.paths.root.mkdir(parents=True)
         write_json_atomic(self.paths.config, to_dict(config))
         write_json_atomic(self.paths.state, {"contents": contents or {}})
-        prepare_fork_server()
-        context = mp.get_context("forkserver")
+        context = fork_context()
         self._ranks = [context.Process(target=_rank_main, args=(self.paths.root, rank)) for rank in range(WORLD)]
         for rank in self._ranks:
             rank.start()

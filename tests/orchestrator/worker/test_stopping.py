@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 from harness.patience import HANG_S
-from harness.ranks import prepare_fork_server
+from harness.ranks import fork_context
 from points import config_of, make_config
 
 from orchestrator.config.cluster import Cluster, ClusterKind
@@ -42,8 +41,7 @@ class Life:
 
     def __init__(self, attempt: AttemptPaths, number: int = 0) -> None:
         self.attempt = attempt
-        prepare_fork_server()
-        context = mp.get_context("forkserver")
+        context = fork_context()
         self.ranks = [context.Process(target=_rank_main, args=(attempt.root, rank, number)) for rank in range(WORLD)]
         for rank in self.ranks:
             rank.start()

@@ -9,7 +9,6 @@ Aimed kills: a rank is killed before each kind of change that it makes to files,
 from __future__ import annotations
 
 import hashlib
-import multiprocessing as mp
 import os
 import random
 import signal
@@ -25,7 +24,7 @@ from harness.attack_counts import Tally
 from harness.checkpoints import Setting, train, whole
 from harness.kill_points import Aim, KillPoints, kinds, notes
 from harness.patience import HANG_S, wait_until
-from harness.ranks import RANK_THREADS, run_ranks
+from harness.ranks import RANK_THREADS, fork_context, run_ranks
 
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.load import load_checkpoint
@@ -94,7 +93,7 @@ def kill_inside_a_save(root: Path, store: Path, chance: random.Random, whole: in
 
     Returns whether the first kill fell into the window.
     """
-    context = mp.get_context("forkserver")
+    context = fork_context()
     behind = chance.random() < 0.5
     ranks = [context.Process(target=victim, args=(root, str(store), rank, behind), daemon=True) for rank in (0, 1)]
     before = list(committed(root))
@@ -119,7 +118,7 @@ def kill_inside_a_save(root: Path, store: Path, chance: random.Random, whole: in
 
 def kill_where_aimed(root: Path, log: Path, aim: Aim | None, behind: bool) -> None:
     """Start both ranks; when one is killed by the aim, kill the other too, as a launcher would."""
-    context = mp.get_context("forkserver")
+    context = fork_context()
     arguments = [(root, str(log.with_suffix(".store")), rank, behind, log, aim) for rank in (0, 1)]
     ranks = [context.Process(target=victim, args=one, daemon=True) for one in arguments]
     for process in ranks:
