@@ -253,6 +253,11 @@ class Unit:
         """Accept gradients again, after the reduction of an earlier backward."""
         self._gradients.begin_backward()
 
+    def reopen_grad(self) -> None:
+        """Let another backward add to the reduced gradients of this step. Waits for copies of them."""
+        self.settle()
+        self._gradients.reopen()
+
     def take_grad(self, index: int, *, sums_locally: bool) -> None:
         """Move `params[index].grad` into the flat gradient.
 
@@ -410,7 +415,7 @@ class Unit:
         return {
             "params": [self.unsharded_param, self.param_shard],
             "grads": [
-                grad for grad in (self.unsharded_grad, self.grad_shard, self._gradients.errors) if grad is not None
+                grad for grad in (self.unsharded_grad, self.grad_shard, *self._gradients.kept) if grad is not None
             ],
             "optimizer": [] if self.master_shard is None else [self.master_shard],
         }
