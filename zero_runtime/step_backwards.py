@@ -43,7 +43,7 @@ class StepBackwards:
         self._parts = parts
         self.count = 0  # backwards since the last step, of this runtime
         self.synced = True  # False inside no_sync
-        self.has_foreign = False  # the next step has gradients of other runtimes' backwards
+        self.has_foreign = False  # the next step has gradients that no backward of this runtime computed
         self._is_complete = False  # the last backward of the step was called
         self._is_unreduced = False  # the latest backward ran inside no_sync
         self.failed = False  # a backward ended with an error, so gradients are missing
@@ -123,15 +123,38 @@ class StepBackwards:
             refuse_foreign(name, scale, self._parts.scale())
         self.has_foreign = True
 
+    def take_written(self, parts: int) -> None:
+        """Take what was written into `param.grad` by hand as this rank's gradients, divided by `parts`.
+
+        CallOrderError if backwards have left gradients, which it would have to replace.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # as in agreed_parameters.py
+            written = [
+                (unit, index, param.grad)
+                for unit in self._parts.units
+                if unit.trainable
+                for index, param in enumerate(unit.params)
+                if param.grad is not None
+            ]
+        for unit, index, grad in written:
+            if self.has_gradients:
+                raise CallOrderError(
+                    f"parameter {unit.layout.segments[index].name!r}: expected no gradient in .grad after a backward, "
+                    "found one that was written by hand; it has no effect there: write gradients in place of a backward"
+                )
+            unit.add_grad(index, grad / parts)
+            unit.params[index].grad = None
+        self.has_foreign = self.has_foreign or bool(written)
+
     # ---- the step ------------------------------------------------------------------------------------------------
 
     @property
     def has_gradients(self) -> bool:
-        """Whether backwards of this runtime or of others have left gradients since the last step."""
+        """Whether there are gradients since the last step, also of other runtimes' backwards."""
         return self.count > 0 or self.has_foreign
 
     def finish(self) -> None:
-        """Reduce the gradients that no_sync or other runtimes' backwards left on each rank: the step may follow.
+        """Reduce the gradients that are left on each rank (by no_sync, other runtimes or by hand): the step may follow.
 
         Every rank must call it. A no-op if there are none.
         """

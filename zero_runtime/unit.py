@@ -277,6 +277,10 @@ class Unit:
         self._gradients.take(index, param.grad, sums_locally=sums_locally)
         param.grad = None
 
+    def add_grad(self, index: int, grad: torch.Tensor) -> None:
+        """Add a gradient of `params[index]` that no backward computed to the flat gradient, unreduced."""
+        self._gradients.take(index, grad, sums_locally=True)
+
     def reduce_grad(self) -> None:
         """Start summing the full gradients over the ranks into this rank's shard. Does not block; a no-op if frozen.
 

@@ -126,6 +126,7 @@ class EngineLoop(EngineSettings):
         it. No effect within a step, or after a backward at the boundary, which has reduced them."""
         if not self.is_gradient_accumulation_boundary():
             return
+        self.runtime.backwards.take_written(self.world_size)
         if not self.runtime.backwards.has_gradients:
             raise CallOrderError("engine.step: expected engine.backward(loss) since the last step, found none")
         self.runtime.backwards.finish()

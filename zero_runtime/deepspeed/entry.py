@@ -187,8 +187,8 @@ def _schedule(given: Any, view: EngineOptimizer, optimizer: Any, read: DropinCon
 def _compose(
     model: nn.Module, read: DropinConfig, trained: Trained | None, *, lazy_states: bool
 ) -> tuple[ZeroRuntime, RankWatch | None]:
-    """Build the engine's runtime and its watch. `lazy_states`: no optimizer was named, so the engine may be used only for inference. `trained`:
-    None if that is certain, because all parameters are frozen."""
+    """Build the engine's runtime and its watch. `lazy_states`: no optimizer was named, so the engine may be used only
+    for inference. `trained`: None if that is certain, because all parameters are frozen."""
     watch = watch_world()
     settings = RuntimeSettings(
         micro_batches=read.batch.accumulation,
