@@ -34,7 +34,6 @@ ABSENT_OF_ENGINE = {
     "train_batch": "it is for pipelines; call engine(...), engine.backward(loss) and engine.step()",
     "eval_batch": "it is for pipelines; call engine(...) under torch.no_grad()",
     "deepspeed_io": "hand training_data to initialize, which returns the loader",
-    "save_fp16_model": "its name is save_16bit_model",
 }
 ABSENT_OF_OPS = {
     "adagrad": 'hand torch.optim.Adagrad to initialize, or name "Adagrad" in the configuration',
