@@ -17,6 +17,7 @@ import torch.distributed as dist
 from harness.ranks import run_alone, run_ranks
 from harness.seed_loop import initialize_quietly
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zero_runtime.errors import CallOrderError, PlanError
 
@@ -286,6 +287,82 @@ def test_every_form_of_a_step_trains_as_plain_torch_does() -> None:
     run_ranks(all_forms, WORLD)
 
 
+class Blocks(nn.Module):
+    """Blocks whose forward is run again in backward; the second is frozen."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.blocks[1].requires_grad_(False)
+        self.last = nn.Linear(6, 2)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.last(x)
+
+
+def through_blocks(stage: int, *, use_reentrant: bool, of_loss: bool) -> tuple[dict[str, torch.Tensor], Any]:
+    """The weights after two steps of two micro-batches, and what was sent."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = initialize_quietly(model=Blocks(use_reentrant=use_reentrant), config=config)
+    engine.runtime.reset_ledger()
+    for step in range(2):
+        for index in range(2):
+            loss = engine(batch_of(step, index, dist.get_rank())).square().mean()
+            loss.backward() if of_loss else engine.backward(loss)
+            engine.step()
+    sent = engine.runtime.reset_ledger()
+    with engine.runtime.full_params() as values:
+        found = {name: value.clone() for name, value in values.items()}
+    engine.destroy()
+    return found, sent
+
+
+def both_ways_through_blocks() -> None:
+    for stage in range(4):
+        for use_reentrant in (False, True):
+            (weights, sent), (others, others_sent) = (
+                through_blocks(stage, use_reentrant=use_reentrant, of_loss=of_loss) for of_loss in (False, True)
+            )
+            assert sent == others_sent, (stage, use_reentrant)
+            for name, value in weights.items():
+                assert torch.equal(value, others[name]), (stage, use_reentrant, name)
+
+
+def test_a_backward_of_the_loss_has_the_bits_and_the_messages_of_the_engines_with_checkpointing_too() -> None:
+    run_ranks(both_ways_through_blocks, WORLD)
+
+
+def one_loss_of_two_engines(*, of_loss: bool) -> None:
+    """A sum of losses trains both engines, whichever backward is called."""
+    for stage in range(4):
+        engines = [engine_of(zero_optimization={"stage": stage}) for _ in range(2)]
+        models = [Sum() for _ in range(2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
+        for step in range(STEPS):
+            x = batch_of(step, 0, 0)
+            plain_loss, loss = (loss_of(a, x) + loss_of(b, 2 * x) for a, b in (models, engines))
+            plain_loss.backward()
+            loss.backward() if of_loss else engines[0].backward(loss)
+            for one in (*optimizers, *engines):
+                one.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        for engine, model in zip(engines, models, strict=True):
+            with engine.runtime.full_params() as values:
+                assert all(torch.equal(values[name], param) for name, param in model.named_parameters()), stage
+            engine.destroy()
+
+
 # ---- what is refused, and other names --------------------------------------------------------------------------------
 
 
@@ -367,6 +444,8 @@ def names() -> None:
 
 
 def in_one_process() -> None:
+    one_loss_of_two_engines(of_loss=True)
+    one_loss_of_two_engines(of_loss=False)
     refused_forms()
     half_precision()
     names()
