@@ -323,8 +323,8 @@ class ModuleHooks:
                 param.grad = None
                 raise CallOrderError(
                     f"a gradient for parameter {unit.layout.segments[index].name!r} came outside of the runtime's "
-                    "backward, which reduces gradients and scales the loss: call engine.backward(loss) (the drop-in) "
-                    "or runtime.backward(loss) in place of loss.backward()"
+                    "backward, which reduces gradients and scales the loss: call runtime.backward(loss) in place of "
+                    "loss.backward()"
                 )
             if self._joined is not None and self._take_foreign is not None:
                 try:

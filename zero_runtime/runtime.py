@@ -16,7 +16,7 @@ from zero_runtime import accounting, non_finite, whole_tensors
 from zero_runtime.agreed_parameters import AgreedParameters
 from zero_runtime.build import UnitBuilder, checked_plan, make_collectives
 from zero_runtime.closed import hand_back, retire
-from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
+from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError, RankError
 from zero_runtime.gather_turns import GatherTurns
 from zero_runtime.generation import unwrap_generate, wrap_generate
 from zero_runtime.group_batch import GroupBatch
@@ -211,8 +211,9 @@ class ZeroRuntime:
         try:
             with backward_through(self.scaler.scale):
                 (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
-        except Exception:
-            self.backwards.abandon()
+        except Exception as error:
+            if not isinstance(error, RankError):  # of which one may be missing for good: no message is waited for
+                self.backwards.abandon()
             raise
         self.backwards.end()
 

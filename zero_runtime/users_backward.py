@@ -34,12 +34,18 @@ class UsersBackwards:
         self._begin = begin
         self._end = end
         self.parts: int | None = None  # of the backward under way; None: there is none
+        self._other = -1  # torch's number of the latest pass that leaves no gradients here
 
     def join(self, units: Iterable[Unit]) -> None:
         """Called in a backward that no runtime started: begin, if it leaves a gradient in a parameter of the units."""
-        if any(_receives_gradient(param) for unit in units if unit.trainable for param in unit.params):
-            self.parts = self._begin().parts
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        task = _current_graph_task()
+        if task == self._other:
+            return
+        if not any(_receives_gradient(param) for unit in units if unit.trainable for param in unit.params):
+            self._other = task
+            return
+        self.parts = self._begin().parts
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
         self.parts = None
