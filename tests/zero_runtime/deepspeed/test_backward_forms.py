@@ -47,11 +47,13 @@ class Sum(nn.Module):
         with torch.no_grad():
             for param in self.parameters():
                 param.copy_(torch.randint(-2, 3, param.shape, generator=generator) / 2)
-        self.fails = False
+        self.fails = ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, *others = [layer(x) for layer in self.layers]
-        return (Failing.apply(first) if self.fails else first) + others[0] + others[1]
+        first = self.layers[0](x)
+        if self.fails == "forward":
+            raise torch.OutOfMemoryError("as if")
+        return (Failing.apply(first) if self.fails else first) + self.layers[1](x) + self.layers[2](x)
 
 
 def batch_of(step: int, index: int, rank: int) -> torch.Tensor:
@@ -171,15 +173,18 @@ def begun_anew(engine: Any, loss: Losses) -> None:
 
 
 def failed(engine: Any, loss: Losses) -> None:
-    """The second micro-batch fails, and the step is repeated with others."""
+    """The second micro-batch fails, and the step is repeated with others; a forward that fails is repeated alone."""
     engine.backward(loss(0))
     engine.step()
+    engine.module.fails = "forward"
+    with pytest.raises(torch.OutOfMemoryError, match="as if"):
+        loss(1)
     for backward in (engine.backward, torch.Tensor.backward):
-        engine.module.fails = True
+        engine.module.fails = "backward"
         one = loss(1)
         with pytest.raises(torch.OutOfMemoryError, match="as if"):
             backward(one)
-        engine.module.fails = False
+        engine.module.fails = ""
         for call in (lambda: engine.backward(loss(1)), lambda: loss(1).backward()):
             with pytest.raises(CallOrderError, match=r"the last backward ended with an error.*zero_grad"):
                 call()
