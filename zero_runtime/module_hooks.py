@@ -39,6 +39,7 @@ from zero_runtime.parameter_reads import unwatch_parameters, watch_parameters
 from zero_runtime.schedule import Schedule
 from zero_runtime.shared_backward import SharedBackward, backward_under_way
 from zero_runtime.unit import Unit
+from zero_runtime.users_backward import UsersBackwards
 
 _current_graph_task = torch._C._current_graph_task_id
 _is_leaf = attrgetter("is_leaf")
@@ -75,12 +76,10 @@ class ModuleHooks:
         model: nn.Module,
         units: list[Unit],
         schedule: Schedule,
-        take_foreign: Callable[[str, float], None] | None = None,
     ) -> None:
-        """take_foreign: called with a parameter's name and the loss scale before a gradient of a backward that another
-        runtime started is added; may raise."""
-        self._take_foreign = take_foreign
+        self._take_foreign: Callable[[str, float], None] | None = None
         self._joined: SharedBackward | None = None  # the backward of another runtime that is under way here
+        self._users: UsersBackwards | None = None  # backwards that the user starts; None: they are errors
         self._model = model
         self._units = units
         self._schedule = schedule
@@ -100,6 +99,15 @@ class ModuleHooks:
         self._parts = set(model.modules())
         self._handles = list(self._attach())
         watch_parameters(model, units, self._on_read)
+
+    def follow_runtimes(self, take_foreign: Callable[[str, float], None]) -> None:
+        """Call it with a parameter's name and the loss scale before a gradient of a backward that another runtime
+        started is added. It may raise."""
+        self._take_foreign = take_foreign
+
+    def follow_users(self, users: UsersBackwards) -> None:
+        """Take part in backwards that the user starts."""
+        self._users = users
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -240,11 +248,13 @@ class ModuleHooks:
     # ---- backward ----------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        """Take part in the backward of another runtime, if there is one, as in one inside no_sync."""
+        """Take part in the backward of another runtime, if there is one, as in one inside no_sync; or in the user's."""
         self._joined = backward_under_way()
         if self._joined is not None:
             self._schedule.begin_backward(boundary=False, synced=False)
             self._joined.ends.append(self._leave)
+        elif self._users is not None:
+            self._users.join(self._units)
 
     def _leave(self) -> None:
         self._joined = None
@@ -313,8 +323,8 @@ class ModuleHooks:
                 param.grad = None
                 raise CallOrderError(
                     f"a gradient for parameter {unit.layout.segments[index].name!r} came outside of the runtime's "
-                    "backward, which reduces gradients and scales the loss: call engine.backward(loss) (the drop-in) "
-                    "or runtime.backward(loss) in place of loss.backward()"
+                    "backward, which reduces gradients and scales the loss: call runtime.backward(loss) in place of "
+                    "loss.backward()"
                 )
             if self._joined is not None and self._take_foreign is not None:
                 try:
@@ -322,6 +332,8 @@ class ModuleHooks:
                 except ZeroError:
                     param.grad = None
                     raise
+            if self._users is not None and self._users.parts is not None and param.grad is not None:
+                param.grad /= self._users.parts
             unit.take_grad(index, sums_locally=self._schedule.sums_locally)
             self._begin_backward()
             inner = _current_graph_task() != self._graph_task  # a backward inside the backward has its own number

@@ -16,7 +16,7 @@ from zero_runtime import accounting, non_finite, whole_tensors
 from zero_runtime.agreed_parameters import AgreedParameters
 from zero_runtime.build import UnitBuilder, checked_plan, make_collectives
 from zero_runtime.closed import hand_back, retire
-from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
+from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError, RankError
 from zero_runtime.gather_turns import GatherTurns
 from zero_runtime.generation import unwrap_generate, wrap_generate
 from zero_runtime.group_batch import GroupBatch
@@ -37,7 +37,8 @@ from zero_runtime.schedule import Schedule
 from zero_runtime.sequence_parallel.axis import SequenceAxis
 from zero_runtime.sequence_parallel.division import DividedSequences
 from zero_runtime.settings import RuntimeSettings
-from zero_runtime.shared_backward import backward_through, refuse_foreign
+from zero_runtime.shared_backward import backward_through
+from zero_runtime.step_backwards import Collaborators, StepBackwards
 from zero_runtime.step_report import StepReport
 from zero_runtime.tensor_parallel.axis import TensorAxis
 from zero_runtime.tensor_parallel.division import DividedModel
@@ -93,7 +94,8 @@ class ZeroRuntime:
         self._install_groups(split)
         self.scaler: LossScaler = settings.loss_scale.start()
         self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch, has_backward=self.trains)
-        self._hooks = ModuleHooks(model, self.units, self._schedule, self._take_foreign)
+        self._hooks = ModuleHooks(model, self.units, self._schedule)
+        self.backwards = StepBackwards(settings.micro_batches, self._collaborators())
         self._agreed = AgreedParameters(model)
         self._turns: GatherTurns | None = None
         self._wrapped: list[nn.Module] = []
@@ -106,13 +108,8 @@ class ZeroRuntime:
         self._renewal = sorted(self.units, key=lambda unit: model not in unit.modules)
         self.renew()
         self.collectives.journal.begin("forward")
-        self._backwards = 0
-        self._is_complete = False  # the last backward of the step was called
         self._expected: float | Rates | None = None  # the learning rate of the current step, from `expect_rate`
         self._warned = False
-        self._synced = True
-        self._is_unreduced = False  # the step's last backward ran inside no_sync
-        self.has_foreign = False  # the next step has gradients of other runtimes' backwards
         self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its backward freed its graph
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         trouble = accounting.saving_trouble(self) if self.trains else None
@@ -133,6 +130,11 @@ class ZeroRuntime:
         if self.sequence.degree > 1:
             self._sequences = DividedSequences(self.model, self.sequence)
             self._batch = self.sequence.batch
+
+    def _collaborators(self) -> Collaborators:
+        guess = self._guess if self.settings.offload.speculative else None
+        units, schedule, hooks = self.units, self._schedule, self._hooks
+        return Collaborators(units, schedule, hooks, self.collectives, self.device, lambda: self.scaler.scale, guess)
 
     def resident(self, unit: Unit, *, writes: bool = False) -> AbstractContextManager[None]:
         """Keep all shards of the unit in memory inside the context; with `writes`, changes are written back at exit."""
@@ -193,19 +195,29 @@ class ZeroRuntime:
         """Number of steps that updated the parameters, without the skipped ones; the argument of LR schedules."""
         return self.optimizer.updates
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, last: bool = False) -> None:
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, last: bool | None = None) -> None:
         """Accumulate the gradients of `loss`, a 0-dim tensor: this rank's share of the objective.
 
-        last: the step ends here, after fewer than `settings.micro_batches` calls, as at the end of an epoch. All ranks
-        must agree on it.
+        last: whether the step ends here; None counts up to `settings.micro_batches` calls. A caller that says it for
+        each call may make as many as it needs, also after the last. All ranks must agree on it.
         """
         if not self.trains:
             refuse_training("backward")
-        if self._is_complete:
-            raise CallOrderError(
-                f"backward: call number {self._backwards + 1} of this step, expected step() after "
-                f"{self._backwards}; give RuntimeSettings the micro_batches that you use"
-            )
+        self.backwards.check_begin(last)
+        self._check_loss(loss)
+        self._spent = None if retain_graph else weakref.ref(loss)
+        self.backwards.begin(last)
+        self._loss += loss.detach()
+        try:
+            with backward_through(self.scaler.scale):
+                (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
+        except Exception as error:
+            if not isinstance(error, RankError):  # of which one may be missing for good: no message is waited for
+                self.backwards.abandon()
+            raise
+        self.backwards.end()
+
+    def _check_loss(self, loss: torch.Tensor) -> None:
         if loss.dim() != 0:
             raise PlanError(
                 f"backward: expected a loss of shape [], found {list(loss.shape)}; sum it over the tokens of the batch"
@@ -220,35 +232,6 @@ class ZeroRuntime:
                 "backward: this loss had its backward before and its graph is gone; expected a new forward first, or "
                 "retain_graph=True in the call before"
             )
-        self._spent = None if retain_graph else weakref.ref(loss)
-        self._backwards += 1
-        self._loss += loss.detach()
-        self.collectives.journal.begin("backward")
-        self._is_complete = boundary = last or self._backwards == self.settings.micro_batches
-        self._is_unreduced = not self._synced
-        # Only the step's last backward completes gradients, and inside no_sync not even that one does.
-        if boundary and self._synced and self.settings.offload.speculative:
-            self._guess()
-        order = self._schedule.own_reduction_order
-        if order is not None:  # before the first backward
-            self._schedule.reduce_in(self.collectives.order_of_rank_0(order, self.device))
-        self._schedule.begin_backward(boundary=boundary, synced=self._synced)
-        with backward_through(self.scaler.scale):
-            (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
-        self._hooks.end_graphs()
-        self._schedule.end_backward()
-        self.collectives.journal.begin("forward")
-
-    def _take_foreign(self, name: str, scale: float) -> None:
-        """Called when the backward of another runtime has a gradient for a parameter here, which is then added."""
-        if self._is_complete or scale != self.scaler.scale:
-            refuse_foreign(name, scale, self.scaler.scale)
-        self.has_foreign = True
-
-    def drop_foreign(self) -> None:
-        """Between steps: drop the gradients that the backwards of other runtimes left here."""
-        if self.has_foreign and not self._backwards:
-            self._drop_gradients()
 
     def backward_reads(self, unit: Unit) -> bool:
         """Whether the first backward read the unit's parameters. It reads frozen ones to pass gradients on."""
@@ -286,11 +269,11 @@ class ZeroRuntime:
         The next backward outside adds to them and reduces the sum. If the plan shards gradients, this saves
         communication at the cost of memory: `memory.model.kept_grad_bytes`.
         """
-        self._synced = False
+        self.backwards.synced = False
         try:
             yield
         finally:
-            self._synced = True
+            self.backwards.synced = True
 
     def step(self, lr: float | Rates) -> StepReport:
         """Clip the gradients, update every parameter once and drop the gradients.
@@ -315,11 +298,11 @@ class ZeroRuntime:
         if overflow or not math.isfinite(report.loss):
             self.optimizer.forget_step()
         if not math.isfinite(report.loss) or (overflow and self.scaler.exhausted):
-            self._drop_gradients()
+            self.zero_grad()
             raise NonFiniteError(non_finite.non_finite_message(report, self.updates, self.scaler))
         if not overflow:
             self.optimizer.step(lr, self._grad_scale(norm), self._host_scale(report))
-        self._drop_gradients()
+        self.zero_grad()
         if not overflow:
             self._hooks.end_graphs()
             self._schedule.after_step()
@@ -349,13 +332,7 @@ class ZeroRuntime:
 
     def _check_step(self, lr: float | Rates) -> None:
         """Raise CallOrderError or PlanError, before anything is updated, and keep the gradients."""
-        if not self._is_complete:
-            raise CallOrderError(
-                f"step: expected {self.settings.micro_batches} backward calls since the last step, "
-                f"found {self._backwards}"
-            )
-        if self._is_unreduced:
-            raise CallOrderError("step: the last backward ran inside no_sync; expected it outside, to be reduced")
+        self.backwards.check_step()
         self._agreed.check()
         self.optimizer.check_rates(lr)
 
@@ -390,16 +367,17 @@ class ZeroRuntime:
             raise CallOrderError(
                 f"{call}: expected a model with parameters, found none: it has none, or the runtime was closed"
             )
-        if self._backwards:
+        if self.backwards.count:
             raise CallOrderError(
-                f"{call}: expected to be called between two steps, found {self._backwards} backward calls since the "
-                "last; call it after step()"
+                f"{call}: expected to be called between two steps, found {self.backwards.count} backward calls since "
+                "the last; call it after step()"
             )
 
-    def _drop_gradients(self) -> None:
+    def zero_grad(self) -> None:
+        """Drop all gradients since the last step, also those of other runtimes' backwards: the step begins anew."""
         for unit in self.units:
             unit.free_grads()
-        self._backwards, self._is_complete, self.has_foreign = 0, False, False
+        self.backwards.clear()
         self._expected = None
         self._loss.zero_()
 
@@ -412,7 +390,7 @@ class ZeroRuntime:
         with self.no_sync():
             backwards()
         findings = self.collectives.gather_objects(non_finite.look(self.units, float(self._loss)))
-        self._drop_gradients()
+        self.zero_grad()
         return non_finite.verdict(findings, self.precision)
 
     # ---- full tensors and traffic --------------------------------------------------------------------------------

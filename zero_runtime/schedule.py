@@ -160,6 +160,14 @@ class Schedule:
         self._end_record(Phase.BACKWARD)
         self.in_backward = False
 
+    def abandon_backward(self) -> None:
+        """Called when a backward has ended with an error: release every unit, and issue no more reductions."""
+        self._reducing = None  # `free_grads` waits for it
+        self._in_use.clear()
+        for unit in self._units:
+            unit.reshard(Phase.BACKWARD)
+        self.in_backward = False
+
     def after_step(self) -> None:
         """Called when the shards have been updated: declare every full copy stale."""
         for unit in self._units:

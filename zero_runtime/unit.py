@@ -253,6 +253,11 @@ class Unit:
         """Accept gradients again, after the reduction of an earlier backward."""
         self._gradients.begin_backward()
 
+    def reopen_grad(self) -> None:
+        """Let another backward add to the reduced gradients of this step. Waits for copies of them."""
+        self.settle()
+        self._gradients.reopen()
+
     def take_grad(self, index: int, *, sums_locally: bool) -> None:
         """Move `params[index].grad` into the flat gradient.
 
@@ -271,6 +276,10 @@ class Unit:
             param.grad = self._collectives.sum_over_slices_(param.grad.contiguous())
         self._gradients.take(index, param.grad, sums_locally=sums_locally)
         param.grad = None
+
+    def add_grad(self, index: int, grad: torch.Tensor) -> None:
+        """Add a gradient of `params[index]` that no backward computed to the flat gradient, unreduced."""
+        self._gradients.take(index, grad, sums_locally=True)
 
     def reduce_grad(self) -> None:
         """Start summing the full gradients over the ranks into this rank's shard. Does not block; a no-op if frozen.
@@ -410,7 +419,7 @@ class Unit:
         return {
             "params": [self.unsharded_param, self.param_shard],
             "grads": [
-                grad for grad in (self.unsharded_grad, self.grad_shard, self._gradients.errors) if grad is not None
+                grad for grad in (self.unsharded_grad, self.grad_shard, *self._gradients.kept) if grad is not None
             ],
             "optimizer": [] if self.master_shard is None else [self.master_shard],
         }

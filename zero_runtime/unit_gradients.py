@@ -95,12 +95,29 @@ class UnitGradients:
         self._closed = False  # reduced in the current backward, so that another gradient of it would be lost
         self._reducing: Reduction | None = None
         self._squares: torch.Tensor | None = None  # result of `squares`, kept for a gradient that was sent away
+        self.earlier: torch.Tensor | None = None  # grad_shard of earlier backwards, see `reopen`
 
     # ---- local gradients ---------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Accept gradients again."""
         self._closed = False
+
+    def reopen(self) -> None:
+        """Let another backward add to the reduced gradients of this step; they come back if they were sent away.
+
+        A full gradient that is kept holds their sum over the ranks: its slice is set aside, because the next reduction
+        overwrites it.
+        """
+        if self.state is not GradState.REDUCED or self.grad_shard is None:
+            return
+        self._squares = None
+        if not self.sums_over_ranks:
+            self._filled.update(range(len(self._flats)))
+        elif self._keeps_full:
+            self.earlier, self.grad_shard = self.grad_shard.to(self._device, copy=True), None
+        else:
+            self.grad_shard = self.grad_shard.to(self._device)
 
     def take(self, index: int, grad: torch.Tensor, *, sums_locally: bool) -> None:
         """Copy or add the gradient of parameter `index` into the flat gradient. See Unit.take_grad."""
@@ -220,6 +237,9 @@ class UnitGradients:
             self.grad_shard = self._own_slice(self.unsharded_grad)
             if self.grad_dtype != self._reduce_dtype:
                 self.grad_shard.copy_(out)
+            if self.earlier is not None:
+                self.grad_shard.add_(self.earlier)
+                self.earlier = None
         else:
             self._keep(None)
             if self.grad_shard is None:
@@ -263,7 +283,12 @@ class UnitGradients:
         self._filled.clear()
         self._closed = False
         self._keep(None)
-        self.grad_shard = self._squares = None
+        self.grad_shard = self._squares = self.earlier = None
+
+    @property
+    def kept(self) -> tuple[torch.Tensor | None, ...]:
+        """Tensors beside the gradients of the latest backward: errors of quantising, and earlier gradients."""
+        return self.errors, self.earlier
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 

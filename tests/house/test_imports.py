@@ -157,7 +157,9 @@ ROOMS = {
         "unit_gradients "
         "unit_parameters unit_planner",
         "parameter_reads": "guarded_parameter pure unit",
-        "module_hooks": "parameter_reads pure unit",
+        "users_backward": "unit",
+        "module_hooks": "parameter_reads pure unit users_backward",
+        "step_backwards": "collectives module_hooks pure unit users_backward",
         "offload": "agreement collectives process_identity pure shard_location unit",
         "optim": "collectives dtypes offload pure tensor_parallel unit",
         "activations": "offload pure tensor_parallel unit_planner",
@@ -173,8 +175,8 @@ ROOMS = {
         "accounting": "collectives offload optim pure settings unit",
         "closed": "offload optim pure unit",
         "runtime": "accounting agreed_parameters build closed gather_turns generation group_batch inference ledger "
-        "module_hooks non_finite offload optim own_device phase_clock pure sequence_parallel settings step_report "
-        "tensor_parallel unit whole_tensors",
+        "module_hooks non_finite offload optim own_device phase_clock pure sequence_parallel settings step_backwards "
+        "step_report tensor_parallel unit whole_tensors",
         "memory": "accounting activations dtypes guarded_parameter ledger module_hooks offload pure runtime unit "
         "unit_planner",
         "timing": "activations collectives memory module_hooks pure runtime settings unit_planner",
@@ -182,7 +184,7 @@ ROOMS = {
         "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit "
         "unit_parameters",
         "deepspeed": "agreement checkpoint closed dtypes offload own_device pure runtime step_report tensor_source "
-        "watch world",
+        "users_backward watch world",
         "accelerator": "",
         "checkpointing": "deepspeed",
         "comm": "deepspeed",

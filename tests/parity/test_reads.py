@@ -180,7 +180,7 @@ def wrong_calls() -> None:
         for step in range(2):  # in the second step the schedule knows the order of the units
             train(runtime, step)
             loss = runtime.model.loss_of(runtime(ids_of(0, dist.get_rank())))
-            with pytest.raises(CallOrderError, match=r"call engine\.backward\(loss\)"):
+            with pytest.raises(CallOrderError, match=r"call runtime\.backward\(loss\)"):
                 loss.backward()
             assert all(param.grad is None for param in kept.values())
         # autograd.grad gives no parameter a gradient, so the runtime does not take part in this backward.

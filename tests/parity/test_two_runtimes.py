@@ -119,7 +119,7 @@ def trained(way: str) -> dict[int, Weights]:
         for step in range(STEPS):
             x = noise(step, dist.get_rank())
             if way == "dropped":
-                critic.drop_foreign()
+                critic.zero_grad()
             critic.backward(critic_loss(generator.model, critic.model, x) / WORLD)
             if way != "frozen":
                 critic.step(LR)

@@ -338,6 +338,44 @@ def test_gradients_are_summed_over_micro_batches_and_ranks_and_missing_ones_coun
         assert not full[37:].any()
 
 
+# ---- gradients after a reduction -------------------------------------------------------------------------------------
+
+
+def _reopened() -> None:
+    """Three reductions in one step; the second gradient leaves `matrix` out, and tiers may take a sum away."""
+    rank = dist.get_rank()
+    for stage, is_sent_away, is_summed in product(STAGES, (False, True), (True, False)):
+        unit = make_unit(stage)
+        if not is_summed and not ZeroPlan.from_stage(stage).keeps_full_grads:
+            continue
+        unit._gradients.sums_over_ranks = is_summed
+        for round_ in range(3):
+            unit.begin_backward()
+            unit.reopen_grad()
+            for index, param in enumerate(unit.params):
+                if index or round_ != 1:
+                    param.grad = torch.full_like(param, float(10**round_ * (rank + 1)))
+                    unit.take_grad(index, sums_locally=False)
+            unit.reduce_grad()
+            unit.wait_reduce()
+            if is_sent_away and is_summed:
+                assert unit.grad_shard is not None
+                unit.give_grad_away(unit.grad_shard.clone())
+        ranks = 3 if is_summed else rank + 1
+        whole = unit.unsharded_grad if not is_summed else unit.grad_shard
+        assert whole is not None
+        found = unit.full_of(whole) if is_summed else {one.name: one.of(whole) for one in unit.layout.segments}
+        assert found["matrix"].unique().tolist() == [101.0 * ranks], (stage, is_sent_away, is_summed)
+        assert float(found["scalar"].sum()) == 111.0 * ranks, (stage, is_sent_away, is_summed)
+        unit.free_grads()
+        assert unit.grad_shard is None
+        assert unit._gradients.kept == (None, None)
+
+
+def test_backwards_after_a_reduction_add_to_its_sum() -> None:
+    run_ranks(_reopened, 2)
+
+
 # ---- padding ---------------------------------------------------------------------------------------------------------
 
 

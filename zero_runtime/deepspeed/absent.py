@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 _ESTIMATE = "the layers count, not their sum: build the model inside zero.Init() and call ..._all_live"
+_STATES = (
+    "states move by the configuration: zero_optimization.offload_optimizer and offload_param keep them on the host"
+)
 _PARALLEL = "pipelines, experts and tensor parallelism are not here; zero_optimization shards the model instead"
 
 ABSENT = {
@@ -23,20 +26,14 @@ ABSENT = {
     "add_tuning_arguments": "schedules are in the configuration's section scheduler",
 }
 ABSENT_OF_ENGINE = {
-    "allreduce_gradients": "gradients are reduced in backward",
-    "set_train_batch_size": "sizes are fixed at initialize; make a new engine, and load a checkpoint into it",
-    "set_train_micro_batch_size": "sizes are fixed at initialize; make a new engine, and load a checkpoint into it",
-    "monitor": "log what engine.get_lr(), get_global_grad_norm() and the loss return",
     "flops_profiler": "torch.profiler counts operations",
     "compile": "the runtime's hooks are not compiled; leave it out",
-    "offload_states": "states are offloaded by the configuration, between their uses",
-    "reload_states": "states are offloaded by the configuration, between their uses",
+    "offload_states": f"{_STATES}, and where another model needs the memory, save a checkpoint and call destroy()",
+    "reload_states": _STATES,
     "eigenvalue": "there is none here",
     "train_batch": "it is for pipelines; call engine(...), engine.backward(loss) and engine.step()",
     "eval_batch": "it is for pipelines; call engine(...) under torch.no_grad()",
     "deepspeed_io": "hand training_data to initialize, which returns the loader",
-    "training_dataloader": "initialize returns the loader as its third value",
-    "save_fp16_model": "its name is save_16bit_model",
 }
 ABSENT_OF_OPS = {
     "adagrad": 'hand torch.optim.Adagrad to initialize, or name "Adagrad" in the configuration',

@@ -22,6 +22,7 @@ from zero_runtime.errors import PlanError
 from zero_runtime.runtime import ZeroRuntime
 
 _COUNTERS = ("micro_steps", "global_steps", "skipped_steps")
+_SAMPLES = "global_samples"
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -35,6 +36,9 @@ class SavedEngine(Protocol):
     micro_steps: int
     global_steps: int
     skipped_steps: int
+    global_samples: int
+
+    def train_batch_size(self) -> int: ...
 
     def get_lr(self) -> list[float]: ...
 
@@ -75,7 +79,7 @@ def save(engine: SavedEngine, folder: object, tag: object, client_state: dict[st
     root = _folder_together(engine.runtime, "save_checkpoint", folder, tag)
     trainer = {
         "client_state": client_state,
-        "engine": {name: getattr(engine, name) for name in _COUNTERS},
+        "engine": {name: getattr(engine, name) for name in (*_COUNTERS, _SAMPLES)},
         "schedule": _schedule_state(engine),
         "lr": engine.get_lr(),
         "model_config": model_config(engine.module, TORCH_DTYPE[engine.runtime.precision.param]),
@@ -95,6 +99,7 @@ def load(
             # A foreign checkpoint has only the optimizer's count of updates, which excludes skipped steps.
             engine.global_steps = foreign.updates
             engine.micro_steps = foreign.updates * engine.gradient_accumulation_steps()
+            engine.global_samples = foreign.updates * engine.train_batch_size()
         return str(foreign.path), {}
     found = newest_good_together(engine.runtime.collectives, root)
     if found is None:
@@ -103,8 +108,10 @@ def load(
         load_weights(engine.runtime, found)
         return str(found.path), dict(found.index.trainer.get("client_state", {}))
     trainer = load_checkpoint(engine.runtime, found)
+    counted = trainer.get("engine", {})
     for name in _COUNTERS:
-        setattr(engine, name, trainer.get("engine", {}).get(name, found.index.step))
+        setattr(engine, name, counted.get(name, found.index.step))
+    engine.global_samples = counted.get(_SAMPLES, engine.global_steps * engine.train_batch_size())
     if with_schedule and engine.lr_scheduler is not None and trainer.get("schedule"):
         engine.lr_scheduler.load_state_dict({**engine.lr_scheduler.state_dict(), **trainer["schedule"]})
     if with_schedule:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from zero_runtime.deepspeed.groups import Trained
 from zero_runtime.errors import CallOrderError, PlanError
 from zero_runtime.optim.lr_schedule import Rates
+from zero_runtime.runtime import ZeroRuntime
 
 _READ_EACH_STEP = (
     "params",
@@ -24,6 +25,18 @@ _READ_EACH_STEP = (
     "max_momentum",
     "base_momentum",
 )
+
+
+class ScalerView(NamedTuple):
+    """What scripts ask `optimizer.loss_scaler`. cur_scale: 1 without loss scaling. dynamic: it follows overflows."""
+
+    cur_scale: float
+    dynamic: bool
+
+    @property
+    def loss_scale(self) -> float:
+        """The same as cur_scale."""
+        return self.cur_scale
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -42,23 +55,39 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._params = [list(group["params"]) for group in groups]
         self._momentum = self._momenta()
         self._cycled = False
-        self._update: Callable[[Rates], None] | None = None
-        self._scale: Callable[[], float] = lambda: 1.0
-        self._drop_foreign: Callable[[], None] = lambda: None
+        self._update: Callable[[Rates], bool] | None = None
+        self._runtime: ZeroRuntime | None = None
+        self._drop: Callable[[], None] = lambda: None
+        self.overflow = False  # the last step was skipped, because gradients overflowed
         self._rates()
 
-    def bind(
-        self, update: Callable[[Rates], None], scale: Callable[[], float], drop_foreign: Callable[[], None]
-    ) -> None:
-        """Set the engine's functions for an update, the loss scale, and the gradients of other engines' backwards."""
-        self._update, self._scale, self._drop_foreign = update, scale, drop_foreign
+    def bind(self, update: Callable[[Rates], bool], runtime: ZeroRuntime, drop: Callable[[], None]) -> None:
+        """Set the engine's runtime, its update, which returns whether it was skipped, and its dropping of gradients."""
+        self._update, self._runtime, self._drop = update, runtime, drop
+
+    @property
+    def optimizer(self) -> EngineOptimizer:
+        """The optimizer itself: there is none inside it."""
+        return self
+
+    @property
+    def loss_scaler(self) -> ScalerView:
+        """The loss scale as it is now; a step may change it, and this property then gives another object."""
+        assert self._runtime is not None, "bound by the engine"
+        scaler = self._runtime.scaler
+        return ScalerView(scaler.scale, dynamic=scaler.rule.static is None)
 
     @property
     def cur_scale(self) -> float:
         """The loss scale of the next backward; 1 without loss scaling."""
-        return self._scale()
+        return self.loss_scaler.cur_scale
 
     loss_scale = cur_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.loss_scaler.dynamic
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch returns a closure's loss
         """Called by the engine at the last micro-batch of a step; CallOrderError if the user calls it."""
@@ -66,11 +95,11 @@ class EngineOptimizer(torch.optim.Optimizer):
             raise PlanError("optimizer.step: expected no closure: a step is made of the backward calls before it")
         if self._update is None:
             raise CallOrderError("optimizer.step: expected engine.step(), which knows the boundary of a step")
-        self._update(self._rates())
+        self.overflow = self._update(self._rates())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops what backwards of other engines left, between steps; engine.step drops the other gradients."""
-        self._drop_foreign()
+        """Drop the gradients since the last step, as engine.zero_grad."""
+        self._drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Allowed only during construction."""

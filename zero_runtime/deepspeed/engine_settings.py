@@ -2,25 +2,66 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from zero_runtime.deepspeed.batch import BatchSizes
 from zero_runtime.deepspeed.config import DropinConfig
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
 from zero_runtime.deepspeed.full_state import full_state
+from zero_runtime.deepspeed.schedules import momenta_now, rates_now
+from zero_runtime.errors import PlanError
 from zero_runtime.runtime import ZeroRuntime
 
 
 class EngineSettings:
-    """The getters of an engine; all of them answer from its configuration and its optimizer's groups."""
+    """The queries of an engine, which its configuration, its runtime and its optimizer's groups answer."""
 
     config: DropinConfig
     runtime: ZeroRuntime
     optimizer: EngineOptimizer
     world_size: int
     module: nn.Module
+
+    # ---- sizes ---------------------------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Samples per step over all ranks."""
+        return self.config.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per micro-batch on one rank."""
+        return self.config.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per step."""
+        return self.config.batch.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples per step over all ranks, samples per micro-batch on one rank, micro-batches per step."""
+        return self.config.batch.train, self.config.batch.micro, self.config.batch.accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches per step, and with it what backward divides by. Call it between steps."""
+        now = self.config.batch
+        accumulation, rest = divmod(train_batch_size, now.micro * self.world_size)
+        if rest or accumulation < 1:
+            raise PlanError(
+                f"engine.set_train_batch_size: expected a multiple of {now.micro} (micro-batch) x {self.world_size} "
+                f"(ranks), found {train_batch_size}"
+            )
+        self.config = replace(self.config, batch=BatchSizes(train_batch_size, now.micro, accumulation))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Tell the engine the size of the micro-batches that follow; no loader changes."""
+        steps = self.config.batch.accumulation
+        train = micro_batch_size * steps * self.world_size
+        self.config = replace(self.config, batch=BatchSizes(train, micro_batch_size, steps))
+
+    # ---- the configuration ---------------------------------------------------------------------------------------
 
     def zero_optimization(self) -> bool:
         """Whether any state is sharded."""
@@ -54,18 +95,31 @@ class EngineSettings:
         """The largest global gradient norm; 0 for no clipping."""
         return self.config.clip_norm or 0.0
 
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples per step over all ranks, samples per micro-batch on one rank, micro-batches per step."""
-        return self.config.batch.train, self.config.batch.micro, self.config.batch.accumulation
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale of the next backward; 1 without loss scaling."""
+        return self.runtime.scaler.scale
+
+    def loss_scale(self) -> float:
+        """The same as `cur_scale`, as a method with DeepSpeed's name."""
+        return self.cur_scale
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """True: save_16bit_model gathers the weights at every stage."""
+        return True
 
     @property
     def dp_world_size(self) -> int:
         """Number of ranks: all of them are data parallel."""
         return self.world_size
 
+    def get_lr(self) -> list[float]:
+        """The learning rates of the next update, by group."""
+        return rates_now(self.optimizer.param_groups)
+
     def get_mom(self) -> list[Any]:
         """The momentum of each group: its betas, or its momentum."""
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+        return momenta_now(self.optimizer.param_groups)
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every group for the next update; a schedule sets it anew after each."""

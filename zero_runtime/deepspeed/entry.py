@@ -26,6 +26,7 @@ from zero_runtime.deepspeed.schedules import JsonSchedule, Schedule, client_sche
 from zero_runtime.errors import PlanError
 from zero_runtime.own_device import device_index, make_current
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.watch.watch import RankWatch
 from zero_runtime.world import WorldSettings, is_joined, join_alone, join_world, own_rank, watch_world, world_size
 
 _TIMEOUT = timedelta(minutes=10)
@@ -109,8 +110,9 @@ def initialize(
     is_frozen = not is_named and not any(param.requires_grad for param in model.parameters())
     if is_frozen:
         check_trained(read.wire)
-    engine = _compose(model, view, schedule, read, None if is_frozen else trained, lazy_states=not is_named)
     loader = None if training_data is None else _loader(training_data, collate_fn, read)
+    runtime, watch = _compose(model, read, None if is_frozen else trained, lazy_states=not is_named)
+    engine = Engine(EngineParts(runtime, view, schedule, read, _local_rank(), watch, loader))
     return engine, view, loader, schedule
 
 
@@ -183,16 +185,10 @@ def _schedule(given: Any, view: EngineOptimizer, optimizer: Any, read: DropinCon
 
 
 def _compose(
-    model: nn.Module,
-    view: EngineOptimizer,
-    schedule: Schedule | None,
-    read: DropinConfig,
-    trained: Trained | None,
-    *,
-    lazy_states: bool,
-) -> Engine:
-    """Build the engine. `lazy_states`: no optimizer was named, so the engine may be used only for inference. `trained`:
-    None if that is certain, because all parameters are frozen."""
+    model: nn.Module, read: DropinConfig, trained: Trained | None, *, lazy_states: bool
+) -> tuple[ZeroRuntime, RankWatch | None]:
+    """Build the engine's runtime and its watch. `lazy_states`: no optimizer was named, so the engine may be used only
+    for inference. `trained`: None if that is certain, because all parameters are frozen."""
     watch = watch_world()
     settings = RuntimeSettings(
         micro_batches=read.batch.accumulation,
@@ -212,7 +208,7 @@ def _compose(
         if watch is not None:
             watch.close(error)  # reports the error to the other ranks
         raise
-    return Engine(EngineParts(runtime, view, schedule, read, _local_rank(), watch))
+    return runtime, watch
 
 
 def _loader(data: Dataset[Any], collate_fn: Callable[..., Any] | None, read: DropinConfig) -> DataLoader[Any]:

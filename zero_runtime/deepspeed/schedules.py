@@ -33,6 +33,10 @@ class JsonSchedule:
 
     get_last_lr = get_lr
 
+    def get_mom(self) -> list[Any]:
+        """The momentum of the next update, by group: its betas, or its momentum."""
+        return momenta_now(self.optimizer.param_groups)
+
     def state_dict(self) -> dict[str, int]:
         return {"updates": self.updates}
 
@@ -89,14 +93,19 @@ def client_schedule(
     return made
 
 
-def advance(schedule: Schedule) -> None:
-    """Advance the schedule by one step.
+def advance(schedule: Schedule, arguments: Mapping[str, Any]) -> None:
+    """Advance the schedule by one step; arguments: of its method `step`.
 
     torch would warn that the scheduler's optimizer was not stepped, since the engine steps another; this is suppressed.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
-        schedule.step()
+        schedule.step(**arguments)
+
+
+def momenta_now(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The groups' betas or momentum."""
+    return [group.get("betas", group.get("momentum")) for group in groups]
 
 
 def rates_now(groups: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -56,7 +56,7 @@ def trained_weights(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def check_methods_raise(engine: Engine, folder: Path) -> None:
-    names = [name for name in vars(Engine) | vars(Engine.__base__) if not name.startswith("_")]
+    names = [name for kind in Engine.__mro__[:-1] for name in vars(kind) if not name.startswith("_")]
     methods = [name for name in names if callable(getattr(Engine, name))]
     assert {"save_checkpoint", "backward", "module_state_dict", "get_lr"} < set(methods)
     for name in set(methods) - {"destroy"}:

@@ -38,24 +38,21 @@ def boundaries() -> None:
     for call in range(1, 7):
         assert engine.is_gradient_accumulation_boundary() is (call % 3 == 0)
         engine.backward(engine(torch.randn(2, 4)).square().mean())
-        with pytest.raises(CallOrderError, match=r"expected engine\.step"):
-            engine.backward(engine(torch.randn(2, 4)).square().mean())
-        with pytest.raises(CallOrderError, match="leave it out"):
-            engine.zero_grad()
+        if call % 3 != 1:
+            with pytest.raises(CallOrderError, match="leave it out"):
+                engine.zero_grad()
         with pytest.raises(CallOrderError, match="knows the boundary"):
             view.step()
         engine.step()
         assert (engine.micro_steps, engine.global_steps) == (call, call // 3)
         assert engine.was_step_applied() is (call % 3 == 0), "DeepSpeed 0.19.8: F F T F F T"
         assert torch.equal(model.weight, before) is (call < 3)
-        with pytest.raises(CallOrderError, match="since the last step"):
-            engine.step()
     engine.zero_grad()
     assert engine.get_global_grad_norm() > 1e-3  # before clipping
     assert engine.global_samples == 12
     assert [tuple(param.shape) for param in engine.parameters()] == [(4, 4), (4,)]
-    with pytest.raises(AttributeError, match="gradients are reduced in backward"):
-        _ = engine.allreduce_gradients
+    with pytest.raises(AttributeError, match="states move by the configuration"):
+        _ = engine.offload_states
     view.param_groups[0]["weight_decay"] = 0.5
     for _ in range(2):
         engine.backward(engine(torch.randn(2, 4)).square().mean())
@@ -192,9 +189,9 @@ def attributes() -> None:
         _ = engine.micro_step
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = engine.broken
-    del engine.global_steps
-    with pytest.raises(AttributeError, match="global_steps"):
-        _ = engine.global_samples
+    del engine.world_size
+    with pytest.raises(AttributeError, match="world_size"):
+        _ = engine.dp_world_size
     assert re.fullmatch(r"\d+\.\d+.*|0\+checkout", zero_runtime.__version__)
     engine.destroy()
 
@@ -227,13 +224,10 @@ def two_engines() -> None:
     for drop in (second.zero_grad, second.optimizer.zero_grad):
         first.backward(loss_of(first, second))
         first.step()
-        assert second.runtime.has_foreign
-        with pytest.raises(
-            CallOrderError, match=r"found gradients of another engine's backward alone.* one engine of a"
-        ):
-            second.step()
+        assert second.runtime.backwards.has_gradients
         drop()
-        assert not second.runtime.has_foreign
+        with pytest.raises(CallOrderError, match="since the last step, found none"):
+            second.step()
     second.backward(loss_of(second))
     with pytest.raises(CallOrderError, match=r"for parameter 'bias' of this one, .* reduced already.* requires_grad_"):
         first.backward(loss_of(first, second))

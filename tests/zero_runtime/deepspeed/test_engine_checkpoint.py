@@ -93,7 +93,7 @@ def _weights_only(root: Path) -> None:
     with pytest.raises(CheckpointError, match="a_file"):
         engine.save_16bit_model(root / "a_file")
     with pytest.raises(PlanError, match=r"expected the name of a file that ends in \.safetensors"):
-        engine.save_16bit_model(root / "x", "other.bin")
+        engine.save_16bit_model(root / "x", "other.txt")
     engine.destroy()
 
 
@@ -167,16 +167,19 @@ def _hugging_face(root: Path) -> list[str]:
     engine.step()
     engine.save_checkpoint(root / "checkpoint")
     engine.save_checkpoint(root / "checkpoint", tag="tag")
-    for name in ("model.safetensors", "pytorch_model.bin", "adapter.safetensors"):
+    for name in ("model.safetensors", "pytorch_model.bin", "adapter.bin", "model.pt"):
         (root / name).mkdir(exist_ok=True)
         (root / name / "notes.txt").write_text("kept")
         for _ in range(2):  # the second replaces the first
             assert engine.save_16bit_model(root / name, name)
+    pickled = torch.load(root / "model.pt/model.pt", weights_only=True)  # DeepSpeed's form: a state dict of torch.save
+    assert pickled.keys() == engine.module_state_dict().keys()
     if dist.get_rank() == 0:
         told = GPT2LMHeadModel.from_pretrained(root / "pytorch_model.bin", dtype="auto")
         with engine.runtime.full_params() as values, torch.no_grad():
             for key, param in told.named_parameters():
                 assert torch.equal(param, values[key].bfloat16()), key
+                assert torch.equal(param, pickled[key]), key
     else:
         with engine.runtime.full_params():
             pass
@@ -191,9 +194,11 @@ def test_16_bit_weights_are_saved_as_safetensors_into_existing_folders(tmp_path:
             for folder, weights in (
                 ("model.safetensors", "model.safetensors"),
                 ("pytorch_model.bin", "model.safetensors"),
-                ("adapter.safetensors", "adapter.safetensors"),
+                ("adapter.bin", "adapter.safetensors"),
+                ("model.pt", "model.pt"),
             )
             for file in (weights, "config.json", "notes.txt")
+            if (folder, file) != ("model.pt", "config.json")
         )
     # `export-weights` also accepts the engine's checkpoint, including the configuration in it, and the folder of a tag,
     # in which the newest is taken.
