@@ -81,6 +81,11 @@ class Schedule:
         """Called before a module call reads the unit's parameters: gather them."""
         self._gather(unit)
 
+    @property
+    def releases_in_forward(self) -> bool:
+        """Whether a unit that the forward has read must be gathered again for the backward."""
+        return self._plan.releases_params_after(Phase.FORWARD)
+
     def after_forward(self, unit: ScheduledUnit) -> None:
         """Called when the unit's parameters have been read: release them, except in a recomputation during backward."""
         if not self.in_backward:
