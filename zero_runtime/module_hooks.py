@@ -21,7 +21,8 @@ generator. Autograd numbers its nodes in the order in which they are made and ru
 runs before the gradient of an output arrives, if that output is the last node that the call made. If none of the found
 outputs is, the units of the call stay gathered until the next backward has ended. From the next forward on they are
 tracked at the modules that own their parameters, which nearly always return tensors: the calls of these read the unit,
-and the modules that bound it only keep it gathered between them, so that it is gathered once in a forward as before.
+and the modules that bound it only keep it gathered, so that it is gathered once in a forward as before. A call may hide
+results on one rank alone (`if rank == 0`), so a rank takes part in each gather that it would otherwise have needed.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from zero_runtime.errors import CallOrderError, ParameterReadError, ZeroError
 from zero_runtime.parameter_reads import unwatch_parameters, watch_parameters
 from zero_runtime.schedule import Schedule
 from zero_runtime.shared_backward import SharedBackward, backward_under_way
+from zero_runtime.skipped_modules import optional_units
 from zero_runtime.unit import Unit
 
 _current_graph_task = torch._C._current_graph_task_id
@@ -90,6 +92,9 @@ class ModuleHooks:
         """take_foreign: called with a parameter's name and the loss scale before a gradient of a backward that another
         runtime started is added; may raise."""
         self._take_foreign = take_foreign
+        self.compare_ranks: Callable[[], None] = (
+            _nothing  # called after each forward of the full model without gradients
+        )
         self._joined: SharedBackward | None = None  # the backward of another runtime that is under way here
         self._model = model
         self._units = units
@@ -104,7 +109,7 @@ class ModuleHooks:
         self._called: dict[Unit, set[nn.Module]] = {unit: set() for unit in units}  # since the unit's last release
         self._read_by: dict[nn.Module, list[Unit]] = {model: []}  # the units that a call of the module reads
         # See [Note: hidden outputs].
-        self._finds_hidden = schedule.releases_in_forward
+        self._hiding: set[Unit] = set()  # kept for hidden outputs, and not needed by the backward so far
         self._kept_by: dict[nn.Module, list[Unit]] = {}  # the units that a call of the module only keeps gathered
         self._keepers: Counter[Unit] = Counter()  # running calls that keep the unit
         self._graph_task = -1  # torch's number of the latest backward
@@ -130,6 +135,9 @@ class ModuleHooks:
             if unit.trainable:
                 for index, param in enumerate(unit.params):
                     yield param.register_post_accumulate_grad_hook(self._grad_hook(unit, index))
+        if self._schedule.releases_in_forward:
+            self._schedule.reduced_last = optional = optional_units(self._model, self._units)
+            self._read_by[self._model] += [unit for unit in optional if self._model not in unit.modules]
         for module, units in self._read_by.items():
             yield from self._attach_calls(module, units)
         for module in self._model.modules():
@@ -150,8 +158,9 @@ class ModuleHooks:
     ) -> None:
         call = Call(list(units), torch.is_grad_enabled() and not self._schedule.in_backward, _count_nodes())
         self._running.append(call)
-        if self._kept_by:
-            self._keepers.update(self._kept_by.get(module, ()))
+        for unit in self._kept_by.get(module, ()):
+            self._keepers[unit] += 1
+            self._schedule.before_forward(unit)
         for unit in units:
             self._begin_use(unit, call)
         if torch.is_grad_enabled():
@@ -167,12 +176,12 @@ class ModuleHooks:
         self._ended = self._running.pop()
         for unit in self._ended.units:
             unit.end_use()
-        if self._kept_by:
-            self._keepers.subtract(self._kept_by.get(module, ()))
+        for unit in self._kept_by.get(module, ()):
+            self._keepers[unit] -= 1
 
     def _after_forward(self, module: nn.Module, _args: object, output: object) -> None:
         call, last_node = self._ended, _count_nodes() - 1
-        hides = self._finds_hidden and call.in_graph and last_node >= call.nodes_before
+        hides = self._schedule.releases_in_forward and call.in_graph and last_node >= call.nodes_before
         # The first gradient of any output marks the start of this call's backward.
         for tensor in tensors_in(output):
             if tensor.requires_grad:
@@ -191,6 +200,8 @@ class ModuleHooks:
         if not self._running and module is self._model:
             self._schedule.end_forward()
             self.release_unused()
+            if not torch.is_grad_enabled():
+                self.compare_ranks()
 
     def _release_if_done(self, unit: Unit, module: nn.Module) -> None:
         if module in unit.modules:
@@ -263,6 +274,7 @@ class ModuleHooks:
         for unit in self._lent.units:
             unit.end_use()
         self._tracker.end_loans()
+        self._hiding.clear()
         self._part = self._lent = None
 
     # ---- backward ----------------------------------------------------------------------------------------------
@@ -292,6 +304,9 @@ class ModuleHooks:
         self._begin_backward()
         self._tracker.open(call)
         for unit in call.units:
+            if unit in self._hiding:
+                self._hiding.discard(unit)
+                unit.join_gather()
             self._schedule.before_backward(unit)
         if torch.is_grad_enabled():  # create_graph: autograd records this backward, whose own backward has no hooks
             self._keep(call.units)
@@ -310,6 +325,7 @@ class ModuleHooks:
     def _find_hidden(self, units: list[Unit]) -> None:
         """Units are read by results that were not found: see [Note: hidden outputs]."""
         self._keep(units)
+        self._hiding.update(units)
         for unit in units:
             own = set(map(id, unit.params))
             owners = [one for one in self._model.modules() if not own.isdisjoint(map(id, one._parameters.values()))]

@@ -99,6 +99,7 @@ class ZeroRuntime:
         self._wrapped: list[nn.Module] = []
         if not plan.keeps_full_params and self.collectives.shard_count > 1:
             self._turns = GatherTurns(self.units, self._schedule, self.collectives, device, self._hooks.release_unused)
+            self._hooks.compare_ranks = self._turns.compare
         if self._turns is not None or self._divided is not None:
             self._wrapped = wrap_generate(model, self.uneven_forwards)
         # The order of the gathers in `renew`: the same on all ranks and close to that of the forward, which needs the

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from harness.shapes import WIDTH, Base, Layer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from harness.shapes import WIDTH, Base, Layer
 
 
 class Carrier:

@@ -157,7 +157,8 @@ ROOMS = {
         "unit_gradients "
         "unit_parameters unit_planner",
         "parameter_reads": "guarded_parameter pure unit",
-        "module_hooks": "parameter_reads pure unit",
+        "skipped_modules": "parameter_reads pure unit",
+        "module_hooks": "parameter_reads pure skipped_modules unit",
         "offload": "agreement collectives process_identity pure shard_location unit",
         "optim": "collectives dtypes offload pure tensor_parallel unit",
         "activations": "offload pure tensor_parallel unit_planner",
