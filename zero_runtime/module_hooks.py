@@ -109,6 +109,7 @@ class ModuleHooks:
         self._called: dict[Unit, set[nn.Module]] = {unit: set() for unit in units}  # since the unit's last release
         self._read_by: dict[nn.Module, list[Unit]] = {model: []}  # the units that a call of the module reads
         # See [Note: hidden outputs].
+        self._finds_hidden = schedule.releases_in_forward
         self._hiding: set[Unit] = set()  # kept for hidden outputs, and not needed by the backward so far
         self._kept_by: dict[nn.Module, list[Unit]] = {}  # the units that a call of the module only keeps gathered
         self._keepers: Counter[Unit] = Counter()  # running calls that keep the unit
@@ -135,7 +136,7 @@ class ModuleHooks:
             if unit.trainable:
                 for index, param in enumerate(unit.params):
                     yield param.register_post_accumulate_grad_hook(self._grad_hook(unit, index))
-        if self._schedule.releases_in_forward:
+        if self._finds_hidden:
             self._schedule.reduced_last = optional = optional_units(self._model, self._units)
             self._read_by[self._model] += [unit for unit in optional if self._model not in unit.modules]
         for module, units in self._read_by.items():
@@ -181,7 +182,7 @@ class ModuleHooks:
 
     def _after_forward(self, module: nn.Module, _args: object, output: object) -> None:
         call, last_node = self._ended, _count_nodes() - 1
-        hides = self._schedule.releases_in_forward and call.in_graph and last_node >= call.nodes_before
+        hides = self._finds_hidden and call.in_graph and last_node >= call.nodes_before
         # The first gradient of any output marks the start of this call's backward.
         for tensor in tensors_in(output):
             if tensor.requires_grad:
