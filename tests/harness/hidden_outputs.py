@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -111,6 +112,40 @@ class Remembering(Base):
         return super().loss_of(self.logits) + sum(block.aside.sum() for block in self.blocks)
 
 
+class OneSided(Base):
+    """On rank 0 alone, each block notes a norm that has a graph, after its output."""
+
+    class Noting(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            if dist.is_initialized() and dist.get_rank() == 0:
+                self.noted = x.norm()
+            return x
+
+    layer = Noting
+
+
+class Changing(Base):
+    """The blocks return a tensor in some steps and an object in the others."""
+
+    class Sometimes(Layer):
+        carries = False
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = super().forward(x)
+            return Carrier(x) if self.carries else x
+
+    layer = Sometimes
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.embed(ids)
+        for block in self.blocks:
+            block.carries = int(ids[0, 0]) % 2 == 1
+            x = block(x)
+            x = x.x if block.carries else x
+        return self.head(self.norm(x))
+
+
 class Yielding(Base):
     """The blocks and the model are generators, whose code runs after their calls have returned."""
 
@@ -172,6 +207,6 @@ HIDDEN: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (
         *(Carried, CarriedByOwners, CarriedFrozen, CarriedCheckpointed, CarriedReentrant),
-        *(Remembering, Yielding, YieldingInside, Closing),
+        *(Remembering, OneSided, Changing, Yielding, YieldingInside, Closing),
     )
 }
