@@ -45,6 +45,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_runtime.backward_tracker import BackwardTracker, Call
 from zero_runtime.errors import CallOrderError, ParameterReadError, ZeroError
+from zero_runtime.graph_entries import Span, units_entered
 from zero_runtime.parameter_reads import unwatch_parameters, watch_parameters
 from zero_runtime.schedule import Schedule
 from zero_runtime.shared_backward import SharedBackward, backward_under_way
@@ -111,6 +112,8 @@ class ModuleHooks:
         # See [Note: hidden outputs].
         self._finds_hidden = schedule.releases_in_forward
         self._hiding: set[Unit] = set()  # kept for hidden outputs, and not needed by the backward so far
+        self._spans: list[Span] = []  # see [Note: entries] in graph_entries.py; since the last backward
+        self._found: set[int] = set()  # the nodes of their outputs
         self._kept_by: dict[nn.Module, list[Unit]] = {}  # the units that a call of the module only keeps gathered
         self._keepers: Counter[Unit] = Counter()  # running calls that keep the unit
         self._graph_task = -1  # torch's number of the latest backward
@@ -183,14 +186,18 @@ class ModuleHooks:
     def _after_forward(self, module: nn.Module, _args: object, output: object) -> None:
         call, last_node = self._ended, _count_nodes() - 1
         hides = self._finds_hidden and call.in_graph and last_node >= call.nodes_before
+        if self._finds_hidden and call.in_graph:
+            self._spans.append(Span(call.nodes_before, last_node, call.units, not self._running))
         # The first gradient of any output marks the start of this call's backward.
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 edge = Edge()
                 tensor.register_hook(partial(self._before_backward, call, edge))
                 self._edges[tensor] = edge
-                if hides and tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= last_node:
-                    hides = False
+                if self._finds_hidden and tensor.grad_fn is not None:
+                    number = tensor.grad_fn._sequence_nr()
+                    self._found.add(number)
+                    hides = hides and number < last_node
         if hides and call.units:
             self._find_hidden(call.units)
         if self._schedule.in_backward:
@@ -267,6 +274,8 @@ class ModuleHooks:
         then released together with all others.
         """
         self._tracker.end_backward()
+        self._spans.clear()
+        self._found.clear()
         if self._lent is not None:
             self._return_lent()
 
@@ -291,6 +300,14 @@ class ModuleHooks:
         self._joined = None
         self.end_graphs()
         self._schedule.end_backward()
+
+    def enter(self, loss: torch.Tensor) -> None:
+        """Called when the runtime's backward of a loss has begun: gather what no gradient of an output announces."""
+        units = units_entered(loss.grad_fn, self._spans, self._found) if self._spans else []
+        for unit in units:
+            self._schedule.before_backward(unit)
+        if units:
+            self._keep(units)
 
     def _begin_backward(self) -> None:
         """Called before the tracker hears of an event that may be the first of a backward, which has no hook."""

@@ -234,6 +234,7 @@ class ZeroRuntime:
         if order is not None:  # before the first backward
             self._schedule.reduce_in(self.collectives.order_of_rank_0(order, self.device))
         self._schedule.begin_backward(boundary=boundary, synced=self._synced)
+        self._hooks.enter(loss)
         with backward_through(self.scaler.scale):
             (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
         self._hooks.end_graphs()

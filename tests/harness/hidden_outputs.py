@@ -146,6 +146,35 @@ class Changing(Base):
         return self.head(self.norm(x))
 
 
+class Unused(Base):
+    """The loss needs what the model leaves on itself; what it returns has no gradient, as where features are taken."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        self.features = self.norm(self.run_blocks(self.embed(ids)))
+        return self.head(self.features)
+
+    def loss_of(self, output: Any) -> torch.Tensor:
+        return super().loss_of(self.features)
+
+
+class Featured(Base):
+    """The loss needs what hooks took from inside two blocks, one of them frozen; the model's output is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.taken: list[torch.Tensor] = []
+        for block in self.blocks[:2]:
+            block.down.register_forward_hook(lambda _module, _args, output: self.taken.append(output))
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        self.taken.clear()
+        return super().forward(ids)
+
+    def loss_of(self, output: Any) -> torch.Tensor:
+        return sum((one.square().sum() for one in self.taken), torch.zeros(()))
+
+
 class Yielding(Base):
     """The blocks and the model are generators, whose code runs after their calls have returned."""
 
@@ -207,6 +236,6 @@ HIDDEN: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (
         *(Carried, CarriedByOwners, CarriedFrozen, CarriedCheckpointed, CarriedReentrant),
-        *(Remembering, OneSided, Changing, Yielding, YieldingInside, Closing),
+        *(Remembering, OneSided, Changing, Unused, Featured, Yielding, YieldingInside, Closing),
     )
 }
