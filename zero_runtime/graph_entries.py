@@ -46,4 +46,6 @@ def units_entered(node: Any, spans: Sequence[Span], found: Collection[int]) -> l
         for number in entries.difference(found)
         if not any(span.first <= number <= span.last and span.last in entries for span in outer)
     ]
+    if not missed:
+        return []
     return [unit for span in spans if any(span.first <= one <= span.last for one in missed) for unit in span.units]
