@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from zero_runtime.unit import Unit
 
 
-class Span(NamedTuple):
-    """The nodes of a call that is in the graph, first to last, and the units that it read."""
+class CallNodes(NamedTuple):
+    """Those of a call that is in the graph, first to last, and the units that it read."""
 
     first: int
     last: int
@@ -24,7 +24,7 @@ class Span(NamedTuple):
     is_outermost: bool
 
 
-def units_entered(node: Any, spans: Sequence[Span], found: Collection[int]) -> list[Unit]:
+def units_entered(node: Any, spans: Sequence[CallNodes], found: Collection[int]) -> list[Unit]:
     """The units of the calls that the backward of a node enters past their outputs.
 
     found: the numbers of the nodes of outputs, whose gradients are heard.

@@ -45,7 +45,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_runtime.backward_tracker import BackwardTracker, Call
 from zero_runtime.errors import CallOrderError, ParameterReadError, ZeroError
-from zero_runtime.graph_entries import Span, units_entered
+from zero_runtime.graph_entries import CallNodes, units_entered
 from zero_runtime.parameter_reads import unwatch_parameters, watch_parameters
 from zero_runtime.schedule import Schedule
 from zero_runtime.shared_backward import SharedBackward, backward_under_way
@@ -112,7 +112,7 @@ class ModuleHooks:
         # See [Note: hidden outputs].
         self._finds_hidden = schedule.releases_in_forward
         self._hiding: set[Unit] = set()  # kept for hidden outputs, and not needed by the backward so far
-        self._spans: list[Span] = []  # see [Note: entries] in graph_entries.py; since the last backward
+        self._spans: list[CallNodes] = []  # see [Note: entries] in graph_entries.py; since the last backward
         self._found: set[int] = set()  # the nodes of their outputs
         self._kept_by: dict[nn.Module, list[Unit]] = {}  # the units that a call of the module only keeps gathered
         self._keepers: Counter[Unit] = Counter()  # running calls that keep the unit
@@ -187,7 +187,7 @@ class ModuleHooks:
         call, last_node = self._ended, _count_nodes() - 1
         hides = self._finds_hidden and call.in_graph and last_node >= call.nodes_before
         if self._finds_hidden and call.in_graph:
-            self._spans.append(Span(call.nodes_before, last_node, call.units, not self._running))
+            self._spans.append(CallNodes(call.nodes_before, last_node, call.units, not self._running))
         # The first gradient of any output marks the start of this call's backward.
         for tensor in tensors_in(output):
             if tensor.requires_grad:
