@@ -36,6 +36,7 @@ _HOME = {
     "WarmupDecayLR": "optim.lr_schedule",
     "WarmupLR": "optim.lr_schedule",
     "ZeroPlan": "plan",
+    "optional_modules": "skipped_modules",
     "parameters_on_meta": "initial_values",
     "ZeroRuntime": "runtime",
     "add_config_arguments": "deepspeed.arguments",

@@ -36,6 +36,7 @@ class Call(Generic[Key]):
 
     units: list[Key]
     in_graph: bool = False  # the call will have a backward: gradients are enabled and it is not a recomputation
+    nodes_before: int = 0  # nodes of autograd that existed when the call began
     opened_in: int = 0  # number of the backward that has begun but not ended this call's own backward; 0: none
     has_leaves: bool = False  # the inputs whose gradients close the call are leaves, see [Note: done on every rank]
 

@@ -165,6 +165,7 @@ class UnitBuilder:
                 self._precision, settings.unit_numel, settings.keep_dtype, config.matrix_patterns, slices=self._slices
             ),
         )
+        self._collectives.places.update((spec.name, place) for place, spec in enumerate(specs, start=1))
         for spec in specs:
             settings.wire.check_precision(self._plan, spec.precision)
         offloaded = offloaded_shards(settings.offload, specs, self._device.type)

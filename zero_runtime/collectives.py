@@ -113,6 +113,7 @@ class Collectives(CollectiveIssuer):
         self._messages: dict[dist.ProcessGroup | None, Messages] = {}  # by group, for gloo only; see gloo.py
         if self.world > 1 and dist.get_backend() == "gloo":
             self._messages = {group: Messages(group) for group in self._groups if group is not None}
+        self.places: dict[str, int] = {}  # of the units by name, from 1, the same on all ranks; see gloo.py
         self._side_streams: dict[str, torch.cuda.Stream] = {}  # see [Note: one collective behind another]
         self.ledger = Ledger()
 
@@ -152,7 +153,7 @@ class Collectives(CollectiveIssuer):
         if after is not None and not _on_cuda(full):
             return Pending(after.wait, then=lambda: self.all_gather(full, shard, unit, lasting=lasting).wait())
         self.ledger.record("all_gather", unit, (self.group_ranks - 1) * shard.numel(), shard.dtype)
-        start = self._gathering(full, shard, self._groups.gather)
+        start = self._gathering(full, shard, self._groups.gather, self.places.get(unit, 0))
         if after is not None:
             start = self._behind("gather", after.wait, start, full.device)
         return Pending(self._issue("all_gather", unit, full, start, polled=lasting))
@@ -161,7 +162,7 @@ class Collectives(CollectiveIssuer):
         """Fill `held` [P / G] from the `shard` [P / N] of every rank at this position of a shard group, which is that
         rank's slice of it; see [Note: outer sharding]."""
         self.ledger.record("outer_all_gather", unit, (self.group_count - 1) * shard.numel(), shard.dtype)
-        start = self._gathering(held, shard, self._groups.outer)
+        start = self._gathering(held, shard, self._groups.outer, self.places.get(unit, 0))
         return Pending(self._issue("outer_all_gather", unit, held, start, polled=True))
 
     def held_part(self, full: torch.Tensor) -> torch.Tensor:
@@ -393,9 +394,11 @@ class Collectives(CollectiveIssuer):
         self.ledger.record("all_reduce", unit, elements, shard.dtype)
         return _starting(dist.all_reduce, shard, op=dist.ReduceOp.SUM, group=self._groups.replica)
 
-    def _gathering(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
+    def _gathering(
+        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None, place: int = 0
+    ) -> Start:
         if group in self._messages:
-            return _sending(self._messages[group].all_gather, full, shard)
+            return _sending(partial(self._messages[group].all_gather, place=place), full, shard)
         return _starting(_all_gather, full, shard, group=group)
 
     def _summing(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
@@ -411,6 +414,11 @@ class Collectives(CollectiveIssuer):
             start = _starting(dist.all_reduce, control, op=dist.ReduceOp.SUM)
             self._issue("control_sum", "", control, start, polled=True)()
         return control
+
+    def compare_ranks(self, device: torch.device) -> None:
+        """Raise RankError on every rank if the ranks have issued different collectives. Blocks; a control message."""
+        sums = self.sum_over_ranks_(torch.tensor(self.fingerprint(), dtype=torch.float64, device=device))
+        self.check_fingerprints(*sums.tolist())
 
     def sum_over_data_(self, control: torch.Tensor) -> torch.Tensor:
         """Sum a few numbers over the data axis in place. Every rank must call it. Blocks; counted as `sum_over_ranks_`.

@@ -77,6 +77,13 @@ class GatherTurns:
             self._schedule.gather_by(None)
         self._release()
 
+    def compare(self) -> None:
+        """Called when a forward of the full model without gradients has ended, which no step follows that compares the
+        ranks. RankError on all of them if they gathered different units, where the backend does not separate these
+        (see [Note: gathers of different units] in gloo.py): before anybody sees the output."""
+        if self._collectives.mixes_units and not self._running:
+            self._collectives.compare_ranks(self._device)
+
     def _gather(self, scheduled: ScheduledUnit) -> None:
         """Gather a unit that this rank needs; before that, take part in the gathers that other ranks need first."""
         own = next(place for place, unit in enumerate(self._units) if unit is scheduled)

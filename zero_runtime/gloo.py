@@ -13,11 +13,19 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-TAGS = 2**16  # a tag identifies the messages of one collective; fewer collectives than this are under way at a time
+TAGS = 2**16  # numbers of collectives; fewer than this are under way at a time
+PLACES = 2**15  # of what is gathered; a tag, which is 31 bits, has both
 
 
 class Messages:
-    """The collectives over one group, whose ranks must all call them in the same order."""
+    """The collectives over one group, whose ranks must all call them in the same order.
+
+    [Note: gathers of different units]
+    Ranks that call different modules gather different units. gloo would abort a rank that receives more than it
+    expects, and one unit's weights would fill another of equal size. So the tag of a gather's messages names its unit:
+    messages of different units do not meet, no rank uses what it gathered, and the ranks wait until the watch compares
+    their journals and names both units. This sends nothing more.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group or dist.group.WORLD
@@ -25,13 +33,13 @@ class Messages:
         self._peers = [rank for rank in range(dist.get_world_size(self._group)) if rank != self._rank]
         self._count = 0
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, place: int = 0) -> Callable[[], None]:
         """Start filling `full` [P] from every rank's `shard` [S], which may be its own slice of `full`.
 
-        Returns a function that waits for the result.
+        place: of the unit, see [Note: gathers of different units]. Returns a function that waits for the result.
         """
         slices = full.chunk(len(self._peers) + 1)
-        wait = self._exchange(dict.fromkeys(self._peers, shard), {peer: slices[peer] for peer in self._peers})
+        wait = self._exchange(dict.fromkeys(self._peers, shard), {peer: slices[peer] for peer in self._peers}, place)
         if slices[self._rank].data_ptr() != shard.data_ptr():
             slices[self._rank].copy_(shard)
         return wait
@@ -62,9 +70,11 @@ class Messages:
             {peer: received[peer] for peer in self._peers if received[peer].numel()},
         )
 
-    def _exchange(self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> Callable[[], None]:
+    def _exchange(
+        self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor], place: int = 0
+    ) -> Callable[[], None]:
         self._count += 1
-        tag = self._count % TAGS
+        tag = place % PLACES * TAGS + self._count % TAGS
         works = [
             *(dist.irecv(tensor, group_src=peer, group=self._group, tag=tag) for peer, tensor in received.items()),
             *(dist.isend(tensor, group_dst=peer, group=self._group, tag=tag) for peer, tensor in sent.items()),

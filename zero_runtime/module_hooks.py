@@ -14,11 +14,21 @@ when the next backward has ended. Units that a backward with create_graph=True r
 the graph that it records reads them again.
 Backward: a unit is gathered when the gradient of an output of a call that read it arrives. backward_tracker.py decides
 when a unit is done; the hooks report calls and gradients to it, and release and reduce the units that it names.
+
+[Note: hidden outputs]
+A call may leave results where no search finds them: in an object of the model's own, an attribute, a closure, a
+generator. Autograd numbers its nodes in the order in which they are made and runs the last first. So no node of a call
+runs before the gradient of an output arrives, if that output is the last node that the call made. If none of the found
+outputs is, the units of the call stay gathered until the next backward has ended. From the next forward on they are
+tracked at the modules that own their parameters, which nearly always return tensors: the calls of these read the unit,
+and the modules that bound it only keep it gathered, so that it is gathered once in a forward as before. A call may hide
+results on one rank alone (`if rank == 0`), so a rank takes part in each gather that it would otherwise have needed.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -35,13 +45,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_runtime.backward_tracker import BackwardTracker, Call
 from zero_runtime.errors import CallOrderError, ParameterReadError, ZeroError
+from zero_runtime.graph_entries import CallNodes, units_entered
 from zero_runtime.parameter_reads import unwatch_parameters, watch_parameters
 from zero_runtime.schedule import Schedule
 from zero_runtime.shared_backward import SharedBackward, backward_under_way
+from zero_runtime.skipped_modules import optional_units
 from zero_runtime.unit import Unit
 from zero_runtime.users_backward import UsersBackwards
 
 _current_graph_task = torch._C._current_graph_task_id
+_count_nodes = torch.autograd._get_sequence_nr
 _is_leaf = attrgetter("is_leaf")
 _MODULE_CALL = nn.Module._call_impl.__code__
 
@@ -78,6 +91,7 @@ class ModuleHooks:
         schedule: Schedule,
     ) -> None:
         self._take_foreign: Callable[[str, float], None] | None = None
+        self._compare_ranks: Callable[[], None] | None = None
         self._joined: SharedBackward | None = None  # the backward of another runtime that is under way here
         self._users: UsersBackwards | None = None  # backwards that the user starts; None: they are errors
         self._model = model
@@ -91,6 +105,14 @@ class ModuleHooks:
         self._running: list[Call[Unit]] = []
         self._ended: Call[Unit] = Call([])  # the call that ended last
         self._called: dict[Unit, set[nn.Module]] = {unit: set() for unit in units}  # since the unit's last release
+        self._read_by: dict[nn.Module, list[Unit]] = {model: []}  # the units that a call of the module reads
+        # See [Note: hidden outputs].
+        self._finds_hidden = schedule.releases_in_forward
+        self._hiding: set[Unit] = set()  # kept for hidden outputs, and not needed by the backward so far
+        self._spans: list[CallNodes] = []  # see [Note: entries] in graph_entries.py; since the last backward
+        self._found: set[int] = set()  # the nodes of their outputs
+        self._kept_by: dict[nn.Module, list[Unit]] = {}  # the units that a call of the module only keeps gathered
+        self._keepers: Counter[Unit] = Counter()  # running calls that keep the unit
         self._graph_task = -1  # torch's number of the latest backward
         self._edges: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # The separately called part and its loans, see [Note: the life of a unit in a pass].
@@ -105,6 +127,10 @@ class ModuleHooks:
         started is added. It may raise."""
         self._take_foreign = take_foreign
 
+    def compare_ranks_by(self, compare: Callable[[], None]) -> None:
+        """Call it after each forward of the full model without gradients."""
+        self._compare_ranks = compare
+
     def follow_users(self, users: UsersBackwards) -> None:
         """Take part in backwards that the user starts."""
         self._users = users
@@ -117,30 +143,38 @@ class ModuleHooks:
         unwatch_parameters(self._model, self._units)
 
     def _attach(self) -> Iterator[RemovableHandle]:
-        by_module: dict[nn.Module, list[Unit]] = {self._model: []}
         for unit in self._units:
             for module in unit.modules:
-                by_module.setdefault(module, []).append(unit)
+                self._read_by.setdefault(module, []).append(unit)
             if unit.trainable:
                 for index, param in enumerate(unit.params):
                     yield param.register_post_accumulate_grad_hook(self._grad_hook(unit, index))
-        for module, units in by_module.items():
-            yield module.register_forward_pre_hook(RuntimeHook(self._before_forward, units), with_kwargs=True)
-            # The first runs even if forward raises, as a recomputation does to stop early. The second waits for
-            # collectives, so it must not run on a rank whose forward failed.
-            yield module.register_forward_hook(RuntimeHook(self._end_call), always_call=True)
-            yield module.register_forward_hook(RuntimeHook(self._after_forward))
+        if self._finds_hidden:
+            self._schedule.reduced_last = optional = optional_units(self._model, self._units)
+            self._read_by[self._model] += [unit for unit in optional if self._model not in unit.modules]
+        for module, units in self._read_by.items():
+            yield from self._attach_calls(module, units)
         for module in self._model.modules():
             if module._parameters:
                 yield module.register_load_state_dict_pre_hook(RuntimeHook(self._before_load))
+
+    def _attach_calls(self, module: nn.Module, units: list[Unit]) -> Iterator[RemovableHandle]:
+        yield module.register_forward_pre_hook(RuntimeHook(self._before_forward, units), with_kwargs=True)
+        # The first runs even if forward raises, as a recomputation does to stop early. The second waits for
+        # collectives, so it must not run on a rank whose forward failed.
+        yield module.register_forward_hook(RuntimeHook(self._end_call), always_call=True)
+        yield module.register_forward_hook(RuntimeHook(self._after_forward))
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
     def _before_forward(
         self, units: list[Unit], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        call = Call(list(units), torch.is_grad_enabled() and not self._schedule.in_backward)
+        call = Call(list(units), torch.is_grad_enabled() and not self._schedule.in_backward, _count_nodes())
         self._running.append(call)
+        for unit in self._kept_by.get(module, ()):
+            self._keepers[unit] += 1
+            self._schedule.before_forward(unit)
         for unit in units:
             self._begin_use(unit, call)
         if torch.is_grad_enabled():
@@ -152,25 +186,40 @@ class ModuleHooks:
             self._tracker.read(unit, call)
         self._schedule.before_forward(unit)
 
-    def _end_call(self, _module: nn.Module, _args: object, _output: object) -> None:
+    def _end_call(self, module: nn.Module, _args: object, _output: object) -> None:
         self._ended = self._running.pop()
         for unit in self._ended.units:
             unit.end_use()
+        for unit in self._kept_by.get(module, ()):
+            self._keepers[unit] -= 1
 
     def _after_forward(self, module: nn.Module, _args: object, output: object) -> None:
-        call = self._ended
-        for unit in call.units:
-            if not unit.uses and not self._schedule.in_backward:
-                self._release_if_done(unit, module)
-        if not self._running and module is self._model and not self._schedule.in_backward:
-            self._schedule.end_forward()
-            self.release_unused()
+        call, last_node = self._ended, _count_nodes() - 1
+        hides = self._finds_hidden and call.in_graph and last_node >= call.nodes_before
+        if self._finds_hidden and call.in_graph:
+            self._spans.append(CallNodes(call.nodes_before, last_node, call.units, not self._running))
         # The first gradient of any output marks the start of this call's backward.
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 edge = Edge()
                 tensor.register_hook(partial(self._before_backward, call, edge))
                 self._edges[tensor] = edge
+                if self._finds_hidden and tensor.grad_fn is not None:
+                    number = tensor.grad_fn._sequence_nr()
+                    self._found.add(number)
+                    hides = hides and number < last_node
+        if hides and call.units:
+            self._find_hidden(call.units)
+        if self._schedule.in_backward:
+            return
+        for unit in (*call.units, *self._kept_by.get(module, ())):
+            if not unit.uses and not (self._kept_by and self._keepers[unit]):
+                self._release_if_done(unit, module)
+        if not self._running and module is self._model:
+            self._schedule.end_forward()
+            self.release_unused()
+            if self._compare_ranks is not None and not torch.is_grad_enabled():
+                self._compare_ranks()
 
     def _release_if_done(self, unit: Unit, module: nn.Module) -> None:
         if module in unit.modules:
@@ -235,6 +284,8 @@ class ModuleHooks:
         then released together with all others.
         """
         self._tracker.end_backward()
+        self._spans.clear()
+        self._found.clear()
         if self._lent is not None:
             self._return_lent()
 
@@ -243,6 +294,7 @@ class ModuleHooks:
         for unit in self._lent.units:
             unit.end_use()
         self._tracker.end_loans()
+        self._hiding.clear()
         self._part = self._lent = None
 
     # ---- backward ----------------------------------------------------------------------------------------------
@@ -261,6 +313,14 @@ class ModuleHooks:
         self.end_graphs()
         self._schedule.end_backward()
 
+    def enter(self, loss: torch.Tensor) -> None:
+        """Called when the runtime's backward of a loss has begun: gather what no gradient of an output announces."""
+        units = units_entered(loss.grad_fn, self._spans, self._found) if self._spans else []
+        for unit in units:
+            self._schedule.before_backward(unit)
+        if units:
+            self._keep(units)
+
     def _begin_backward(self) -> None:
         """Called before the tracker hears of an event that may be the first of a backward, which has no hook."""
         if self._tracker.backward != self._schedule.backwards:
@@ -274,6 +334,9 @@ class ModuleHooks:
         self._begin_backward()
         self._tracker.open(call)
         for unit in call.units:
+            if unit in self._hiding:
+                self._hiding.discard(unit)
+                unit.join_gather()
             self._schedule.before_backward(unit)
         if torch.is_grad_enabled():  # create_graph: autograd records this backward, whose own backward has no hooks
             self._keep(call.units)
@@ -288,6 +351,23 @@ class ModuleHooks:
                 self._lent.units.append(unit)
                 self._tracker.lend(unit)
                 unit.begin_use()
+
+    def _find_hidden(self, units: list[Unit]) -> None:
+        """Units are read by results that were not found: see [Note: hidden outputs]."""
+        self._keep(units)
+        self._hiding.update(units)
+        for unit in units:
+            own = set(map(id, unit.params))
+            owners = [one for one in self._model.modules() if not own.isdisjoint(map(id, one._parameters.values()))]
+            for module in unit.modules:
+                if module not in owners and unit in self._read_by[module]:
+                    self._read_by[module].remove(unit)
+                    self._kept_by.setdefault(module, []).append(unit)
+            for module in owners:
+                if module not in self._read_by:
+                    self._handles += self._attach_calls(module, self._read_by.setdefault(module, []))
+                if unit not in self._read_by[module]:
+                    self._read_by[module].append(unit)
 
     def _close_with_inputs(self, call: Call[Unit], inputs: list[torch.Tensor]) -> None:
         """Call `_after_backward` when the gradients of all inputs have arrived; never if the call has no inputs.

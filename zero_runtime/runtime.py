@@ -101,6 +101,7 @@ class ZeroRuntime:
         self._wrapped: list[nn.Module] = []
         if not plan.keeps_full_params and self.collectives.shard_count > 1:
             self._turns = GatherTurns(self.units, self._schedule, self.collectives, device, self._hooks.release_unused)
+            self._hooks.compare_ranks_by(self._turns.compare)
         if self._turns is not None or self._divided is not None:
             self._wrapped = wrap_generate(model, self.uneven_forwards)
         # The order of the gathers in `renew`: the same on all ranks and close to that of the forward, which needs the
@@ -209,6 +210,7 @@ class ZeroRuntime:
         self.backwards.begin(last)
         self._loss += loss.detach()
         try:
+            self._hooks.enter(loss)
             with backward_through(self.scaler.scale):
                 (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
         except Exception as error:

@@ -17,7 +17,7 @@ because they may fall between different gathers on different ranks. Standard lib
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from zero_runtime.plan import Phase, ZeroPlan
@@ -70,6 +70,7 @@ class Schedule:
         # See [Note: one order of reductions].
         self._reduction_order = [unit for unit in reversed(units) if unit.trainable]
         self._has_agreed = False
+        self.reduced_last: Collection[ScheduledUnit] = ()  # see [Note: optional modules] in skipped_modules.py
         self._complete: set[ScheduledUnit] = set()
         self._reduced = 0
         self._boundary = False
@@ -80,6 +81,11 @@ class Schedule:
     def before_forward(self, unit: ScheduledUnit) -> None:
         """Called before a module call reads the unit's parameters: gather them."""
         self._gather(unit)
+
+    @property
+    def releases_in_forward(self) -> bool:
+        """Whether a unit that the forward has read must be gathered again for the backward."""
+        return self._plan.releases_params_after(Phase.FORWARD)
 
     def after_forward(self, unit: ScheduledUnit) -> None:
         """Called when the unit's parameters have been read: release them, except in a recomputation during backward."""
@@ -105,7 +111,8 @@ class Schedule:
         if self._has_agreed:
             return None
         used = [unit for unit in reversed(self._order[Phase.FORWARD]) if unit.trainable]
-        return [self._units.index(unit) for unit in dict.fromkeys((*used, *self._reduction_order))]
+        order = dict.fromkeys((*used, *self._reduction_order))
+        return [self._units.index(unit) for unit in sorted(order, key=lambda unit: unit in self.reduced_last)]
 
     def reduce_in(self, order: list[int]) -> None:
         """Reduce the units in this order of their positions, which is the same on all ranks, from now on."""

@@ -38,9 +38,9 @@ def _is_part(shard: torch.Tensor, full: torch.Tensor) -> bool:
 class LateMessages(Messages):
     """Inputs are read in `wait`, so every rank must wait for the collectives of all groups in one order."""
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, place: int = 0) -> Callable[[], None]:
         noise_around_(full, shard)
-        return lambda: super(LateMessages, self).all_gather(full, shard)()
+        return lambda: super(LateMessages, self).all_gather(full, shard, place)()
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Callable[[], None]:
         if not _is_part(shard, full):
@@ -56,9 +56,9 @@ class LateMessages(Messages):
 class EarlyMessages(Messages):
     """Inputs are read at the issue; the output is written in `wait` and holds noise until then."""
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, place: int = 0) -> Callable[[], None]:
         result, read = torch.empty_like(full), shard.clone()
-        deliver = super().all_gather(result, read)
+        deliver = super().all_gather(result, read, place)
         noise_around_(full, shard)
 
         def wait() -> None:

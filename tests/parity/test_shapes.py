@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness.hidden_outputs import HIDDEN
 from harness.plain_optimizers import AdamW
 from harness.ranks import run_ranks
 from harness.shapes import SHAPES, Adapters, Base, Borrowed, Fp32Norms, FrozenMiddle, build_shape, ids_of
@@ -31,7 +32,7 @@ LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 # In elements. 1: the smallest units possible, since parameters are never split; 500: two or three modules per unit;
 # 10**6: all blocks in one unit. A block has 612 elements, the embedding 204.
 UNIT_SIZES = (1, 500, 10**6)
-SHAPES_AND_MIXED = {**SHAPES, "Fp32Norms": Fp32Norms}
+SHAPES_AND_MIXED = {**SHAPES, **HIDDEN, "Fp32Norms": Fp32Norms}
 MIXED = MixedPrecision("bf16")
 UNIT_ROUNDOFF = 2.0**-24
 
@@ -70,10 +71,9 @@ def plain(name: str, world: int) -> Run:
         parts, loss = [], 0.0
         for rank in range(world):
             part = model.loss_of(model(ids_of(step, rank))) / world
-            grads = torch.autograd.grad(part, list(trained.values()), allow_unused=True)
-            parts.append(
-                [torch.zeros_like(p) if g is None else g for g, p in zip(grads, trained.values(), strict=True)]
-            )
+            part.backward()  # not autograd.grad, which refuses reentrant checkpoints
+            parts.append([torch.zeros_like(p) if p.grad is None else p.grad for p in trained.values()])
+            model.zero_grad()
             loss += float(part.detach())
         run.losses.append(loss)
         for index, (key, master) in enumerate(masters.items()):

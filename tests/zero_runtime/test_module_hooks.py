@@ -105,7 +105,7 @@ class FakeSchedule:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
-        self.sums_locally = False
+        self.sums_locally = self.releases_in_forward = False
         self.in_backward = False
         self.backwards = 1
 

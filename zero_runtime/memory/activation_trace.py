@@ -215,7 +215,7 @@ def _covering(model: nn.Module) -> list[nn.Module]:
 class MarkingSchedule:
     """Takes the place of the runtime's schedule: records in a trace what the hooks report to it."""
 
-    in_backward = sums_locally = False
+    in_backward = sums_locally = releases_in_forward = False
     backwards = 0
 
     def __init__(self, trace: Trace) -> None:

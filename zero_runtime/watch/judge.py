@@ -35,6 +35,7 @@ _SAME = (
     "Expected every rank to issue the same collectives in the same order; make what decides them (the model, the "
     "number of calls, anything under `if rank`) equal on all ranks"
 )
+_SKIPPED = "; if some ranks skip a module in some batches, declare it: zero_runtime.optional_modules(model, [module])"
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,8 @@ def _split(notes: Sequence[Note], ops: dict[int, Op], sides: Mapping[int, object
     usual = max(members.values(), key=lambda ranks: (len(ranks), -ranks[0]))
     odd = [note for note in notes if note.rank in sides and note.rank not in usual]
     told = "; ".join(f"{_ranks(ranks)} issued {ops[ranks[0]]}" for ranks in members.values())
-    return _verdict(notes, odd, f"the ranks {how}: {told}. {_SAME}")
+    gathers = {op.kind for op in ops.values()} == {"all_gather"}
+    return _verdict(notes, odd, f"the ranks {how}: {told}. {_SAME}{_SKIPPED if gathers else ''}")
 
 
 def _absence(notes: Sequence[Note]) -> Blame | None:
