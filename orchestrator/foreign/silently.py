@@ -35,9 +35,9 @@ def _kind(config: Mapping[str, Any], section: str) -> str:
 
 _CASES = (
     _Case(
-        lambda config: config.get("gradient_clipping") is None,
-        "gradient_clipping is missing: DeepSpeed 0.19 clips at 1.0 then, older versions not at all; nothing is clipped "
-        "here: optimizer.clip_norm=1.0 does",
+        lambda config: config.get("gradient_clipping") is None and _kind(config, "optimizer") != "onebitadam",
+        "gradient_clipping is missing: gradients are clipped at 1.0, as in DeepSpeed since 0.19.3 (older versions did "
+        "not clip); optimizer.clip_norm=null switches it off",
     ),
     _Case(
         lambda config: _level(config) == 3 and _live(config) >= 1e9,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer, torch_arguments, torch_default
+from zero_runtime.deepspeed.schedule_section import SECOND_BETA, ScheduleOf
 from zero_runtime.errors import PlanError
 from zero_runtime.optim.configs import (
     TORCH_NAMES,
@@ -37,6 +38,14 @@ class Trained:
 
     config: OptimizerConfig
     param_groups: list[dict[str, Any]]
+
+    def fitted_to(self, schedule: ScheduleOf) -> tuple[ScheduleOf, Trained, list[str]]:
+        """The schedule and these groups as `ScheduleOf.fit` has them, and its notes."""
+        fitted, config, notes = schedule.fit(self.config)
+        if config is not self.config:
+            for group in self.param_groups:
+                group["betas"] = (group["betas"][0], SECOND_BETA)
+        return fitted, Trained(config, self.param_groups), notes
 
 
 def groups_of_parameters(model: nn.Module, given: Iterable[Any] | None, chosen: ChosenOptimizer) -> Trained:

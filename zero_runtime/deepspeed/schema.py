@@ -32,6 +32,10 @@ def _is_whole(value: Any) -> bool:
     return _is_number(value) and value == int(value)
 
 
+def _is_list_of_numbers(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(map(_is_number, value))
+
+
 def _is_pair(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value))
 
@@ -42,13 +46,14 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "a number": _is_number,
     # Some writers of YAML and JSON make a text of it.
     "a number or inf": lambda value: value in (math.inf, "inf", "Infinity") or _is_number(value),
+    "a number or a list of numbers": lambda value: _is_number(value) or _is_list_of_numbers(value),
     "a text": lambda value: isinstance(value, str),
     "two numbers": _is_pair,
     "a list": lambda value: isinstance(value, (list, tuple)),
     "an object": lambda value: isinstance(value, Mapping),
     "any value": lambda value: True,
 }
-BOOL, WHOLE, NUMBER, NUMBER_OR_INF, TEXT, PAIR, LIST, OBJECT, ANY = KINDS
+BOOL, WHOLE, NUMBER, NUMBER_OR_INF, NUMBER_OR_LIST, TEXT, PAIR, LIST, OBJECT, ANY = KINDS
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,11 @@ def problems(source: Any, world: int = 2) -> list[str]:
     return str(caught.value).splitlines()[1:]
 
 
-def test_the_default_of_no_clipping_is_reported() -> None:
+def test_without_its_key_gradients_are_clipped_at_1_as_in_deepspeed_0_19_and_it_is_said() -> None:
     read = read_config({"train_batch_size": 8}, 2)
-    assert read.clip_norm is None
+    assert read.clip_norm == 1.0
     (note,) = read.notes
-    assert note.startswith("gradient_clipping is not given: gradients are not clipped")
+    assert note.startswith("gradient_clipping is not given: gradients are clipped at a norm of 1.0, as in DeepSpeed")
     assert read_config(config(), 2).notes == ()
     assert read_config(config(gradient_clipping=0.5), 2).clip_norm == 0.5
 
