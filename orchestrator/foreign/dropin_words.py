@@ -55,7 +55,9 @@ def words_of(config: DropinConfig) -> dict[str, str]:
 
 def inexpressible(config: DropinConfig) -> list[str]:
     """What the drop-in runs and the settings of conf/ cannot say, one problem each."""
-    schedule, found = _schedule_of(config), []
+    schedule = _schedule_of(config)
+    buffers = "data_types.buffer_dtype: buffers keep their dtype in an experiment; leave it out"
+    found = [buffers] if config.fp32_buffers else []
     if config.schedule is not None:
         found += [
             f"scheduler.params.{name}: conf/ has no parameter groups, found {count} rates; give one"

@@ -66,6 +66,8 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
 # Keys with an effect that no setting says, or whose setting is the default: why.
 UNSAID: Mapping[str, str] = {
     "fp16.auto_cast": "a model here gets tokens, whose embeddings are fp16 already",
+    "data_types.param_dtype": "fp16 and bf16 say it",
+    "data_types.buffer_dtype": "buffers keep their dtype",
     "dataloader_drop_last": "only full batches are made here",
     "tensor_parallel.enabled": "its size says it",
     **dict.fromkeys((f"tensor_parallel.{key}" for key in _TP_SIZES), "layers are not divided"),

@@ -34,8 +34,8 @@ class DropinConfig:
     """The settings that a configuration describes.
 
     idle: keys without effect. notes: sentences for the user on how the engine differs from DeepSpeed. older: older
-    names of keys, with the newer ones. degrees: of tensor and sequence parallelism. `optimizer` and `schedule` are None
-    if the configuration has no such section.
+    names of keys, with the newer ones. fp32_buffers: whether floating buffers are cast to fp32. degrees: of tensor and
+    sequence parallelism. `optimizer` and `schedule` are None if the configuration has no such section.
     """
 
     plan: ZeroPlan
@@ -47,6 +47,7 @@ class DropinConfig:
     clip_norm: float | None
     optimizer: ChosenOptimizer | None
     schedule: ScheduleOf | None
+    fp32_buffers: bool
     casts_inputs: bool
     drop_last: bool
     idle: tuple[str, ...]
@@ -107,6 +108,7 @@ def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader, *
         clip_norm=clip_norm,
         optimizer=optimizer,
         schedule=schedule,
+        fp32_buffers=precision.param != "fp32" and "buffer_dtype" in values.get("data_types", {}),
         casts_inputs=precision.param == "fp16" and values["fp16"].get("auto_cast", False),
         drop_last=values.get("dataloader_drop_last", False),
         idle=tuple(reader.idle),
@@ -141,7 +143,11 @@ def _precision(values: Mapping[str, Any], reader: Reader) -> MixedPrecision:
     reduce = _dtype(values.get("communication_data_type"), usual, "communication_data_type", reader)
     grad = values.get("data_types", {}).get("grad_accum_dtype")
     accumulate = _dtype(grad, usual, "data_types.grad_accum_dtype", reader)
-    return MixedPrecision(enabled[0] if enabled else "fp32", reduce, accumulate, master=usual)
+    param: DType = enabled[0] if enabled else "fp32"
+    named = values.get("data_types", {}).get("param_dtype")
+    if _dtype(named, param, "data_types.param_dtype", reader) != param:
+        reader.refuse("data_types.param_dtype", f"expected {param}, which fp16 and bf16 say, found {shown(named)}")
+    return MixedPrecision(param, reduce, accumulate, master=usual)
 
 
 def _dtype(name: str | None, usual: DType, where: str, reader: Reader) -> DType:
@@ -149,7 +155,7 @@ def _dtype(name: str | None, usual: DType, where: str, reader: Reader) -> DType:
         if dtype == (name or usual).lower():
             return dtype
     reader.problems.append(f"{where}: expected one of {', '.join(sorted(ITEMSIZE_BYTES))}, found {shown(name)}")
-    return "fp32"
+    return usual
 
 
 def _loss_scale(fp16: Mapping[str, Any], reader: Reader) -> LossScaleRule:

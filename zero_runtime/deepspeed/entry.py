@@ -215,6 +215,9 @@ def _compose(
         lazy_states=lazy_states,
         wire=read.wire,
     )
+    if read.fp32_buffers:
+        for buffer in model.buffers():
+            buffer.data = buffer.data.float() if buffer.is_floating_point() else buffer.data
     try:
         with pending_weights(model) as weights:
             settings = replace(settings, weights=weights)

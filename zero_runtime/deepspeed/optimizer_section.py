@@ -50,6 +50,8 @@ _COMMON = {
     "weight_decay": mapped(NUMBER),
     "foreach": idle(ANY),
     "fused": idle(ANY),
+    "capturable": idle(ANY),
+    "differentiable": only(False, kind=BOOL, reason="updates are not differentiated; set it to false"),
     "set_grad_none": idle(BOOL),
     "max_grad_norm": Key(ANY, only=(), reason="it belongs at the top level, as gradient_clipping"),
 }
@@ -171,7 +173,7 @@ def _one_bit_adam(_kind: str, params: Mapping[str, Any], reader: Reader) -> Chos
 def _lion(_kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
     values = reader.read(_LION, params, "optimizer.params.")
     decay = float(values.get("weight_decay", 0.0))
-    beta1, beta2 = values.get("betas", (0.9, 0.99))
+    beta1, beta2 = values.get("betas", (0.9, 0.999))
     config = LionConfig(beta1, beta2, decay, no_decay=False)
     return ChosenOptimizer(config, float(values.get("lr", _DEFAULT_LR)), decay)
 

@@ -41,7 +41,7 @@ def _is_pair(value: Any) -> bool:
 
 
 KINDS: dict[str, Callable[[Any], bool]] = {
-    "true or false": lambda value: isinstance(value, bool),
+    "true or false": lambda value: isinstance(value, bool) or (type(value) is int and value in (0, 1)),
     "a whole number": _is_whole,
     "a number": _is_number,
     # Some writers of YAML and JSON make a text of it.
@@ -54,6 +54,8 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "any value": lambda value: True,
 }
 BOOL, WHOLE, NUMBER, NUMBER_OR_INF, NUMBER_OR_LIST, TEXT, PAIR, LIST, OBJECT, ANY = KINDS
+
+_CONVERTED: Mapping[str, Callable[[Any], Any]] = {BOOL: bool, WHOLE: int}
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Reader:
     older: dict[str, str] = field(default_factory=dict)
 
     def read(self, table: Mapping[str, Key], found: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-        """The values of the keys that have an effect, integers as int. A key with the value null counts as missing."""
+        """The values of the keys that have an effect, integers as int, switches as bool. A null counts as missing."""
         values: dict[str, Any] = {}
         for name, value in found.items():
             where = path + shown_key(name)
@@ -136,7 +138,7 @@ class Reader:
                 if key.table is not None:
                     values[name] = self.read(key.table, value, where + ".")
                 elif key.acts:
-                    values[name] = int(value) if key.kind == WHOLE else value
+                    values[name] = _CONVERTED[key.kind](value) if key.kind in _CONVERTED else value
                 else:
                     self.idle.append(where)
         return values
