@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+RECORDED = Path(__file__).with_suffix(".json")
 STEPS = 14
+Seen = list[list[float]]  # of each parameter group, the rate and both betas
 # Each: the type, its parameters, and the rates of the optimizer's groups.
 CASES: list[tuple[str, dict[str, Any], list[float]]] = [
     ("WarmupLR", {"warmup_num_steps": 5}, [2e-5, 3e-4]),
@@ -57,24 +59,24 @@ def groups_of(rates: list[float]) -> list[dict[str, Any]]:
     return [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
 
 
-def seen(optimizer: torch.optim.Optimizer) -> list[list[float]]:
+def seen(optimizer: torch.optim.Optimizer) -> Seen:
     """The rate and both betas of each group."""
     return [[float(group["lr"]), *map(float, group["betas"])] for group in optimizer.param_groups]
 
 
-def real_values() -> list[list[list[list[float]]]]:
+def real_rates() -> dict[str, list[Seen]]:
     """By case and step, what the installed package sets."""
     from deepspeed.runtime import lr_schedules
 
-    found = []
-    for kind, params, rates in CASES:
+    found = {}
+    for index, (kind, params, rates) in enumerate(CASES):
         optimizer = torch.optim.AdamW(groups_of(rates))
         schedule = getattr(lr_schedules, kind)(optimizer, **params)
         steps = [seen(optimizer)]
         for _ in range(STEPS - 1):
             schedule.step()
             steps.append(seen(optimizer))
-        found.append(steps)
+        found[str(index)] = steps
     return found
 
 
@@ -116,8 +118,8 @@ def real_defaults() -> dict[str, Any]:
         for name, one in kind.model_fields.items():
             for key in {name, one.alias or name}:
                 found[f"{section}.{key}"] = _plain(one.get_default(call_default_factory=True))
-    torch_kinds = {"SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad}
-    for name, made in {"Adam": FusedAdam, "Lamb": FusedLamb, "Lion": FusedLion, **torch_kinds}.items():
+    optimizers = {"Adam": FusedAdam, "Lamb": FusedLamb, "Lion": FusedLion, "SGD": torch.optim.SGD}
+    for name, made in optimizers.items():
         found |= {f"optimizer.{name}.{key}": value for key, value in _defaults_of(made).items()}
     for name in sorted({kind for kind, _, _ in CASES}):
         found |= {f"scheduler.{name}.{key}": value for key, value in _defaults_of(getattr(lr_schedules, name)).items()}
@@ -143,8 +145,11 @@ def _plain(value: Any) -> Any:
 def main() -> None:
     import deepspeed
 
-    found = {"version": deepspeed.__version__, "defaults": real_defaults(), "rates": real_values()}
-    Path(__file__).with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    parts = [f'"version": {json.dumps(deepspeed.__version__)}']
+    for name, found in (("defaults", real_defaults()), ("rates", real_rates())):
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items()]
+        parts.append(f'"{name}": {{\n' + ",\n".join(lines) + "\n}")
+    RECORDED.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 if __name__ == "__main__":
