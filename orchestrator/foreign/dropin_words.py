@@ -58,6 +58,8 @@ def inexpressible(config: DropinConfig) -> list[str]:
     schedule = _schedule_of(config)
     buffers = "data_types.buffer_dtype: buffers keep their dtype in an experiment; leave it out"
     found = [buffers] if config.fp32_buffers else []
+    if config.optimizer is not None and not vars(config.optimizer.config).get("corrects_bias", True):
+        found.append("optimizer.params.bias_correction: experiments correct the bias; leave it out")
     if config.schedule is not None:
         found += [
             f"scheduler.params.{name}: conf/ has no parameter groups, found {count} rates; give one"

@@ -42,6 +42,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "optimizer.params.betas": ("optimizer.beta1", "optimizer.beta2"),
     "optimizer.params.freeze_step": ("optimizer.warmup_updates",),
     "optimizer.params.adam_w_mode": ("optimizer",),
+    "optimizer.params.bias_correction": ("optimizer.correction",),
     "scheduler.type": ("scheduler",),
     "scheduler.params.warmup_min_lr": ("scheduler.start_lr_ratio",),
     "scheduler.params.warmup_max_lr": ("optimizer.lr",),

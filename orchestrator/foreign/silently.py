@@ -112,10 +112,6 @@ _CASES = (
         ),
         "nvme below stage 3: DeepSpeed keeps the states in memory; here they are in the file",
     ),
-    _Case(
-        lambda config: _kind(config, "optimizer") == "lamb",
-        "Lamb's trust ratio lies in [0.01, 10] in DeepSpeed, and is not limited here",
-    ),
 )
 
 

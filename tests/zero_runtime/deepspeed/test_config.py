@@ -206,7 +206,14 @@ def test_precision_and_loss_scale_follow_their_sections() -> None:
         ),
         ("onebitadam", {}, OneBitAdamConfig(0.9, 0.999, 1e-8, 0.0, warmup_updates=100_000, no_decay=False), 1e-3),
         ("Lion", {"betas": [0.8, 0.9]}, LionConfig(0.8, 0.9, 0.0, no_decay=False), 1e-3),
-        ("Lamb", {"eps": 1e-6}, LambConfig(0.9, 0.999, 1e-6, 0.0, no_decay=False), 1e-3),
+        ("Lamb", {"eps": 1e-6}, LambConfig(0.9, 0.999, 1e-6, 0.0, 0.01, 10.0, "rate", no_decay=False), 1e-3),
+        (
+            "Lamb",
+            {"bias_correction": False, "max_coeff": 0.3, "min_coeff": 0},
+            LambConfig(0.9, 0.999, 1e-8, 0.0, 0.0, 0.3, "none", no_decay=False),
+            1e-3,
+        ),
+        ("Adam", {"bias_correction": False}, AdamWConfig(weight_decay=0.0, no_decay=False, corrects_bias=False), 1e-3),
         ("SGD", {"momentum": 0.9, "nesterov": True}, SgdConfig(0.9, 0.0, 0.0, True, no_decay=False), 1e-3),
         ("Adagrad", {"eps": 1e-9}, TorchConfig("Adagrad", {"eps": 1e-9}, 0, no_decay=False), 1e-2),
         (
