@@ -35,7 +35,10 @@ _ONE_LOSS = (
 
 @dataclass(frozen=True)
 class EngineParts:
-    """The objects from which initialize builds an engine, which owns them from then on."""
+    """The objects from which initialize builds an engine, which owns them from then on.
+
+    left_out: parameters that are frozen as long as the engine is in use, because its optimizer does not have them.
+    """
 
     runtime: ZeroRuntime
     optimizer: EngineOptimizer
@@ -43,6 +46,7 @@ class EngineParts:
     config: DropinConfig
     local_rank: int
     watch: RankWatch | None
+    left_out: tuple[nn.Parameter, ...] = ()
 
 
 class Engine(EngineSettings):
@@ -65,6 +69,7 @@ class Engine(EngineSettings):
         self.global_steps = 0  # optimizer steps, including skipped ones
         self.skipped_steps = 0
         self._watch = parts.watch
+        self._left_out = parts.left_out
         self._in_step = 0  # micro-batches of the current step, before the next one
         self._told_boundary: bool | None = None  # by set_gradient_accumulation_boundary
         self._awaits_step = False
@@ -271,6 +276,8 @@ class Engine(EngineSettings):
         try:
             self.runtime.close()
         finally:
+            for param in self._left_out:
+                param.requires_grad_(True)
             if self._watch is not None:
                 self._watch.close()
         told = "expected an engine in use, found one that was destroyed; call engine.module, or initialize another"

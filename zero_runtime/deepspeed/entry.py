@@ -108,7 +108,7 @@ def initialize(
         fitted, trained, cycled = trained.fitted_to(read.schedule)
         read = replace(read, schedule=fitted)
         told += cycled
-    notes += told
+    notes += [*told, *trained.notes()]
     view = EngineOptimizer(trained)
     schedule = _schedule(lr_scheduler, view, optimizer, read)
     _warn(read, notes)
@@ -215,6 +215,9 @@ def _compose(
         lazy_states=lazy_states,
         wire=read.wire,
     )
+    left_out = () if trained is None else tuple(trained.left_out.values())
+    for param in left_out:
+        param.requires_grad_(False)
     if read.fp32_buffers:
         for buffer in model.buffers():
             buffer.data = buffer.data.float() if buffer.is_floating_point() else buffer.data
@@ -224,10 +227,12 @@ def _compose(
             optimizer = None if trained is None else trained.config
             runtime = ZeroRuntime(model, read.plan, read.precision, optimizer, settings, own_device())
     except BaseException as error:
+        for param in left_out:
+            param.requires_grad_(True)
         if watch is not None:
             watch.close(error)  # reports the error to the other ranks
         raise
-    return Engine(EngineParts(runtime, view, schedule, read, _local_rank(), watch))
+    return Engine(EngineParts(runtime, view, schedule, read, _local_rank(), watch, left_out))
 
 
 def _loader(data: Dataset[Any], collate_fn: Callable[..., Any] | None, read: DropinConfig) -> DataLoader[Any]:

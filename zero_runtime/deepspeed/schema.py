@@ -11,6 +11,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from zero_runtime.deepspeed.json_text import shown, shown_key
@@ -20,7 +21,7 @@ AUTO = "auto"
 
 
 def _is_number(value: Any) -> bool:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    if not isinstance(value, Real) or isinstance(value, bool):  # numpy's numbers are Real too
         return False
     try:
         return math.isfinite(value)
