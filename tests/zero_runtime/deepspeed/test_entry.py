@@ -147,6 +147,7 @@ def engine_weights(rank: int, world: int, accumulation: int, row: int, way: str)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": row},
     }
     given: dict[str, Any] = {}
