@@ -19,6 +19,7 @@ _KINDS = {"float": NUMBER, "int": WHOLE, "int | None": WHOLE, "bool": BOOL, "str
 _OF_THE_OPTIMIZER = ("lr",)  # a field of WarmupCosineLR: the group's rate, not a key of the section
 _BY_GROUP = ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
 _TOP_RATE = "warmup_max_lr"
+_STAIRS = ("cycle_first_stair_count", "cycle_second_stair_count")
 SECOND_BETA = 0.99  # DeepSpeed's OneCycle sets both betas
 
 
@@ -91,6 +92,8 @@ def choose_schedule(section: Mapping[str, Any] | None, reader: Reader) -> Schedu
     if len(reader.problems) > before:
         return None
     _take_own_rate(kind, params, values, reader)
+    if any(values.get(name) for name in _STAIRS):
+        reader.notes.append("scheduler OneCycle: stair counts have an effect, as in DeepSpeed 0.19.8 (not in 0.19.3)")
     chosen = ScheduleOf(kind, values)
     try:
         for group in range(min(chosen.by_group.values(), default=1)):
