@@ -145,7 +145,8 @@ def _config_of(name: str, group: Mapping[str, Any]) -> OptimizerConfig:
     if name in ("Adam", "AdamW") and plain:
         decoupled = name == "AdamW" or group.get("decoupled_weight_decay", False)
         beta1, beta2 = map(float, group["betas"])
-        return (AdamWConfig if decoupled else AdamConfig)(beta1, beta2, float(group["eps"]), decay, no_decay=False)
+        kind, corrects = AdamWConfig if decoupled else AdamConfig, bool(group.get("bias_correction", True))
+        return kind(beta1, beta2, float(group["eps"]), decay, no_decay=False, corrects_bias=corrects)
     if name == "SGD" and plain:
         numbers = float(group["momentum"]), float(group["dampening"]), decay
         return SgdConfig(*numbers, bool(group["nesterov"]), no_decay=False)

@@ -15,6 +15,7 @@ from harness.seed_loop import initialize_quietly
 from torch import nn
 
 import zero_runtime
+from zero_runtime.ops.adam import FusedAdam
 
 STAGES = (0, 1, 2, 3)
 UNIT = 2.0**-24
@@ -149,7 +150,11 @@ def other_updates() -> list[str]:
             model = small()
             gradients = averaged(model, 0)
             before = {key: param.detach().double().clone() for key, param in model.named_parameters()}
-            _, weights = trained(model, 1, config=config)
+            # At odd stages, Adam's constants come from an optimizer of the call.
+            mine = (
+                {"optimizer": FusedAdam(model.parameters(), LR, **params)} if (name, stage % 2) == ("adam", 1) else {}
+            )
+            _, weights = trained(model, 1, config=config, **mine)
             for key, value in before.items():
                 expected = plain(value, gradients[key].double())
                 # Up to 30 roundings of the update (a norm of 30 squares is 15 of them), and one of the weight.
