@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from zero_runtime.deepspeed.config import read_config
@@ -67,6 +68,24 @@ def test_keys_of_newer_versions_are_known() -> None:
     assert (read.precision.param, read.fp32_buffers, read.notes) == ("bf16", True, ())
     assert {"zero_optimization.compute_grad_norm", "zero_allow_untested_optimizer", "log_level"} < set(read.idle)
     assert not read_config(config(data_types={"buffer_dtype": "fp32"}), 2).fp32_buffers  # as in DeepSpeed
+
+
+def test_what_newer_versions_made_of_a_schedule_is_told() -> None:
+    cycle = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_stair_count": 3}
+    (stairs,) = read_config(config(scheduler={"type": "OneCycle", "params": cycle}), 2).notes
+    assert "stair counts have an effect, as in DeepSpeed 0.19.8" in stairs
+    (own,) = read_config(config(scheduler={"type": "WarmupLR"}), 2).notes
+    assert "rises to each group's own lr, as in DeepSpeed since 0.17.2 (before, to 0.001)" in own
+    null = {"total_num_steps": 9, "warmup_max_lr": None}
+    assert "own lr" in read_config(config(scheduler={"type": "WarmupDecayLR", "params": null}), 2).notes[0]
+    assert read_config(config(scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}), 2).notes == ()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = {"lr": np.float32(0.5), "betas": [np.float64(0.5), 0.75]}
+    read = read_config(config(optimizer={"type": "AdamW", "params": params}), 2)
+    assert read.optimizer is not None
+    assert (read.optimizer.lr, type(read.optimizer.lr)) == (0.5, float)
 
 
 def test_parameters_are_not_offloaded_below_stage_3_and_it_is_said() -> None:

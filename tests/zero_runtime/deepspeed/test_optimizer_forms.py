@@ -237,3 +237,20 @@ def test_warmuplr_rises_to_each_groups_own_rate() -> None:
     """DeepSpeed 0.19.8's rates; up to 0.17.1 it rose to 0.001 in all groups."""
     for rates in run_alone(own_rates):
         assert rates == [[0.0, 0.0], [0.0, 0.0], [1e-5, 1.5e-4], [2e-5, 3e-4], [2e-5, 3e-4]]
+
+
+def buffer_dtypes() -> list[torch.dtype]:
+    """Of the floating buffer of a bf16 model, with data_types.buffer_dtype and without."""
+    found = []
+    for dtypes in ({"buffer_dtype": "fp32"}, {}):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).bfloat16()
+        config = {"train_batch_size": 2, "gradient_clipping": 0.0, "bf16": {"enabled": True}, "data_types": dtypes}
+        engine, *_ = initialize_quietly(model=model, config=config)
+        assert model[1].num_batches_tracked.dtype == torch.int64
+        found.append(model[1].running_mean.dtype)
+        engine.destroy()
+    return found
+
+
+def test_buffers_are_cast_where_the_configuration_says_so() -> None:
+    assert run_alone(buffer_dtypes) == [torch.float32, torch.bfloat16]
