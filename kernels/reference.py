@@ -242,10 +242,12 @@ def lamb_squares(
     return folded(torch.cat(groups, 1)) if groups else master.new_zeros(2, dtype=torch.float64)
 
 
-def trust_ratios(squares: torch.Tensor) -> torch.Tensor:
-    """[n] fp32 from [n, 2] fp64: |weights| / |update|, and 1 where either is 0 (as in the authors' code)."""
+def trust_ratios(squares: torch.Tensor, low: float | None = None, high: float | None = None) -> torch.Tensor:
+    """[n] fp32 from [n, 2] fp64: |weights| / |update| from `low` to `high`, and 1 where either norm is 0 (as in the
+    authors' code)."""
     weights, update = root64(squares).unbind(1)
-    return torch.where((weights > 0) & (update > 0), weights / update, torch.ones_like(weights)).to(torch.float32)
+    ratios = (weights / update).clamp(0.0 if low is None else low, high)
+    return torch.where((weights > 0) & (update > 0), ratios, torch.ones_like(weights)).to(torch.float32)
 
 
 def lamb_(

@@ -7,7 +7,7 @@ defines, and then rounded to fp32 once. Every implementation takes these same nu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Context, Decimal
 from functools import lru_cache
 from struct import pack, unpack
@@ -81,7 +81,8 @@ class MuonNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class AdamW:
-    """Hyperparameters of one AdamW step (arXiv 1711.05101, algorithm 2); `step` counts from 1."""
+    """Hyperparameters of one AdamW step (arXiv 1711.05101, algorithm 2); `step` counts from 1. Unless `corrects_bias`,
+    both corrections are 1."""
 
     lr: float
     beta1: float
@@ -89,6 +90,7 @@ class AdamW:
     eps: float
     weight_decay: float
     step: int
+    corrects_bias: bool = True
 
     @property
     def l2(self) -> float:
@@ -103,12 +105,12 @@ class AdamW:
     @property
     def bias_correction(self) -> float:
         """The bias correction of the first moment."""
-        return 1 - power(self.beta1, self.step)
+        return 1 - power(self.beta1, self.step) if self.corrects_bias else 1.0
 
     @property
     def bias_correction_sq(self) -> float:
         """The bias correction of the second moment."""
-        return 1 - power(self.beta2, self.step)
+        return 1 - power(self.beta2, self.step) if self.corrects_bias else 1.0
 
     @property
     def numbers(self) -> AdamNumbers:
@@ -171,6 +173,12 @@ class Lion:
 
 class Lamb(AdamW):
     """Hyperparameters of one LAMB step (arXiv 1904.00962, algorithm 2, with the scaling function the identity)."""
+
+    @property
+    def with_corrected_rate(self) -> Lamb:
+        """The same with both bias corrections in the rate instead of the moments."""
+        lr = self.lr * math.sqrt(self.bias_correction_sq) / self.bias_correction
+        return replace(self, lr=lr, corrects_bias=False)
 
     @property
     def lamb_numbers(self) -> LambNumbers:

@@ -124,8 +124,11 @@ def notes_of(config: RunConfig) -> list[str]:
         notes.append("stage 3: DeepSpeed prefetches by elements and keeps up to stage3_max_live_parameters (1e9)")
     if config.offload.step is StepTime.speculative:
         notes.append("offload.step=speculative: DeepSpeed updates after backward; its ZenFlow is another algorithm")
-    if isinstance(config.optimizer.rule, LambConfig):
+    rule = config.optimizer.rule
+    if isinstance(rule, LambConfig) and None in (rule.min_coeff, rule.max_coeff):
         notes.append("Lamb: DeepSpeed limits the trust ratio to [0.01, 10]")
+    if isinstance(rule, LambConfig) and rule.correction == "moments":
+        notes.append("Lamb: DeepSpeed corrects the rate for the moments' bias, so that its first updates are smaller")
     if isinstance(config.optimizer.rule, OneBitAdamConfig):
         notes.append(
             "OneBitAdam: DeepSpeed 0.19.8 has none any more, 0.19.6 did; it corrected no moments for their bias, "
@@ -215,6 +218,7 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
     if isinstance(rule, AdamWConfig):  # Adam, Lamb and 1-bit Adam have its constants too
         params |= {"betas": [rule.beta1, rule.beta2], "eps": rule.eps}
         params |= {"freeze_step": rule.warmup_updates} if isinstance(rule, OneBitAdamConfig) else {}
+        params |= _lamb(rule) if isinstance(rule, LambConfig) else {}
         kind = {AdamConfig: "Adam", LambConfig: "Lamb", OneBitAdamConfig: "OneBitAdam"}.get(type(rule), "AdamW")
         return {"type": kind, "params": {**params, **({"adam_w_mode": False} if kind == "Adam" else {})}}
     if isinstance(rule, LionConfig):
@@ -224,6 +228,12 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
         return {"type": "SGD", "params": {**params, **constants}}
     assert isinstance(rule, TorchConfig)
     return {"type": rule.class_name, "params": {**params, **rule.arguments}}
+
+
+def _lamb(rule: LambConfig) -> dict[str, Any]:
+    limits = {"min_coeff": rule.min_coeff, "max_coeff": rule.max_coeff}
+    given: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
+    return given | ({"bias_correction": False} if rule.correction == "none" else {})
 
 
 def _scheduler(config: RunConfig) -> dict[str, Any]:

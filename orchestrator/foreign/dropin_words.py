@@ -46,6 +46,8 @@ def words_of(config: DropinConfig) -> dict[str, str]:
     schedule = _schedule_of(config)
     if schedule is not None:
         words |= _schedule(schedule)
+        if config.optimizer is None and config.schedule is not None and config.schedule.takes_own_rate:
+            del words["optimizer.lr"]  # known to the script alone
     elif config.optimizer is not None:
         words["scheduler"] = "constant"
     return _groups_first(words)
@@ -53,7 +55,17 @@ def words_of(config: DropinConfig) -> dict[str, str]:
 
 def inexpressible(config: DropinConfig) -> list[str]:
     """What the drop-in runs and the settings of conf/ cannot say, one problem each."""
-    schedule, found = _schedule_of(config), []
+    schedule = _schedule_of(config)
+    buffers = "data_types.buffer_dtype: buffers keep their dtype in an experiment; leave it out"
+    found = [buffers] if config.fp32_buffers else []
+    if config.optimizer is not None and not vars(config.optimizer.config).get("corrects_bias", True):
+        found.append("optimizer.params.bias_correction: experiments correct the bias; leave it out")
+    if config.schedule is not None:
+        found += [
+            f"scheduler.params.{name}: conf/ has no parameter groups, found {count} rates; give one"
+            for name, count in config.schedule.by_group.items()
+            if count > 1
+        ]
     if isinstance(schedule, OneCycle):
         absent = ("cycle_first_stair_count", "cycle_second_stair_count", "decay_mom_rate")
         found += [

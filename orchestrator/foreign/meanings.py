@@ -42,6 +42,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "optimizer.params.betas": ("optimizer.beta1", "optimizer.beta2"),
     "optimizer.params.freeze_step": ("optimizer.warmup_updates",),
     "optimizer.params.adam_w_mode": ("optimizer",),
+    "optimizer.params.bias_correction": ("optimizer.correction",),
     "scheduler.type": ("scheduler",),
     "scheduler.params.warmup_min_lr": ("scheduler.start_lr_ratio",),
     "scheduler.params.warmup_max_lr": ("optimizer.lr",),
@@ -66,6 +67,8 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
 # Keys with an effect that no setting says, or whose setting is the default: why.
 UNSAID: Mapping[str, str] = {
     "fp16.auto_cast": "a model here gets tokens, whose embeddings are fp16 already",
+    "data_types.param_dtype": "fp16 and bf16 say it",
+    "data_types.buffer_dtype": "buffers keep their dtype",
     "dataloader_drop_last": "only full batches are made here",
     "tensor_parallel.enabled": "its size says it",
     **dict.fromkeys((f"tensor_parallel.{key}" for key in _TP_SIZES), "layers are not divided"),

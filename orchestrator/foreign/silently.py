@@ -35,9 +35,9 @@ def _kind(config: Mapping[str, Any], section: str) -> str:
 
 _CASES = (
     _Case(
-        lambda config: config.get("gradient_clipping") is None,
-        "gradient_clipping is missing: DeepSpeed 0.19 clips at 1.0 then, older versions not at all; nothing is clipped "
-        "here: optimizer.clip_norm=1.0 does",
+        lambda config: config.get("gradient_clipping") is None and _kind(config, "optimizer") != "onebitadam",
+        "gradient_clipping is missing: gradients are clipped at 1.0, as in DeepSpeed since 0.19.3 (older versions did "
+        "not clip); optimizer.clip_norm=null switches it off",
     ),
     _Case(
         lambda config: _level(config) == 3 and _live(config) >= 1e9,
@@ -111,10 +111,6 @@ _CASES = (
             _value(config, "zero_optimization.offload_optimizer.device") == "nvme" and _level(config) in (1, 2)
         ),
         "nvme below stage 3: DeepSpeed keeps the states in memory; here they are in the file",
-    ),
-    _Case(
-        lambda config: _kind(config, "optimizer") == "lamb",
-        "Lamb's trust ratio lies in [0.01, 10] in DeepSpeed, and is not limited here",
     ),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,13 @@ from zero_runtime.deepspeed.schema import Reader
 from zero_runtime.deepspeed.zero_section import ZERO_LEVEL, read_plan, with_new_names
 from zero_runtime.limits import ConfigError, keys_of
 from zero_runtime.offload.plan import OffloadPlan
+from zero_runtime.optim.configs import OneBitAdamConfig
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, DType, MixedPrecision
 from zero_runtime.wire import Wire
+
+DEFAULT_CLIP_NORM = 1.0
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,8 @@ class DropinConfig:
     """The settings that a configuration describes.
 
     idle: keys without effect. notes: sentences for the user on how the engine differs from DeepSpeed. older: older
-    names of keys, with the newer ones. degrees: of tensor and sequence parallelism. `optimizer` and `schedule` are None
-    if the configuration has no such section.
+    names of keys, with the newer ones. fp32_buffers: whether floating buffers are cast to fp32. degrees: of tensor and
+    sequence parallelism. `optimizer` and `schedule` are None if the configuration has no such section.
     """
 
     plan: ZeroPlan
@@ -44,6 +47,7 @@ class DropinConfig:
     clip_norm: float | None
     optimizer: ChosenOptimizer | None
     schedule: ScheduleOf | None
+    fp32_buffers: bool
     casts_inputs: bool
     drop_last: bool
     idle: tuple[str, ...]
@@ -86,8 +90,13 @@ def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader, *
     offload = read_offload(zero, values.get("aio", {}), plan, device, reader)
     loss_scale = _loss_scale(values.get("fp16", {}), reader)
     batch = read_batch(values, batch_ranks(values, world), reader)
-    clip_norm = _clip_norm(values, reader)
     optimizer = choose_optimizer(values.get("optimizer"), reader)
+    clip_norm = _clip_norm(values, optimizer, reader)
+    schedule = choose_schedule(values.get("scheduler"), reader)
+    if schedule is not None and optimizer is not None and not engine:  # the engine's optimizer may be the call's
+        schedule, fitted, notes = schedule.fit(optimizer.config)
+        optimizer = replace(optimizer, config=fitted)
+        reader.notes += notes
     check_one_bit(optimizer, plan, clip_norm, reader)
     return DropinConfig(
         plan=plan,
@@ -98,7 +107,8 @@ def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader, *
         batch=batch,
         clip_norm=clip_norm,
         optimizer=optimizer,
-        schedule=choose_schedule(values.get("scheduler"), reader),
+        schedule=schedule,
+        fp32_buffers=precision.param != "fp32" and "buffer_dtype" in values.get("data_types", {}),
         casts_inputs=precision.param == "fp16" and values["fp16"].get("auto_cast", False),
         drop_last=values.get("dataloader_drop_last", False),
         idle=tuple(reader.idle),
@@ -133,7 +143,11 @@ def _precision(values: Mapping[str, Any], reader: Reader) -> MixedPrecision:
     reduce = _dtype(values.get("communication_data_type"), usual, "communication_data_type", reader)
     grad = values.get("data_types", {}).get("grad_accum_dtype")
     accumulate = _dtype(grad, usual, "data_types.grad_accum_dtype", reader)
-    return MixedPrecision(enabled[0] if enabled else "fp32", reduce, accumulate, master=usual)
+    param: DType = enabled[0] if enabled else "fp32"
+    named = values.get("data_types", {}).get("param_dtype")
+    if _dtype(named, param, "data_types.param_dtype", reader) != param:
+        reader.refuse("data_types.param_dtype", f"expected {param}, which fp16 and bf16 say, found {shown(named)}")
+    return MixedPrecision(param, reduce, accumulate, master=usual)
 
 
 def _dtype(name: str | None, usual: DType, where: str, reader: Reader) -> DType:
@@ -141,7 +155,7 @@ def _dtype(name: str | None, usual: DType, where: str, reader: Reader) -> DType:
         if dtype == (name or usual).lower():
             return dtype
     reader.problems.append(f"{where}: expected one of {', '.join(sorted(ITEMSIZE_BYTES))}, found {shown(name)}")
-    return "fp32"
+    return usual
 
 
 def _loss_scale(fp16: Mapping[str, Any], reader: Reader) -> LossScaleRule:
@@ -157,15 +171,17 @@ def _loss_scale(fp16: Mapping[str, Any], reader: Reader) -> LossScaleRule:
         return UNSCALED
 
 
-def _clip_norm(values: Mapping[str, Any], reader: Reader) -> float | None:
-    """The norm to clip to; None if it is not given, since DeepSpeed's own default has been both 0 (none) and 1.0."""
+def _clip_norm(values: Mapping[str, Any], chosen: ChosenOptimizer | None, reader: Reader) -> float | None:
+    """The norm to clip to; 1.0 if it is not given, as in DeepSpeed since 0.19.3, and None for 0."""
     clip = values.get("gradient_clipping")
+    if clip is None and chosen is not None and isinstance(chosen.config, OneBitAdamConfig):
+        return None  # DeepSpeed's last version with this optimizer did not clip without the key
     if clip is None:
         reader.notes.append(
-            "gradient_clipping is not given: gradients are not clipped (DeepSpeed's default was 0.0, none, for years "
-            "and is 1.0 in newer versions); write it to be sure"
+            f"gradient_clipping is not given: gradients are clipped at a norm of {DEFAULT_CLIP_NORM}, as in DeepSpeed "
+            "since 0.19.3 (older versions did not clip); write 0.0 for no clipping"
         )
-        return None
+        return DEFAULT_CLIP_NORM
     if clip < 0:
         reader.problems.append(f"gradient_clipping: expected at least 0 (0 is none), found {clip}")
     return float(clip) or None

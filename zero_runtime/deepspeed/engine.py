@@ -28,7 +28,10 @@ from zero_runtime.world import own_rank, world_size
 
 @dataclass(frozen=True)
 class EngineParts:
-    """The objects from which initialize builds an engine, which owns them from then on."""
+    """The objects from which initialize builds an engine, which owns them from then on.
+
+    left_out: parameters that are frozen as long as the engine is in use, because its optimizer does not have them.
+    """
 
     runtime: ZeroRuntime
     optimizer: EngineOptimizer
@@ -37,6 +40,7 @@ class EngineParts:
     local_rank: int
     watch: RankWatch | None
     loader: DataLoader[Any] | None = None
+    left_out: tuple[nn.Parameter, ...] = ()
 
 
 class NoMonitor:
@@ -65,6 +69,7 @@ class Engine(EngineLoop):
         self.device: torch.device = parts.runtime.device
         self.global_rank, self.local_rank, self.world_size = own_rank(), parts.local_rank, world_size()
         self._watch = parts.watch
+        self._left_out = parts.left_out
         self.training_dataloader = parts.loader
         self.monitor = NoMonitor()
         super().__init__()
@@ -165,6 +170,8 @@ class Engine(EngineLoop):
         try:
             self.runtime.close()
         finally:
+            for param in self._left_out:
+                param.requires_grad_(True)
             if self._watch is not None:
                 self._watch.close()
         told = "expected an engine in use, found one that was destroyed; call engine.module, or initialize another"

@@ -20,6 +20,7 @@ from zero_runtime.deepspeed.config import DropinConfig, read_config
 from zero_runtime.deepspeed.engine import Engine, EngineParts
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
 from zero_runtime.deepspeed.groups import Trained, groups_of_optimizer, groups_of_parameters
+from zero_runtime.deepspeed.json_text import load
 from zero_runtime.deepspeed.optimizer_section import default_optimizer
 from zero_runtime.deepspeed.pending_weights import pending_weights
 from zero_runtime.deepspeed.schedules import JsonSchedule, Schedule, client_schedule
@@ -101,8 +102,14 @@ def initialize(
     if not is_joined():
         raise PlanError("initialize: expected a process group with dist_init_required=False, found none; make one")
     values = AutoValues.of(args, model)
-    read = read_config(_source(args, config, config_params), world_size(), own_device().type, values)
-    trained, notes = _train_with(model, optimizer, model_parameters, read)
+    source, notes = _without_what_the_call_gives(_source(args, config, config_params), optimizer, lr_scheduler)
+    read = read_config(source, world_size(), own_device().type, values)
+    trained, told = _train_with(model, optimizer, model_parameters, read)
+    if read.schedule is not None:
+        fitted, trained, cycled = trained.fitted_to(read.schedule)
+        read = replace(read, schedule=fitted)
+        told += cycled
+    notes += [*told, *trained.notes()]
     view = EngineOptimizer(trained)
     schedule = _schedule(lr_scheduler, view, optimizer, read)
     _warn(read, notes)
@@ -112,7 +119,8 @@ def initialize(
         check_trained(read.wire)
     loader = None if training_data is None else _loader(training_data, collate_fn, read)
     runtime, watch = _compose(model, read, None if is_frozen else trained, lazy_states=not is_named)
-    engine = Engine(EngineParts(runtime, view, schedule, read, _local_rank(), watch, loader))
+    left_out = tuple(trained.left_out.values())
+    engine = Engine(EngineParts(runtime, view, schedule, read, _local_rank(), watch, loader, left_out))
     return engine, view, loader, schedule
 
 
@@ -159,12 +167,19 @@ def _source(args: Any, config: Any, config_params: Any) -> Any:
     return given[0]
 
 
+def _without_what_the_call_gives(source: Any, optimizer: Any, lr_scheduler: Any) -> tuple[dict[str, Any], list[str]]:
+    """The configuration without the sections that the call replaces, as DeepSpeed has it; a note on each."""
+    config, notes = load(source), []
+    for name, argument, given in (("optimizer", "optimizer", optimizer), ("scheduler", "lr_scheduler", lr_scheduler)):
+        if given is not None and config.pop(name, None):
+            notes.append(f"{name}: {argument} of the call is used, the section of the configuration is not")
+    return config, notes
+
+
 def _train_with(
     model: nn.Module, optimizer: Any, parameters: Iterable[Any] | None, read: DropinConfig
 ) -> tuple[Trained, list[str]]:
     """The optimizer and its groups, and notes on the choice for the user."""
-    if optimizer is not None and read.optimizer is not None:
-        raise PlanError("optimizer: expected it in initialize or in the configuration, found both; leave one out")
     if optimizer is None:
         chosen = read.optimizer or default_optimizer()
         told = f"no optimizer is named: AdamW with lr={chosen.lr}, betas=(0.9, 0.999), weight_decay=0 is used"
@@ -177,8 +192,6 @@ def _train_with(
 
 
 def _schedule(given: Any, view: EngineOptimizer, optimizer: Any, read: DropinConfig) -> Schedule | None:
-    if given is not None and read.schedule is not None:
-        raise PlanError("lr_scheduler: expected it in initialize or in the configuration, found both; leave one out")
     if given is not None:
         return client_schedule(given, view, optimizer)
     return None if read.schedule is None else JsonSchedule(view, read.schedule)
@@ -199,12 +212,20 @@ def _compose(
         lazy_states=lazy_states,
         wire=read.wire,
     )
+    left_out = () if trained is None else tuple(trained.left_out.values())
+    for param in left_out:
+        param.requires_grad_(False)
+    if read.fp32_buffers:
+        for buffer in model.buffers():
+            buffer.data = buffer.data.float() if buffer.is_floating_point() else buffer.data
     try:
         with pending_weights(model) as weights:
             settings = replace(settings, weights=weights)
             optimizer = None if trained is None else trained.config
             runtime = ZeroRuntime(model, read.plan, read.precision, optimizer, settings, own_device())
     except BaseException as error:
+        for param in left_out:
+            param.requires_grad_(True)
         if watch is not None:
             watch.close(error)  # reports the error to the other ranks
         raise

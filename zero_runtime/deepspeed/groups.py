@@ -5,18 +5,21 @@ Parameters are compared by identity, so parameters of another model, or of a cop
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer, torch_arguments, torch_default
+from zero_runtime.deepspeed.schedule_section import SECOND_BETA, ScheduleOf
 from zero_runtime.errors import PlanError
 from zero_runtime.optim.configs import (
     TORCH_NAMES,
     TORCH_OURS,
+    TORCH_REFUSED,
     AdamConfig,
     AdamWConfig,
     LionConfig,
@@ -33,10 +36,33 @@ _PER_GROUP = ("params", "lr", "weight_decay", "initial_lr", "name", "param_names
 
 @dataclass(frozen=True)
 class Trained:
-    """The optimizer with its groups, and torch's view of these: dicts with params, lr, weight_decay and momentum."""
+    """The optimizer with its groups, and torch's view of these: dicts with params, lr, weight_decay and momentum.
+
+    left_out: the parameters that require a gradient and are in no group, by name.
+    """
 
     config: OptimizerConfig
     param_groups: list[dict[str, Any]]
+    left_out: Mapping[str, nn.Parameter] = field(default_factory=dict)
+
+    def notes(self) -> list[str]:
+        """Sentences for the user."""
+        if not self.left_out:
+            return []
+        more = len(self.left_out) - 3
+        some = ", ".join([*self.left_out][:3]) + (f" and {more} more" if more > 0 else "")
+        return [
+            f"{some}: in no group of the optimizer, so not trained, as in DeepSpeed; requires_grad is False until "
+            "engine.destroy(), and they get no gradients"
+        ]
+
+    def fitted_to(self, schedule: ScheduleOf) -> tuple[ScheduleOf, Trained, list[str]]:
+        """The schedule and these groups as `ScheduleOf.fit` has them, and its notes."""
+        fitted, config, notes = schedule.fit(self.config)
+        if config is not self.config:
+            for group in self.param_groups:
+                group["betas"] = (group["betas"][0], SECOND_BETA)
+        return fitted, replace(self, config=config), notes
 
 
 def groups_of_parameters(model: nn.Module, given: Iterable[Any] | None, chosen: ChosenOptimizer) -> Trained:
@@ -62,13 +88,11 @@ def groups_of_parameters(model: nn.Module, given: Iterable[Any] | None, chosen: 
 
 
 def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-    """Read an instance of a class of torch.optim. Its group dicts are used, so its schedulers drive the engine too."""
-    name = type(optimizer).__name__
-    if type(optimizer) is not getattr(torch.optim, name, None) or torch_problem(name):
-        raise PlanError(
-            f"optimizer: {type(optimizer).__module__}.{name} cannot run on shards: expected an instance of exactly "
-            f"torch.optim.{', '.join(TORCH_NAMES)}; or name the type in the configuration's optimizer section"
-        )
+    """Read an instance of a class of torch.optim, or of a subclass with the same update.
+
+    Its group dicts are used, so its schedulers drive the engine too.
+    """
+    name = _torch_class(optimizer)
     if optimizer.state:
         raise PlanError(
             f"optimizer: expected a new torch.optim.{name}, found one that has stepped: its states would be lost; hand "
@@ -86,6 +110,34 @@ def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> T
     return _trained(model, config, optimizer.param_groups, "optimizer")
 
 
+def _torch_class(optimizer: torch.optim.Optimizer) -> str:
+    """The class of torch.optim whose update it makes: its own, or one that it inherits `step` from."""
+    own = type(optimizer)
+    name = next((kind.__name__ for kind in own.__mro__ if kind is getattr(torch.optim, kind.__name__, None)), "")
+    if not name or name == "Optimizer":
+        reason = TORCH_REFUSED.get(own.__name__, "the update that its step() makes is not known")
+        raise PlanError(
+            f"optimizer: {own.__module__}.{own.__name__} cannot run on shards: {reason}; expected an instance of "
+            f"torch.optim.{', '.join(TORCH_NAMES)}, or of a subclass that does not replace its step()"
+        )
+    if problem := torch_problem(name):
+        raise PlanError(f"optimizer: {problem}")
+    base = getattr(torch.optim, name)
+    replaced = [one for one in ("step", "_init_group") if _plain(own, one) is not _plain(base, one)]
+    if replaced:
+        raise PlanError(
+            f"optimizer: {own.__module__}.{own.__name__} replaces {replaced[0]}() of torch.optim.{name}, and its own "
+            f"update cannot run on shards: expected torch.optim.{name} itself, or a subclass without that method"
+        )
+    return name
+
+
+def _plain(kind: type, method: str) -> Any:
+    """The method without the wrappers that torch puts around it."""
+    found = getattr(kind, method, None)
+    return found and inspect.unwrap(found)
+
+
 def _config_of(name: str, group: Mapping[str, Any]) -> OptimizerConfig:
     """The runtime's own optimizer if it has one with the same algorithm, else torch's class, run on the shards."""
     decay = float(group.get("weight_decay", 0.0))
@@ -93,7 +145,8 @@ def _config_of(name: str, group: Mapping[str, Any]) -> OptimizerConfig:
     if name in ("Adam", "AdamW") and plain:
         decoupled = name == "AdamW" or group.get("decoupled_weight_decay", False)
         beta1, beta2 = map(float, group["betas"])
-        return (AdamWConfig if decoupled else AdamConfig)(beta1, beta2, float(group["eps"]), decay, no_decay=False)
+        kind, corrects = AdamWConfig if decoupled else AdamConfig, bool(group.get("bias_correction", True))
+        return kind(beta1, beta2, float(group["eps"]), decay, no_decay=False, corrects_bias=corrects)
     if name == "SGD" and plain:
         numbers = float(group["momentum"]), float(group["dampening"]), decay
         return SgdConfig(*numbers, bool(group["nesterov"]), no_decay=False)
@@ -116,14 +169,10 @@ def _trained(model: nn.Module, config: OptimizerConfig, groups: list[dict[str, A
         decay = float(group.get("weight_decay", 0.0))
         named.append(ParamGroup(tuple(names[id(param)] for param in group["params"]), 1.0, decay))
     covered = {name for group in named for name in group.names}
-    left_out = [name for name, param in model.named_parameters() if param.requires_grad and name not in covered]
-    if left_out:
-        some = ", ".join(left_out[:3]) + (f" and {len(left_out) - 3} more" if len(left_out) > 3 else "")
-        raise PlanError(
-            f"{source}: expected every parameter that requires a gradient, {some} missing; add them, or call "
-            "requires_grad_(False) on what is not to be trained"
-        )
-    return Trained(replace(config, groups=tuple(named)), groups)
+    left_out = {name: param for name, param in model.named_parameters() if param.requires_grad and name not in covered}
+    if covered and not any(param.requires_grad for group in groups for param in group["params"]) and left_out:
+        raise PlanError(f"{source}: expected a parameter that requires a gradient, found {len(covered)} that do not")
+    return Trained(replace(config, groups=tuple(named)), groups, left_out)
 
 
 def _shown(config: OptimizerConfig) -> dict[str, Any]:

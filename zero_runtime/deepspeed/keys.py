@@ -15,6 +15,7 @@ from zero_runtime.deepspeed.schema import (
     TEXT,
     WHOLE,
     Key,
+    choice,
     feature,
     homes_of,
     idle,
@@ -114,6 +115,12 @@ _CHECKPOINT = {
     "parallel_write": idle(OBJECT),
     "writer": idle(OBJECT),
 }
+_DATA_TYPES = {
+    "grad_accum_dtype": mapped(TEXT),
+    "param_dtype": mapped(TEXT),
+    "buffer_dtype": choice("fp32", reason="buffers keep the model's dtype, or are fp32; cast them in the model"),
+    "keep_in_fp32_modules": idle(LIST),  # only buffers are meant, and those keep their dtype
+}
 _MONITOR = {
     "enabled": idle(BOOL),
     "output_path": idle(TEXT),
@@ -135,7 +142,7 @@ _ACTING: dict[str, Key] = {
     "gradient_accumulation_steps": mapped(WHOLE),
     "gradient_clipping": mapped(NUMBER),
     "communication_data_type": mapped(TEXT),
-    "data_types": section({"grad_accum_dtype": mapped(TEXT)}),
+    "data_types": section(_DATA_TYPES),
     "dataloader_drop_last": mapped(BOOL),
     # The keys of `params` depend on the type; optimizer_section and schedules read them.
     "optimizer": section({"type": mapped(TEXT), "params": mapped(OBJECT), "legacy_fusion": idle(BOOL)}),
@@ -159,6 +166,8 @@ _IDLE: dict[str, Key] = {
     "memory_breakdown": idle(BOOL),
     "dump_state": idle(BOOL),
     "disable_allgather": idle(BOOL),
+    "disable_python_gc": idle(BOOL),
+    "log_level": idle(TEXT),
     "vocabulary_size": idle(WHOLE),
     "timers": idle(OBJECT),
     "nebula": idle(OBJECT),

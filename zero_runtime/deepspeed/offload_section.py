@@ -26,7 +26,8 @@ def read_offload(
     Invalid values are added to the reader's problems, and keys that have no effect in this plan to its idle keys.
     """
     params, optimizer = zero.get("offload_param", {}), zero.get("offload_optimizer", {})
-    if "zero_optimization.offload_param.device" in reader.refused:
+    if plan.keeps_full_params:
+        reader.unused("zero_optimization.offload_param", params, ("device", "nvme_path"))
         params = {}
     params_tier, optimizer_tier = (_TIERS[section.get("device", "none")] for section in (params, optimizer))
     uses_nvme = Tier.NVME in (params_tier, optimizer_tier)

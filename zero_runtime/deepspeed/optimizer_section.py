@@ -50,10 +50,11 @@ _COMMON = {
     "weight_decay": mapped(NUMBER),
     "foreach": idle(ANY),
     "fused": idle(ANY),
+    "capturable": idle(ANY),
+    "differentiable": only(False, kind=BOOL, reason="updates are not differentiated; set it to false"),
     "set_grad_none": idle(BOOL),
     "max_grad_norm": Key(ANY, only=(), reason="it belongs at the top level, as gradient_clipping"),
 }
-_BIAS = only(True, kind=BOOL, reason="moments are corrected for their bias here")
 _ADAM = {
     **_COMMON,
     "betas": mapped(PAIR),
@@ -61,7 +62,7 @@ _ADAM = {
     "amsgrad": mapped(BOOL),
     "adam_w_mode": mapped(BOOL),
     "torch_adam": mapped(BOOL),
-    "bias_correction": _BIAS,
+    "bias_correction": mapped(BOOL),
     "fp32_optimizer_states": only(True, kind=BOOL, reason="optimizer states are fp32 here"),
 }
 _ONE_BIT_ADAM = {
@@ -78,16 +79,15 @@ _ONE_BIT_ADAM = {
 }
 _FREEZE_STEP = 100_000  # DeepSpeed's default
 _LION = {**_COMMON, "betas": mapped(PAIR)}
-_LIMIT = Key(ANY, only=(), reason="Lamb's trust ratio is not limited here; leave it out")
 _LAMB = {
     **_COMMON,
     "betas": mapped(PAIR),
     "eps": mapped(NUMBER),
-    "bias_correction": _BIAS,
+    "bias_correction": mapped(BOOL),
     "amsgrad": only(False, kind=BOOL, reason="Lamb has none"),
     "eps_inside_sqrt": only(False, kind=BOOL, reason="eps is added to the root here"),
-    "max_coeff": _LIMIT,
-    "min_coeff": _LIMIT,
+    "max_coeff": mapped(NUMBER),
+    "min_coeff": mapped(NUMBER),
 }
 _SGD = {
     **_COMMON,
@@ -143,11 +143,15 @@ def _adam(kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimiz
     beta1, beta2 = values.get("betas", (0.9, 0.999))
     eps = float(values.get("eps", 1e-8))
     config: OptimizerConfig
+    corrects = values.get("bias_correction", True)
     if values.get("amsgrad"):
+        if not corrects:
+            reader.refuse("optimizer.params.bias_correction", "amsgrad corrects the bias, found False; leave one out")
         arguments = {"betas": (beta1, beta2), "eps": eps, "amsgrad": True}
         config = TorchConfig("AdamW" if decoupled else "Adam", arguments, decay, no_decay=False)
     else:
-        config = (AdamWConfig if decoupled else AdamConfig)(beta1, beta2, eps, decay, no_decay=False)
+        kind_of = AdamWConfig if decoupled else AdamConfig
+        config = kind_of(beta1, beta2, eps, decay, no_decay=False, corrects_bias=corrects)
     return ChosenOptimizer(config, float(values.get("lr", _DEFAULT_LR)), decay)
 
 
@@ -171,7 +175,7 @@ def _one_bit_adam(_kind: str, params: Mapping[str, Any], reader: Reader) -> Chos
 def _lion(_kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
     values = reader.read(_LION, params, "optimizer.params.")
     decay = float(values.get("weight_decay", 0.0))
-    beta1, beta2 = values.get("betas", (0.9, 0.99))
+    beta1, beta2 = values.get("betas", (0.9, 0.999))
     config = LionConfig(beta1, beta2, decay, no_decay=False)
     return ChosenOptimizer(config, float(values.get("lr", _DEFAULT_LR)), decay)
 
@@ -180,8 +184,16 @@ def _lamb(_kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimi
     values = reader.read(_LAMB, params, "optimizer.params.")
     decay = float(values.get("weight_decay", 0.0))
     beta1, beta2 = values.get("betas", (0.9, 0.999))
-    config = LambConfig(beta1, beta2, float(values.get("eps", 1e-8)), decay, no_decay=False)
-    reader.notes.append("optimizer Lamb: the trust ratio is not limited here; DeepSpeed's lies in [0.01, 10]")
+    config = LambConfig(
+        beta1,
+        beta2,
+        float(values.get("eps", 1e-8)),
+        decay,
+        float(values.get("min_coeff", 0.01)),  # these limits are DeepSpeed's defaults
+        float(values.get("max_coeff", 10.0)),
+        correction="rate" if values.get("bias_correction", True) else "none",
+        no_decay=False,
+    )
     return ChosenOptimizer(config, float(values.get("lr", _DEFAULT_LR)), decay)
 
 

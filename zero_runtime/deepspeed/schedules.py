@@ -18,7 +18,14 @@ class JsonSchedule:
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule_of: ScheduleOf) -> None:
         self.optimizer = optimizer
-        self._schedules = [schedule_of(float(group["lr"])) for group in optimizer.param_groups]
+        groups = optimizer.param_groups
+        for name, count in schedule_of.by_group.items():
+            if count != len(groups):
+                raise PlanError(
+                    f"scheduler.params.{name}: expected one rate, or one for each of the {len(groups)} parameter "
+                    f"groups, found {count}"
+                )
+        self._schedules = [schedule_of(float(group["lr"]), index) for index, group in enumerate(groups)]
         self.updates = 0
         self._set()
 

@@ -11,6 +11,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from zero_runtime.deepspeed.json_text import shown, shown_key
@@ -20,7 +21,7 @@ AUTO = "auto"
 
 
 def _is_number(value: Any) -> bool:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    if not isinstance(value, Real) or isinstance(value, bool):  # numpy's numbers are Real too
         return False
     try:
         return math.isfinite(value)
@@ -32,23 +33,30 @@ def _is_whole(value: Any) -> bool:
     return _is_number(value) and value == int(value)
 
 
+def _is_list_of_numbers(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(map(_is_number, value))
+
+
 def _is_pair(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value))
 
 
 KINDS: dict[str, Callable[[Any], bool]] = {
-    "true or false": lambda value: isinstance(value, bool),
+    "true or false": lambda value: isinstance(value, bool) or (type(value) is int and value in (0, 1)),
     "a whole number": _is_whole,
     "a number": _is_number,
     # Some writers of YAML and JSON make a text of it.
     "a number or inf": lambda value: value in (math.inf, "inf", "Infinity") or _is_number(value),
+    "a number or a list of numbers": lambda value: _is_number(value) or _is_list_of_numbers(value),
     "a text": lambda value: isinstance(value, str),
     "two numbers": _is_pair,
     "a list": lambda value: isinstance(value, (list, tuple)),
     "an object": lambda value: isinstance(value, Mapping),
     "any value": lambda value: True,
 }
-BOOL, WHOLE, NUMBER, NUMBER_OR_INF, TEXT, PAIR, LIST, OBJECT, ANY = KINDS
+BOOL, WHOLE, NUMBER, NUMBER_OR_INF, NUMBER_OR_LIST, TEXT, PAIR, LIST, OBJECT, ANY = KINDS
+
+_CONVERTED: Mapping[str, Callable[[Any], Any]] = {BOOL: bool, WHOLE: int}
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ class Reader:
     older: dict[str, str] = field(default_factory=dict)
 
     def read(self, table: Mapping[str, Key], found: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-        """The values of the keys that have an effect, integers as int. A key with the value null counts as missing."""
+        """The values of the keys that have an effect, integers as int, switches as bool. A null counts as missing."""
         values: dict[str, Any] = {}
         for name, value in found.items():
             where = path + shown_key(name)
@@ -131,7 +139,7 @@ class Reader:
                 if key.table is not None:
                     values[name] = self.read(key.table, value, where + ".")
                 elif key.acts:
-                    values[name] = int(value) if key.kind == WHOLE else value
+                    values[name] = _CONVERTED[key.kind](value) if key.kind in _CONVERTED else value
                 else:
                     self.idle.append(where)
         return values

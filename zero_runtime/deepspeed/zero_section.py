@@ -82,6 +82,8 @@ ZERO = {
     "allgather_partitions": idle(BOOL),
     "allgather_bucket_size": idle(WHOLE),
     "overlap_comm": idle(BOOL),
+    "compute_grad_norm": idle(BOOL),  # it is computed anyway
+    "parameter_alignment": idle(BOOL),
     "load_from_fp32_weights": idle(BOOL),
     "elastic_checkpoint": idle(BOOL),
     "sub_group_size": idle(WHOLE),
@@ -192,10 +194,9 @@ def _check_offload(values: Mapping[str, Any], stage: int, reader: Reader) -> Non
     """
     params, optimizer = values.get("offload_param", {}), values.get("offload_optimizer", {})
     if stage < 3 and params.get("device", "none") != "none":
-        reader.refuse(
-            "zero_optimization.offload_param.device",
-            f"{params['device']!r} needs stage 3, found stage {stage}, where every rank holds all parameters and "
-            "DeepSpeed ignores the section; set stage to 3, or leave the section out",
+        reader.notes.append(
+            f"zero_optimization.offload_param has no effect at stage {stage}, as in DeepSpeed: every rank holds all "
+            "parameters on its device; stage 3 offloads them"
         )
     where = "zero_optimization.offload_optimizer"
     device, ratio = optimizer.get("device", "none"), optimizer.get("ratio", 1)

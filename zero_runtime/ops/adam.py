@@ -27,10 +27,13 @@ def FusedAdam(
     set_grad_none: bool = True,
 ) -> torch.optim.Optimizer:
     """torch.optim.AdamW, or Adam if not `adam_w_mode`. DeepSpeed's signature and defaults."""
-    if not bias_correction:
-        raise PlanError("ops.adam: expected bias_correction=True, found False; the update without it is not here")
+    if amsgrad and not bias_correction:
+        raise PlanError("ops.adam: expected bias_correction=True beside amsgrad, found False; leave one out")
     kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    made = kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    for group in made.param_groups:
+        group["bias_correction"] = bias_correction  # for initialize; torch's own step does not read it
+    return made
 
 
 def DeepSpeedCPUAdam(

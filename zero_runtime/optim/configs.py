@@ -7,6 +7,7 @@ the argument that switches a state on. An optimizer that is not listed cannot ru
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ class AdamWConfig(OptimizerConfig):
 
     By default norms and biases are not decayed, unlike in torch.optim.AdamW; `no_decay=False` decays them too.
     state_dtype: of the moments in memory; bf16 halves them and rounds each once in a step ([Note: bf16 states]).
+    corrects_bias: whether the moments are corrected for their start at 0.
     """
 
     kind = "adamw"
@@ -40,6 +42,7 @@ class AdamWConfig(OptimizerConfig):
     eps: float = 1e-8
     weight_decay: float = 0.01
     state_dtype: StateDType = field(default="fp32", kw_only=True)
+    corrects_bias: bool = field(default=True, kw_only=True, metadata=NO_KEY)
 
 
 @dataclass(frozen=True)
@@ -109,13 +112,28 @@ class OneBitAdamConfig(AdamWConfig):
 
 @dataclass(frozen=True)
 class LambConfig(AdamWConfig):
-    """LAMB's constants (arXiv 1904.00962): each parameter's update is scaled by |weights| / |update|."""
+    """LAMB's constants (arXiv 1904.00962): each parameter's update is scaled by |weights| / |update|.
+
+    min_coeff, max_coeff: limits of this ratio. correction: of the moments' bias; in the `moments`, as in the paper, or
+    in the `rate`, as in DeepSpeed's FusedLamb, whose first updates are smaller.
+    """
 
     kind = "lamb"
     updates_units_alone = False
 
     eps: float = 1e-6
+    min_coeff: float | None = None
+    max_coeff: float | None = None
+    correction: Literal["moments", "rate", "none"] = "moments"
     state_dtype: StateDType = field(default="fp32", kw_only=True, metadata=NO_KEY)
+
+    def _check(self, limits: Limits) -> None:
+        limits.at_least(0, min_coeff=0.01)
+        limits.must("correction", ("moments", "rate", "none").__contains__, "moments, rate or none")
+        low, high = self.min_coeff or 0.0, self.max_coeff
+        if high is not None and not low <= high < math.inf:
+            rule = f"optimizer.max_coeff must be finite and at least min_coeff={low}"
+            limits.refuse(rule, high, "optimizer.max_coeff=10.0 optimizer.min_coeff=0.01")
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 [Note: updates]
 `rates(updates)` returns the rates of update number `updates + 1`. A skipped step makes no update, so it does not
-advance a schedule. The parameters of DeepSpeed's five schedules have the names and defaults that DeepSpeed publishes,
-and their rates are those that its engine trains with: the engine steps a schedule after each update, so its iteration
-is `updates - 1`, and its first update uses the schedule's first value.
+advance a schedule. The parameters of DeepSpeed's five schedules have the names and defaults that DeepSpeed publishes
+(WarmupLR's warmup_max_lr alone is a group's own rate there: zero_runtime/deepspeed/schedule_section.py). Their rates
+are those that its engine trains with, with the same roundings: the engine steps a schedule after each update, so its
+iteration is `updates - 1`, and its first update uses the schedule's first value.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ class OneCycle:
     With F and G the first and second step sizes, the scale s is updates / F up to F, then (F + G - updates) / G up to
     F + G; rate = min + (max - min) * s, momentum = max - (max - min) * s. With stairs, s is rounded down to a multiple
     of 1 / stairs. After n = updates - F - G further updates, with d = n / decay_step_size: rate = min / (1 +
-    decay_lr_rate * d), momentum = max * (1 + decay_mom_rate * d); without a decay_step_size both stay constant. Unlike
-    in DeepSpeed, the momentum of the first update is cycle_max_mom, and the second beta stays the optimizer's own.
+    decay_lr_rate * d), momentum = max * (1 + decay_mom_rate * d); without a decay_step_size both stay constant. As in
+    DeepSpeed, the momentum of the very first update is cycle_min_mom.
     """
 
     cycle_min_lr: float
@@ -182,7 +183,8 @@ class OneCycle:
             {
                 f"0 <= cycle_min_lr <= cycle_max_lr, found {lrs}": 0 <= lrs[0] <= lrs[1],
                 f"0 <= cycle_min_mom <= cycle_max_mom < 1, found {momenta}": 0 <= momenta[0] <= momenta[1] < 1,
-                f"a first and second step size of at least 1, found {sizes}": min(sizes) >= 1,
+                f"a first step size of at least 1, a second of at least 0, found {sizes}": sizes[0] >= 1
+                and sizes[1] >= 0,
                 f"decay_step_size of at least 0, found {decay}": decay >= 0,
             },
         )
@@ -196,7 +198,7 @@ class OneCycle:
         if past <= 0:
             scale = self._scale(updates)
             lr = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * scale
-            momentum = self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * scale
+            momentum = self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * (scale if updates else 1.0)
         else:
             decays = past / self.decay_step_size if self.decay_step_size else 0.0
             lr = self.cycle_min_lr / (1 + self.decay_lr_rate * decays)
@@ -205,12 +207,16 @@ class OneCycle:
 
     def _scale(self, updates: int) -> float:
         first, second = self.cycle_first_step_size, self._second
-        rising = updates <= first
-        place, size = (updates, first) if rising else (first + second - updates, second)
+        total = first + second
+        ratio, place = first / total, 1.0 + updates / total - math.floor(1 + updates / total)
+        rising = place <= ratio
         stairs = self.cycle_first_stair_count
         if not rising and self.cycle_second_stair_count is not None:
             stairs = self.cycle_second_stair_count
-        return place * stairs // size / stairs if stairs > 0 else place / size
+        if stairs > 0:
+            past, size = (updates % total, first) if rising else (total - updates % total, second)
+            return past * stairs // size / stairs
+        return place / ratio if rising else (place - 1) / (ratio - 1)
 
 
 @dataclass(frozen=True)
@@ -243,7 +249,7 @@ def _rise(iteration: int, steps: int, kind: str) -> float:
     """A rise from 0 to 1 over `steps` iterations; 0 before the first."""
     if iteration < 0:
         return 0.0
-    return math.log(iteration + 1) / math.log(steps) if kind == LOG else iteration / steps
+    return 1.0 / math.log(steps) * math.log(iteration + 1) if kind == LOG else iteration / steps
 
 
 def _warmup(steps: int, kind: str) -> dict[str, bool]:

@@ -21,10 +21,9 @@ from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.flat_layout import SHARD_ALIGNMENT_NUMEL
 from zero_runtime.kernels import ops
 from zero_runtime.kernels.reference import GROUP_NUMEL
-from zero_runtime.kernels.settings import Lamb
 from zero_runtime.optim.configs import LambConfig, MuonConfig, OptimizerConfig, TorchConfig
 from zero_runtime.optim.groups import GroupSettings, Run
-from zero_runtime.optim.rules import UPDATES, Held, ShardSlice, StepNumbers, adam_settings, pieces_of, squared_pieces_of
+from zero_runtime.optim.rules import UPDATES, Held, ShardSlice, StepNumbers, lamb_settings, pieces_of, squared_pieces_of
 from zero_runtime.unit import Unit
 
 DIVISOR = 16  # Triton distinguishes lengths, and addresses in bytes, that are multiples of it
@@ -135,7 +134,7 @@ def _rehearse_update(config: OptimizerConfig, variant: _Variant, step: int) -> N
     if not isinstance(config, LambConfig):
         UPDATES[type(config)](config, ShardSlice(master, grad, states, out), run, numbers)
         return
-    settings = adam_settings(Lamb, config, run, numbers)
+    settings = lamb_settings(config, run, numbers)
     exp_avg, exp_avg_sq = states
     if variant.part is _Part.RUN:
         ops.lamb_moments_(grad, exp_avg, exp_avg_sq, numbers.grad_scale, settings)

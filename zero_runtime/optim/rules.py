@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -107,7 +107,15 @@ def adam_settings(kind: type, config: AdamWConfig, run: Run, numbers: StepNumber
         eps=config.eps,
         weight_decay=run.settings.weight_decay,
         step=numbers.step,
+        corrects_bias=config.corrects_bias,
     )
+
+
+def lamb_settings(config: LambConfig, run: Run, numbers: StepNumbers) -> Lamb:
+    settings: Lamb = adam_settings(Lamb, config, run, numbers)
+    if config.correction == "none":
+        return replace(settings, corrects_bias=False)
+    return settings.with_corrected_rate if config.correction == "rate" else settings
 
 
 def _sgd(config: SgdConfig, part: ShardSlice, run: Run, numbers: StepNumbers) -> None:
@@ -164,14 +172,14 @@ class LambRule:
         for held in helds:
             for run in held.runs:
                 part = part_of(held, run.start, run.stop)
-                settings = adam_settings(Lamb, self._config, run, numbers)
+                settings = lamb_settings(self._config, run, numbers)
                 exp_avg, exp_avg_sq = part.states
                 ops.lamb_moments_(part.grad, exp_avg, exp_avg_sq, numbers.grad_scale, settings)
-        ratios = trust_ratios(self._squares(helds, numbers))
+        ratios = trust_ratios(self._squares(helds, numbers), self._config.min_coeff, self._config.max_coeff)
         for held in helds:
             for name, start, stop, run in pieces_of(held, self._collectives.shard_rank):
                 part = part_of(held, start, stop)
-                settings = adam_settings(Lamb, self._config, run, numbers)
+                settings = lamb_settings(self._config, run, numbers)
                 exp_avg, exp_avg_sq = part.states
                 ops.lamb_(part.master, exp_avg, exp_avg_sq, ratios[self._place[name]], settings, part.param_out)
 
@@ -181,7 +189,7 @@ class LambRule:
         for held in helds:
             for name, start, stop, run in squared_pieces_of(held, self._collectives):
                 part = part_of(held, start, stop)
-                settings = adam_settings(Lamb, self._config, run, numbers)
+                settings = lamb_settings(self._config, run, numbers)
                 exp_avg, exp_avg_sq = part.states
                 squares[self._place[name]] = ops.lamb_squares(part.master, exp_avg, exp_avg_sq, settings)
         return self._collectives.sum_over_ranks_(squares)

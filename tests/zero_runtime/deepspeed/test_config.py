@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from zero_runtime.deepspeed.config import read_config
 from zero_runtime.deepspeed.keys import HOMES, TOP
 from zero_runtime.errors import PlanError
+from zero_runtime.offload.plan import OffloadPlan
 from zero_runtime.optim.configs import (
     AdamConfig,
     AdamWConfig,
@@ -42,13 +45,55 @@ def problems(source: Any, world: int = 2) -> list[str]:
     return str(caught.value).splitlines()[1:]
 
 
-def test_the_default_of_no_clipping_is_reported() -> None:
+def test_without_its_key_gradients_are_clipped_at_1_as_in_deepspeed_0_19_and_it_is_said() -> None:
     read = read_config({"train_batch_size": 8}, 2)
-    assert read.clip_norm is None
+    assert read.clip_norm == 1.0
     (note,) = read.notes
-    assert note.startswith("gradient_clipping is not given: gradients are not clipped")
+    assert note.startswith("gradient_clipping is not given: gradients are clipped at a norm of 1.0, as in DeepSpeed")
     assert read_config(config(), 2).notes == ()
     assert read_config(config(gradient_clipping=0.5), 2).clip_norm == 0.5
+
+
+def test_keys_of_newer_versions_are_known() -> None:
+    """Those of DeepSpeed 0.19.8 that 0.16 did not have, with values that describe what holds here."""
+    read = read_config(
+        zero(2, compute_grad_norm=False, parameter_alignment=True, allgather_sequential=True)
+        | {
+            **{"disable_python_gc": True, "log_level": "info", "managed_gradient_accumulation": True},
+            **{"gradient_allreduce_op": "mean", "zero_allow_untested_optimizer": 1, "bf16": {"enabled": 1}},
+            "data_types": {"param_dtype": "bf16", "buffer_dtype": "fp32", "keep_in_fp32_modules": ["bias"]},
+        },
+        2,
+    )
+    assert (read.precision.param, read.fp32_buffers, read.notes) == ("bf16", True, ())
+    assert {"zero_optimization.compute_grad_norm", "zero_allow_untested_optimizer", "log_level"} < set(read.idle)
+    assert not read_config(config(data_types={"buffer_dtype": "fp32"}), 2).fp32_buffers  # as in DeepSpeed
+
+
+def test_what_newer_versions_made_of_a_schedule_is_told() -> None:
+    cycle = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_stair_count": 3}
+    (stairs,) = read_config(config(scheduler={"type": "OneCycle", "params": cycle}), 2).notes
+    assert "stair counts have an effect, as in DeepSpeed 0.19.8" in stairs
+    (own,) = read_config(config(scheduler={"type": "WarmupLR"}), 2).notes
+    assert "rises to each group's own lr, as in DeepSpeed since 0.17.2 (before, to 0.001)" in own
+    null = {"total_num_steps": 9, "warmup_max_lr": None}
+    assert "own lr" in read_config(config(scheduler={"type": "WarmupDecayLR", "params": null}), 2).notes[0]
+    assert read_config(config(scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}), 2).notes == ()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = {"lr": np.float32(0.5), "betas": [np.float64(0.5), 0.75]}
+    read = read_config(config(optimizer={"type": "AdamW", "params": params}), 2)
+    assert read.optimizer is not None
+    assert (read.optimizer.lr, type(read.optimizer.lr)) == (0.5, float)
+
+
+def test_parameters_are_not_offloaded_below_stage_3_and_it_is_said() -> None:
+    read = read_config(zero(2, offload_param={"device": "nvme", "nvme_path": "/x", "pin_memory": True}), 2)
+    assert read.offload == OffloadPlan()
+    (note,) = read.notes
+    assert "offload_param has no effect at stage 2, as in DeepSpeed" in note
+    assert read.idle == tuple(f"zero_optimization.offload_param.{key}" for key in ("pin_memory", "device", "nvme_path"))
 
 
 def test_tuning_keys_are_accepted_and_reported_as_without_effect() -> None:
@@ -180,7 +225,14 @@ def test_precision_and_loss_scale_follow_their_sections() -> None:
         ),
         ("onebitadam", {}, OneBitAdamConfig(0.9, 0.999, 1e-8, 0.0, warmup_updates=100_000, no_decay=False), 1e-3),
         ("Lion", {"betas": [0.8, 0.9]}, LionConfig(0.8, 0.9, 0.0, no_decay=False), 1e-3),
-        ("Lamb", {"eps": 1e-6}, LambConfig(0.9, 0.999, 1e-6, 0.0, no_decay=False), 1e-3),
+        ("Lamb", {"eps": 1e-6}, LambConfig(0.9, 0.999, 1e-6, 0.0, 0.01, 10.0, "rate", no_decay=False), 1e-3),
+        (
+            "Lamb",
+            {"bias_correction": False, "max_coeff": 0.3, "min_coeff": 0},
+            LambConfig(0.9, 0.999, 1e-8, 0.0, 0.0, 0.3, "none", no_decay=False),
+            1e-3,
+        ),
+        ("Adam", {"bias_correction": False}, AdamWConfig(weight_decay=0.0, no_decay=False, corrects_bias=False), 1e-3),
         ("SGD", {"momentum": 0.9, "nesterov": True}, SgdConfig(0.9, 0.0, 0.0, True, no_decay=False), 1e-3),
         ("Adagrad", {"eps": 1e-9}, TorchConfig("Adagrad", {"eps": 1e-9}, 0, no_decay=False), 1e-2),
         (
@@ -243,6 +295,33 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(PlanError) as caught:
         read_config(path, 1)
     assert told in str(caught.value)
+
+
+HJSON = "{\n  # as DeepSpeed reads it\n  train_batch_size: 8\n  gradient_clipping: 0.5\n}\n"
+
+
+class _Hjson:
+    """Stands for the package hjson, which the tests do not need: `loads` of HJSON above alone."""
+
+    @staticmethod
+    def loads(text: str, object_pairs_hook: Any) -> Any:
+        if text != HJSON:
+            raise ValueError(text)
+        return object_pairs_hook([("train_batch_size", 8), ("gradient_clipping", 0.5)])
+
+
+def test_hjson_is_read_where_its_package_is_and_else_the_error_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(HJSON)
+    monkeypatch.setitem(sys.modules, "hjson", None)  # importing it raises ImportError
+    assert "line 3: expected JSON, found: Expecting property name" in refused(path)
+    assert "is read if the package hjson is installed" in refused(path)
+    monkeypatch.setitem(sys.modules, "hjson", _Hjson)
+    assert read_config(path, 2).clip_norm == 0.5
+    path.write_text("{a b c")
+    assert "line 1: expected JSON" in refused(path)
 
 
 def test_a_missing_file_and_a_value_that_is_no_dict_are_refused() -> None:

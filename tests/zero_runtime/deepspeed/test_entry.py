@@ -58,7 +58,7 @@ def test_a_script_for_deepspeed_runs_in_one_process_with_only_its_import_changed
     assert first["numbers"] == ("cpu", 0, 0, 1)
     (warned,) = first["warned"]
     assert "no optimizer is named: AdamW with lr=0.001" in warned
-    assert "gradient_clipping is not given: gradients are not clipped" in warned
+    assert "gradient_clipping is not given: gradients are clipped at a norm of 1.0" in warned
     assert "without effect here: zero_optimization.contiguous_gradients, " in warned
     assert warned.endswith("zero_optimization.reduce_bucket_size, flops_profiler.enabled")
 
@@ -147,6 +147,7 @@ def engine_weights(rank: int, world: int, accumulation: int, row: int, way: str)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": row},
     }
     given: dict[str, Any] = {}

@@ -150,13 +150,6 @@ BOTH = {"offload_optimizer": NVME, "offload_param": NVME}
             "zero_optimization: offload.ratio must be above 0 and at most 1, found 0.0",
         ),
         (
-            2,
-            {},
-            {"offload_param": CPU},
-            "zero_optimization.offload_param.device: 'cpu' needs stage 3, found stage 2, where every rank holds all "
-            "parameters and DeepSpeed ignores the section; set stage to 3, or leave the section out",
-        ),
-        (
             3,
             {},
             {"offload_optimizer": CPU, "offload_param": NVME},

@@ -122,8 +122,8 @@ def adams() -> None:
             plain_step(other, expected, step)
         assert unequal(full_values(engine), dict(other.named_parameters())) == [], (made, switches)
         engine.destroy()
-    with pytest.raises(PlanError, match="expected bias_correction=True, found False"):
-        FusedAdam(small_model().parameters(), bias_correction=False)
+    with pytest.raises(PlanError, match="expected bias_correction=True beside amsgrad, found False"):
+        FusedAdam(small_model().parameters(), bias_correction=False, amsgrad=True)
     with pytest.raises(PlanError, match="expected fp32_optimizer_states=True, found False"):
         DeepSpeedCPUAdam(small_model().parameters(), fp32_optimizer_states=False)
 

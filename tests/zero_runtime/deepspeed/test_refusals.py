@@ -154,11 +154,12 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         [TENSOR_PARALLEL.replace("tp_size", "tp.tp_size")],
     ),
     (
-        "parameters on the host where every rank holds all of them",
-        zero(2, offload_param={"device": "cpu"}),
+        "data types that contradict the precision",
+        config(bf16={"enabled": True}, data_types={"param_dtype": "fp32", "buffer_dtype": "bf16"}),
         [
-            "zero_optimization.offload_param.device: 'cpu' needs stage 3, found stage 2, where every rank holds all "
-            "parameters and DeepSpeed ignores the section; set stage to 3, or leave the section out"
+            "data_types.buffer_dtype: expected 'fp32', found 'bf16': buffers keep the model's dtype, or are fp32; cast "
+            "them in the model",
+            "data_types.param_dtype: expected bf16, which fp16 and bf16 say, found 'fp32'",
         ],
     ),
     (

@@ -51,6 +51,15 @@ def test_arguments_that_the_runtime_sets_and_unsupported_weight_decay_are_refuse
         TorchConfig("Rprop", weight_decay=0.1)
 
 
+def test_limits_of_lambs_ratio_and_the_place_of_its_correction_are_checked() -> None:
+    with pytest.raises(PlanError, match=r"max_coeff must be finite and at least min_coeff=2\.0, found 1\.0"):
+        LambConfig(min_coeff=2.0, max_coeff=1.0)
+    with pytest.raises(PlanError, match=r"min_coeff must be at least 0, found -1"):
+        LambConfig(min_coeff=-1.0)
+    with pytest.raises(PlanError, match=r"correction must be moments, rate or none, found update"):
+        LambConfig(correction="update")  # type: ignore[arg-type]
+
+
 def test_an_optimizer_that_reads_on_the_host_is_refused_by_name_in_a_dry_run() -> None:
     refuse_host_reads(AdamWConfig())
     for name in TORCH_NAMES:

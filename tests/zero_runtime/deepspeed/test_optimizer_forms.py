@@ -1,0 +1,256 @@
+"""Optimizers and schedules in the forms that scripts have them, at stages 0 to 3, against plain numbers."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from harness.ranks import run_alone, run_ranks
+from harness.seed_loop import initialize_quietly
+from torch import nn
+
+import zero_runtime
+from zero_runtime.ops.adam import FusedAdam
+
+STAGES = (0, 1, 2, 3)
+UNIT = 2.0**-24
+LR = 0.5
+Weights = dict[str, torch.Tensor]
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def loss_of(model: Any, step: int) -> torch.Tensor:
+    rows = torch.randn(2, 4, generator=torch.Generator().manual_seed(step * 2 + dist.get_rank()))
+    loss: torch.Tensor = model(rows).square().mean()
+    return loss
+
+
+def trained(model: nn.Module, steps: int, **given: Any) -> tuple[Any, Weights]:
+    """The engine, destroyed, and the weights that it trained."""
+    engine, *_ = initialize_quietly(model=model, **given)
+    engine.norms = []
+    for step in range(steps):
+        engine.backward(loss_of(engine, step))
+        engine.step()
+        engine.norms.append(engine.get_global_grad_norm())
+    with engine.runtime.full_params() as full:
+        weights = {name: value.clone() for name, value in full.items()}
+    engine.destroy()
+    return engine, weights
+
+
+def averaged(model: nn.Module, step: int) -> Weights:
+    """The gradients of plain data parallelism."""
+    (loss_of(model, step) / dist.get_world_size()).backward()
+    found = {}
+    for name, param in model.named_parameters():
+        assert param.grad is not None
+        dist.all_reduce(param.grad)
+        found[name], param.grad = param.grad, None
+    return found
+
+
+def some_of_the_parameters() -> list[list[float]]:
+    """Trains the first and the last layer of three, clipped at 0.05; the norms by stage."""
+    norms = []
+    for stage in STAGES:
+        model = small()
+        middle = {name: param.detach().clone() for name, param in model.named_parameters() if name.startswith("2.")}
+        some = [*model[0].parameters(), *model[4].parameters()]
+        if stage % 2:
+            given: dict[str, Any] = {"optimizer": torch.optim.SGD(some, lr=LR)}
+        else:
+            given = {"model_parameters": some}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.05,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        }
+        engine, weights = trained(model, 3, config=config, **given)
+        assert all(torch.equal(weights[name], value) for name, value in middle.items())
+        assert not torch.equal(weights["0.weight"], small()[0].weight)
+        assert all(param.requires_grad for param in model.parameters())  # again, after destroy
+        norms.append([float(norm) for norm in engine.norms])
+    return norms
+
+
+def test_an_optimizer_over_some_of_the_parameters_trains_those() -> None:
+    """The norms are those that DeepSpeed 0.19.8 printed at stages 1 to 3, to 4 digits: of the trained ones alone."""
+    for ranks in run_ranks(some_of_the_parameters, 2):
+        for norms in ranks:
+            assert norms == pytest.approx([0.5797, 0.5298, 0.5482], abs=5e-5)
+
+
+def clipped_by_default() -> list[tuple[float, float]]:
+    """The norm of one update by SGD with a rate of 1, of long gradients, and the default that the engine tells."""
+    found = []
+    for stage in STAGES:
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+        model = small()
+        with torch.no_grad():
+            model[4].weight.mul_(100)
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        engine, weights = trained(model, 1, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+        moved = math.sqrt(sum(float((weights[name] - value).double().square().sum()) for name, value in before.items()))
+        assert engine.norms[0] > 10
+        found.append((moved, engine.config.clip_norm))
+    return found
+
+
+def test_gradients_are_clipped_at_1_without_the_key() -> None:
+    """As in DeepSpeed since 0.19.3. Weights up to 100 are rounded once: each of the 83 elements moves by 2^-18 more."""
+    for ranks in run_ranks(clipped_by_default, 2):
+        assert [default for _, default in ranks] == [1.0] * 4
+        assert [moved for moved, _ in ranks] == pytest.approx([1.0] * 4, abs=math.sqrt(83) * 2.0**-18 + 1e-6)
+
+
+def adam_without_correction(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    first, second = 0.1 * grad, 0.001 * grad.square()
+    return weight - LR * first / (second.sqrt() + 1e-8)
+
+
+def lamb(weight: torch.Tensor, grad: torch.Tensor, *, corrects: bool, high: float) -> torch.Tensor:
+    """One step of FusedLamb from its CUDA source: the corrections are in the rate, and the ratio has limits."""
+    update = 0.1 * grad / ((0.001 * grad.square()).sqrt() + 1e-8)
+    ratio = min(max(float(weight.norm() / update.norm()), 0.01), high)
+    rate = LR * math.sqrt(0.001) / 0.1 if corrects else LR
+    return weight - rate * ratio * update
+
+
+FORMS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "adam": ("AdamW", {"bias_correction": False}, adam_without_correction),
+    "lamb": ("Lamb", {}, lambda weight, grad: lamb(weight, grad, corrects=True, high=10.0)),
+    "limited": (
+        "Lamb",
+        {"bias_correction": False, "max_coeff": 0.05},
+        lambda weight, grad: lamb(weight, grad, corrects=False, high=0.05),
+    ),
+}
+
+
+def other_updates() -> list[str]:
+    wrong = []
+    for name, (kind, params, plain) in FORMS.items():
+        for stage in STAGES:
+            config = {
+                **{"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0},
+                **{"zero_optimization": {"stage": stage}},
+                "optimizer": {"type": kind, "params": {"lr": LR, **params}},
+            }
+            model = small()
+            gradients = averaged(model, 0)
+            before = {key: param.detach().double().clone() for key, param in model.named_parameters()}
+            # At odd stages, Adam's constants come from an optimizer of the call.
+            mine = (
+                {"optimizer": FusedAdam(model.parameters(), LR, **params)} if (name, stage % 2) == ("adam", 1) else {}
+            )
+            _, weights = trained(model, 1, config=config, **mine)
+            for key, value in before.items():
+                expected = plain(value, gradients[key].double())
+                # Up to 30 roundings of the update (a norm of 30 squares is 15 of them), and one of the weight.
+                bound = 2 * UNIT * value.abs() + 32 * UNIT * (expected - value).abs()
+                if not bool(((weights[key].double() - expected).abs() <= bound).all()):
+                    wrong.append(f"{name} at stage {stage}: {key}")
+    return wrong
+
+
+def test_adam_without_bias_correction_and_lamb_with_limits_make_deepspeeds_updates() -> None:
+    assert run_ranks(other_updates, 2) == [[], []]
+
+
+class Renamed(torch.optim.AdamW):
+    """A subclass that adds nothing to the update."""
+
+    def describe(self) -> str:
+        return "mine"
+
+
+def call_wins() -> list[str]:
+    """What the call gives is used, and the sections of the file are named; the rates by step."""
+    told = []
+    for stage in STAGES:
+        config = {
+            **{"train_batch_size": 2, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": 1},
+            **{"zero_optimization": {"stage": stage}, "scheduler": {"type": "OneCycle"}},
+            "optimizer": {"type": "Muon", "params": {"lr": 7.0}},
+        }
+        model = small()
+        optimizer = Renamed([{"params": [model[0].weight], "lr": np.float64(0.25)}, {"params": [model[4].weight]}])
+        optimizer.param_groups[1]["lr"] = torch.tensor(0.5)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine, view, _, scheduler = zero_runtime.initialize(
+                model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
+            )
+        told.append("\n".join(str(one.message) for one in caught))
+        assert scheduler is schedule
+        assert view.param_groups is optimizer.param_groups
+        assert engine.get_lr() == [0.25, 0.5]
+        engine.backward(loss_of(engine, 0))
+        engine.step()
+        assert engine.get_lr() == [0.125, 0.25]
+        engine.destroy()
+    return told
+
+
+def test_an_optimizer_and_a_schedule_of_the_call_replace_those_of_the_file() -> None:
+    for told in run_alone(call_wins):
+        assert "optimizer: optimizer of the call is used, the section of the configuration is not" in told
+        assert "scheduler: lr_scheduler of the call is used, the section of the configuration is not" in told
+        assert "0.bias, 2.weight, 2.bias and 1 more: in no group of the optimizer" in told
+
+
+def own_rates() -> list[list[list[float]]]:
+    """The rates of two groups over three steps of WarmupLR without warmup_max_lr, by stage."""
+    found = []
+    for stage in STAGES:
+        model = small()
+        groups = [{"params": model[0].parameters(), "lr": 2e-5}, {"params": model[4].parameters(), "lr": 3e-4}]
+        config = {
+            **{"train_batch_size": 2, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1.0}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_num_steps": 2}},
+        }
+        engine, *_ = initialize_quietly(model=model, model_parameters=groups, config=config)
+        rates = [engine.get_lr()]
+        for step in range(4):
+            engine.backward(loss_of(engine, step))
+            engine.step()
+            rates.append(engine.get_lr())
+        engine.destroy()
+        found.append(rates)
+    return found
+
+
+def test_warmuplr_rises_to_each_groups_own_rate() -> None:
+    """DeepSpeed 0.19.8's rates; up to 0.17.1 it rose to 0.001 in all groups."""
+    for rates in run_alone(own_rates):
+        assert rates == [[0.0, 0.0], [0.0, 0.0], [1e-5, 1.5e-4], [2e-5, 3e-4], [2e-5, 3e-4]]
+
+
+def buffer_dtypes() -> list[torch.dtype]:
+    """Of the floating buffer of a bf16 model, with data_types.buffer_dtype and without."""
+    found = []
+    for dtypes in ({"buffer_dtype": "fp32"}, {}):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).bfloat16()
+        config = {"train_batch_size": 2, "gradient_clipping": 0.0, "bf16": {"enabled": True}, "data_types": dtypes}
+        engine, *_ = initialize_quietly(model=model, config=config)
+        assert model[1].num_batches_tracked.dtype == torch.int64
+        found.append(model[1].running_mean.dtype)
+        engine.destroy()
+    return found
+
+
+def test_buffers_are_cast_where_the_configuration_says_so() -> None:
+    assert run_alone(buffer_dtypes) == [torch.float32, torch.bfloat16]
