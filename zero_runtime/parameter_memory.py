@@ -1,0 +1,53 @@
+"""Refuses models in which two parameters share memory: each gets memory of its own, so they would no longer be one."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zero_runtime.errors import PlanError
+from zero_runtime.recorded_values import RecordedTensor
+
+
+def check_memory(model: nn.Module) -> None:
+    """Raise PlanError, which names both, if an element belongs to two parameters of the model.
+
+    Parts of one buffer that do not overlap are allowed, and so is one Parameter under several names.
+    """
+    by_memory: dict[object, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in model.named_parameters():
+        if param.numel() and type(param) in (nn.Parameter, RecordedTensor):
+            key = param._memory if isinstance(param, RecordedTensor) else param.untyped_storage()._cdata
+            for other_name, other in by_memory.setdefault(key, []):
+                if _overlap(param, other):
+                    raise PlanError(_trouble(other_name, name, same=param.shape == other.shape))
+            by_memory[key].append((name, param))
+
+
+def _trouble(first: str, second: str, *, same: bool) -> str:
+    module, _, own = second.rpartition(".")
+    tie = f"; to tie them use one Parameter for both: `model.{module + '.' if module else ''}{own} = model.{first}`"
+    return (
+        f"parameters {first!r} and {second!r}: expected memory of their own, found two Parameters on the same memory, "
+        f"which would be trained apart{tie if same else ''}; to have them apart, give {second!r} a copy (`.clone()`)"
+    )
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors in one memory have an element in common."""
+    (start, end), (other_start, other_end) = _range(first), _range(second)
+    if end <= other_start or other_end <= start:
+        return False
+    if first.dtype != second.dtype or (first.is_contiguous() and second.is_contiguous()):
+        return True
+    taken = torch.zeros(max(end, other_end), dtype=torch.bool)  # parts that alternate, such as columns
+    taken.as_strided(first.size(), first.stride(), first.storage_offset()).fill_(True)
+    return bool(taken.as_strided(second.size(), second.stride(), second.storage_offset()).any())
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first element in its memory, and that after the last."""
+    start = tensor.storage_offset()
+    return start, start + 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+    )
