@@ -44,7 +44,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _to_meta(_module: nn.Module, _name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-    if type(param) not in (nn.Parameter, RecordedTensor) or param.is_meta:  # `plan_units` refuses other types by name
+    # `plan_units` refuses other types with their name
+    if not (type(param) is nn.Parameter or isinstance(param, RecordedTensor)) or param.is_meta:
         return None
     return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 

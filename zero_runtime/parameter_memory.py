@@ -16,8 +16,8 @@ def check_memory(model: nn.Module) -> None:
     """
     by_memory: dict[object, list[tuple[str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():
-        if param.numel() and type(param) in (nn.Parameter, RecordedTensor):
-            key = param._memory if isinstance(param, RecordedTensor) else param.untyped_storage()._cdata
+        if param.numel() and (type(param) is nn.Parameter or isinstance(param, RecordedTensor)):
+            key = param.memory_key if isinstance(param, RecordedTensor) else param.untyped_storage()._cdata
             for other_name, other in by_memory.setdefault(key, []):
                 if _overlap(param, other):
                     raise PlanError(_trouble(other_name, name, same=param.shape == other.shape))

@@ -63,6 +63,11 @@ class RecordedTensor(torch.Tensor):
         """The module's class and the parameter's name in it."""
         return self._memory.label
 
+    @property
+    def memory_key(self) -> object:
+        """The same object for tensors on the same memory."""
+        return self._memory
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -78,6 +83,9 @@ class RecordedTensor(torch.Tensor):
     ) -> Any:
         return _run(func, args, kwargs or {})
 
+    def __repr__(self, **_options: Any) -> str:
+        return repr(self._plain())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RecordedTensor:
         copied = _like(self, self._memory.copy(memo))
         if isinstance(self, nn.Parameter):
@@ -86,9 +94,11 @@ class RecordedTensor(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def _plain(self) -> torch.Tensor:
         values = values_of(self)
-        plain = nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values
-        return plain.__reduce_ex__(protocol)
+        return nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values
 
 
 def values_of(tensor: torch.Tensor, name: str = "") -> torch.Tensor:
@@ -118,10 +128,10 @@ def take_values(param: RecordedTensor) -> RecordedTensor:
 
 def record_again(param: nn.Parameter, recorded: RecordedTensor) -> None:
     """Undo `take_values`, with all that was written to the parameter since."""
-    memory = recorded._memory
-    swap_content(param, recorded)
+    marked = nn.Parameter(recorded, recorded.requires_grad)  # with torch's attribute that tells a parameter
+    swap_content(param, marked)
     param.__class__ = RecordedTensor  # type: ignore[assignment]
-    param._memory, param._is_param = memory, True  # type: ignore[attr-defined]  # torch's mark of a parameter
+    vars(param).update(vars(marked))
 
 
 def swap_content(first: torch.Tensor, second: torch.Tensor) -> None:
@@ -224,6 +234,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Views are recorded tensors, all other results are plain ones.
     """
+    if func is _ATEN.detach.default:
+        return _like(args[0], args[0]._memory)
     if func.overloadpacket.__name__ in _REPLACES_MEMORY:
         if args[0] is args[-1]:  # torch's parametrizations do that
             return args[0]

@@ -141,7 +141,8 @@ def block_modules(model: nn.Module) -> list[nn.Module]:
 
 def _refuse_unsupported(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if type(param) not in (nn.Parameter, RecordedTensor, FakeTensor):  # dry runs use fake parameters
+        plain = type(param) in (nn.Parameter, FakeTensor) or isinstance(param, RecordedTensor)
+        if not plain:  # dry runs use fake parameters
             raise PlanError(
                 f"parameter {name!r} is a {type(param).__name__}: expected a plain nn.Parameter; "
                 "shard or quantise through the runtime, not before it"

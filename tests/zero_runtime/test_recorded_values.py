@@ -140,13 +140,14 @@ def test_values_and_random_numbers_are_those_of_plain_pytorch(fill: str) -> None
             assert type(values) is torch.Tensor
             assert torch.equal(values, param.detach()), name
             assert values.dtype is param.dtype
+            assert str(found[name]) == str(param)
             assert found[name].requires_grad
         for name, buffer in plain.named_buffers():
             assert torch.equal(dict(kept.named_buffers())[name], buffer), name
         assert type(kept.aside) is nn.Parameter
         assert kept.tied.weight is kept.embed.weight
         assert kept.end is kept.ends[0]
-    assert type(model.embed.weight) is RecordedTensor
+    assert isinstance(model.embed.weight, RecordedTensor)
 
 
 def test_recorded_parameters_have_no_memory() -> None:
