@@ -150,7 +150,24 @@ def changed_without_a_modifier() -> None:
         engine.destroy()
 
 
-CHECKS = (built_inside, gathered_before, changed_without_a_modifier)
+def refused() -> None:
+    """What DeepSpeed 0.19.8 unties in silence, and what ends in an error of torch's at its first backward."""
+    for number in (0, 1, 2, 3):
+        model = written(seed=0, inside=False)
+        model.second.weight.data = model.first.weight.data
+        with pytest.raises(PlanError, match=r"`model\.second\.weight = model\.first\.weight`"):
+            initialize_quietly(model=model, config=at_level(number))
+        model.second.weight = model.first.weight
+        engine, *_ = initialize_quietly(model=model, config=at_level(number))
+        engine.backward(mean_loss(engine))
+        engine.step()
+        assert "second.weight" not in full_values(engine)
+        engine.destroy()
+        with pytest.raises(PlanError, match="found sparse=True"):
+            initialize_quietly(model=nn.Sequential(nn.Embedding(3, 2, sparse=True)), config=at_level(number))
+
+
+CHECKS = (refused, built_inside, gathered_before, changed_without_a_modifier)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
