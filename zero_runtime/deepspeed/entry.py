@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from zero_runtime.deepspeed.auto import AutoValues
 from zero_runtime.deepspeed.compressed import check_trained
@@ -20,6 +20,7 @@ from zero_runtime.deepspeed.config import DropinConfig, read_config
 from zero_runtime.deepspeed.engine import Engine, EngineParts
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
 from zero_runtime.deepspeed.groups import Trained, groups_of_optimizer, groups_of_parameters
+from zero_runtime.deepspeed.loader import training_loader
 from zero_runtime.deepspeed.optimizer_section import default_optimizer
 from zero_runtime.deepspeed.pending_weights import pending_weights
 from zero_runtime.deepspeed.schedules import JsonSchedule, Schedule, client_schedule
@@ -110,7 +111,9 @@ def initialize(
     if is_frozen:
         check_trained(read.wire)
     engine = _compose(model, view, schedule, read, None if is_frozen else trained, lazy_states=not is_named)
-    loader = None if training_data is None else _loader(training_data, collate_fn, read)
+    loader = None
+    if training_data is not None:
+        loader = training_loader(training_data, collate_fn, read.batch.micro, drop_last=read.drop_last)
     return engine, view, loader, schedule
 
 
@@ -213,16 +216,6 @@ def _compose(
             watch.close(error)  # reports the error to the other ranks
         raise
     return Engine(EngineParts(runtime, view, schedule, read, _local_rank(), watch))
-
-
-def _loader(data: Dataset[Any], collate_fn: Callable[..., Any] | None, read: DropinConfig) -> DataLoader[Any]:
-    """This rank's micro-batches, shuffled by DistributedSampler; an iterable data set keeps its own order."""
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(data, IterableDataset):
-        sampler = DistributedSampler(data, world_size(), own_rank())
-    return DataLoader(
-        data, batch_size=read.batch.micro, sampler=sampler, collate_fn=collate_fn, drop_last=read.drop_last
-    )
 
 
 def _warn(read: DropinConfig, notes: list[str]) -> None:
