@@ -47,7 +47,7 @@ def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     """The first element in its memory, and that after the last."""
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset())
     return start, start + 1 + sum(
-        (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+        (size - 1) * int(stride) for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
     )

@@ -31,6 +31,7 @@ _BLANK = (
     *(_ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.empty_like.default),
     *(_ATEN.new_empty.default, _ATEN.new_empty_strided.default),
 )
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # those with a nan for what is not written
 _REPLACES_MEMORY = ("set_", "resize_", "resize_as_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # missing in torch's stubs
 
@@ -41,7 +42,7 @@ def recording() -> Iterator[None]:
     blank = _BlankMemory()
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if type(param) is nn.Parameter and blank.holds(param):
+        if type(param) is nn.Parameter and param.dtype in _DTYPES and blank.holds(param):
             _record(param, f"{type(module).__name__}.{name}")
 
     handle = register_module_parameter_registration_hook(register)
@@ -78,16 +79,16 @@ class RecordedTensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _run(func, args, kwargs or {})
 
-    def __repr__(self, **_options: Any) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return repr(self._plain())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RecordedTensor:
-        copied = _like(self, self._memory.copy(memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied: torch.Tensor = _like(self, self._memory.copy(memo))
         if isinstance(self, nn.Parameter):
             copied = nn.Parameter(copied, self.requires_grad)
         memo[id(self)] = copied
@@ -121,16 +122,17 @@ def values_of(tensor: torch.Tensor, name: str = "") -> torch.Tensor:
 
 def take_values(param: RecordedTensor) -> RecordedTensor:
     """Make it a plain parameter with its values in memory. Returns what `record_again` needs."""
-    recorded = _like(param, param._memory).requires_grad_(param.requires_grad)
+    recorded = _like(param, param._memory)
+    recorded.requires_grad_(param.requires_grad)
     param.data = values_of(param)
     return recorded
 
 
-def record_again(param: nn.Parameter, recorded: RecordedTensor) -> None:
+def record_again(param: torch.Tensor, recorded: RecordedTensor) -> None:
     """Undo `take_values`, with all that was written to the parameter since."""
     marked = nn.Parameter(recorded, recorded.requires_grad)  # with torch's attribute that tells a parameter
     swap_content(param, marked)
-    param.__class__ = RecordedTensor  # type: ignore[assignment]
+    param.__class__ = RecordedTensor
     vars(param).update(vars(marked))
 
 
@@ -156,8 +158,8 @@ class _View:
     memory: _Memory | None
     count: int
     size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    stride: Sequence[Any]
+    offset: Any
 
     def real(self, flat: torch.Tensor) -> torch.Tensor:
         """The part of its memory's values, or of `flat`, what the operation writes to."""
@@ -316,7 +318,7 @@ def _viewed(result: Any, *, held: dict[_Memory, torch.Tensor]) -> Any:
 
 def _like(tensor: torch.Tensor, memory: _Memory) -> RecordedTensor:
     """A recorded tensor that covers of `memory` what `tensor` covers of its own."""
-    made: RecordedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    made: RecordedTensor = torch.Tensor._make_wrapper_subclass(
         RecordedTensor,
         tensor.size(),
         strides=tensor.stride(),
@@ -341,12 +343,17 @@ def _record(param: nn.Parameter, label: str) -> None:
         param.data = param.new_empty(0).set_(shared, offset, shape.size(), shape.stride())
         return
     recorded = _like(torch.as_strided(shape, shape.size(), shape.stride(), offset), memory)
-    record_again(param, recorded.requires_grad_(param.requires_grad))
+    recorded.requires_grad_(param.requires_grad)
+    record_again(param, recorded)
 
 
 def _replace(param: RecordedTensor, data: torch.Tensor) -> None:
     """`param.data = data`: the parameter has the memory of `data` from now on, and is a plain one if that is."""
     requires_grad = param.requires_grad
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise PlanError(
+            f"zero.Init: {param.label}: expected hooks on gradients to be registered after initialize, found one before"
+        )
     if isinstance(data, RecordedTensor):
         new: torch.Tensor = _like(data, data._memory).requires_grad_(requires_grad)
         param._memory = data._memory

@@ -131,7 +131,7 @@ class GatheredParameters(AbstractContextManager[None]):
         param.__class__ = shown.kind
 
     @torch.no_grad()
-    def _record_again(self, param: nn.Parameter, recorded: RecordedTensor, before: torch.Tensor) -> None:
+    def _record_again(self, param: torch.Tensor, recorded: RecordedTensor, before: torch.Tensor) -> None:
         """A changed parameter keeps its memory, from which `initialize` takes its values."""
         if bool(_changed(param.data, before).any()):
             if self._writes:
