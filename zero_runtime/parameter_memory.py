@@ -1,4 +1,7 @@
-"""Refuses models in which two parameters share memory: each gets memory of its own, so they would no longer be one."""
+"""Refuses parameters that would be trained otherwise than in plain PyTorch: two on one memory, and sparse embeddings.
+
+Each parameter gets memory of its own, so two on one memory would no longer be one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,18 @@ from zero_runtime.errors import PlanError
 from zero_runtime.recorded_values import RecordedTensor
 
 
-def check_memory(model: nn.Module) -> None:
+def check_parameters(model: nn.Module) -> None:
+    """Raise PlanError, which names the module or the parameters. To be called before process groups are made."""
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise PlanError(
+                f"module {path!r}: expected an {type(module).__name__} with sparse=False, found sparse=True: gradients "
+                "are dense here, and each rank updates its shard; build it without sparse, or set its `sparse` to False"
+            )
+    _check_memory(model)
+
+
+def _check_memory(model: nn.Module) -> None:
     """Raise PlanError, which names both, if an element belongs to two parameters of the model.
 
     Parts of one buffer that do not overlap are allowed, and so is one Parameter under several names.

@@ -35,7 +35,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
-from zero_runtime.parameter_memory import check_memory
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.recorded_values import RecordedTensor
 from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
@@ -149,13 +148,6 @@ def _refuse_unsupported(model: nn.Module) -> None:
             )
         if not param.is_floating_point():
             raise PlanError(f"parameter {name!r} has dtype {param.dtype}: expected a floating-point dtype")
-    check_memory(model)
-    for path, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-            raise PlanError(
-                f"module {path!r}: expected an {type(module).__name__} with sparse=False, found sparse=True: gradients "
-                "are dense here, and each rank updates its shard; build it without sparse, or set its `sparse` to False"
-            )
 
 
 def _check_dtypes(model: nn.Module, rules: UnitRules) -> None:

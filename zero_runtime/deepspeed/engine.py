@@ -19,6 +19,7 @@ from zero_runtime.deepspeed.engine_settings import EngineSettings
 from zero_runtime.deepspeed.live_engines import add_engine, remove_engine
 from zero_runtime.deepspeed.model_folder import save_16bit
 from zero_runtime.deepspeed.schedules import Schedule, advance, rates_now
+from zero_runtime.deepspeed.write_check import check_writes
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.optim.lr_schedule import Rates
@@ -127,6 +128,7 @@ class Engine(EngineSettings):
         if not self.is_gradient_accumulation_boundary():
             self._end_micro_step(self._in_step + 1)
             return
+        check_writes(self.runtime)
         self._stepping = True
         try:
             self.optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -167,7 +168,30 @@ def refused() -> None:
             initialize_quietly(model=nn.Sequential(nn.Embedding(3, 2, sparse=True)), config=at_level(number))
 
 
-CHECKS = (refused, built_inside, gathered_before, changed_without_a_modifier)
+def written_through_data() -> None:
+    """A write to `data` on rank 1 that the step would undo raises on all ranks where that is asked for."""
+    os.environ["ZERO_RUNTIME_CHECK_WRITES"] = "1"
+    for number in (0, 1, 2, 3):
+        config = at_level(number) | {"bf16": {"enabled": True}}
+        engine, *_ = initialize_quietly(model=written(seed=0, inside=False), config=config)
+        for _ in range(2):
+            engine.backward(mean_loss(lambda x, engine=engine: engine(x.bfloat16())))
+            engine.step()
+        bias = engine.module.last.bias
+        if number == 3:
+            with pytest.raises(ParameterReadError, match=r"'last\.bias'"):
+                bias.data.fill_(3)
+        else:
+            bias.data[0] += dist.get_rank()
+            engine.backward(mean_loss(lambda x, engine=engine: engine(x.bfloat16())))
+            with pytest.raises(
+                ParameterReadError, match=r"^engine\.step: .* found others in last\.bias, written through"
+            ):
+                engine.step()
+        engine.destroy()
+
+
+CHECKS = (written_through_data, refused, built_inside, gathered_before, changed_without_a_modifier)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
