@@ -168,8 +168,8 @@ ROOMS = {
         "inference": "offload pure",
         "settings": "initial_values offload pure sequence_parallel tensor_parallel tensor_source watch",
         "agreed_parameters": "pure",
-        "build": "agreement collectives inference initial_values offload optim parameter_memory parameter_reads phase_clock "
-        "pure settings shard_location tensor_source unit unit_planner world",
+        "build": "agreement collectives inference initial_values offload optim parameter_memory parameter_reads "
+        "phase_clock pure settings shard_location tensor_source unit unit_planner world",
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives offload optim pure unit",
         "accounting": "collectives offload optim pure settings unit",
