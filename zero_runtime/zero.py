@@ -109,6 +109,8 @@ class GatheredParameters(AbstractContextManager[None]):
         every = [self._lost]
         if kind is None and not self._writes:
             for runtime in self._runtimes:
+                if runtime.collectives.shard_count == 1:
+                    continue  # such a parameter was gathered without the other ranks, which may be elsewhere
                 every += runtime.collectives.gather_objects(self._lost)
         lost = list(dict.fromkeys(name for names in every for name in names))
         if lost and kind is None:
