@@ -23,6 +23,7 @@ from zero_runtime.offload.tier import StateTier, residence
 from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.optim.sharded import ShardedOptimizer
+from zero_runtime.parameter_memory import check_parameters
 from zero_runtime.parameter_reads import refuse_owned
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
@@ -116,9 +117,10 @@ def checked_plan(
     settings: RuntimeSettings,
     device_type: str,
 ) -> ZeroPlan:
-    """The plan to follow. Before the model is changed, PlanError if another runtime owns it, and ConfigError if the
-    settings do not go together."""
+    """The plan to follow. Before the model is changed, PlanError if another runtime owns it or a parameter cannot be
+    trained, and ConfigError if the settings do not go together."""
     refuse_owned(model)
+    check_parameters(model)
     tensor = settings.tensor_parallel
     check_divided(tensor.degree, optimizer, precision)
     if settings.sequence_parallel.degree > 1:

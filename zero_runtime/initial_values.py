@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zero_runtime.errors import PlanError
+from zero_runtime.recorded_values import RecordedTensor, swap_content
 
 Initialise = Callable[[nn.Module], None]
 _OWN_RULES = ("reset_parameters", "_reset_parameters")  # torch's own layers use both names
@@ -43,7 +44,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _to_meta(_module: nn.Module, _name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-    if type(param) is not nn.Parameter or param.is_meta:  # `plan_units` refuses other types with their name
+    # `plan_units` refuses other types with their name
+    if not (type(param) is nn.Parameter or isinstance(param, RecordedTensor)) or param.is_meta:
         return None
     return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
@@ -153,15 +155,6 @@ def _refuse_mixed_devices(model: nn.Module) -> None:
             f"expected a model with weights or one on the meta device, found both: {real[0]!r} has values and "
             f"{on_meta[0]!r} is on the meta device; build all inside parameters_on_meta(), or give all of it values"
         )
-
-
-def swap_content(first: nn.Parameter, second: nn.Parameter) -> None:
-    """Exchange the contents of two parameters; references to the objects stay valid. No graph may use them yet.
-
-    torch.utils.swap_tensors does the same but refuses parameters with weak references, which nn.LSTM keeps to its own
-    parameters. Those refer to the object, so they stay correct after the swap.
-    """
-    torch._C._swap_tensor_impl(first, second)
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -20,12 +20,13 @@ from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Piece, Segment
 from zero_runtime.group_shard import GroupShard
 from zero_runtime.guarded_parameter import ParameterGuard
-from zero_runtime.initial_values import InitialValues, swap_content
+from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels import ops
 from zero_runtime.kernels.weight_codes import decode_weights, encode_weights
 from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise_
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import CODE_BITS, WEIGHT_BLOCK_NUMEL
+from zero_runtime.recorded_values import swap_content, values_of
 from zero_runtime.shard_location import ON_DEVICE, OffloadedShards, ShardLocation
 from zero_runtime.tensor_parallel.joined import slice_of
 from zero_runtime.tensor_parallel.slices import TensorSlices
@@ -202,7 +203,7 @@ class UnitParameters:
 
     def _take_values(self, segment: Segment, param: nn.Parameter, initial: InitialValues) -> None:
         """Copy one parameter's values into the full tensor and into the master, which gets them before rounding."""
-        values = initial.draw(segment.name, param) if param.is_meta else self._handed_over(param)
+        values = initial.draw(segment.name, param) if param.is_meta else self._handed_over(segment.name, param)
         split = self._slices.splits.get(segment.name)
         own = (values if split is None else slice_of(values, split, self._slices.rank)).reshape(-1)
         segment.of(self.unsharded_param).copy_(own)
@@ -210,9 +211,9 @@ class UnitParameters:
         if self.master_shard is not None and piece is not None:
             piece.of(self.master_shard).copy_(own[piece.start : piece.stop])
 
-    def _handed_over(self, param: nn.Parameter) -> torch.Tensor:
+    def _handed_over(self, name: str, param: nn.Parameter) -> torch.Tensor:
         """The model's own values, broadcast from rank 0: ranks with different seeds would train different models."""
-        values = param.detach().to(self._device).contiguous()
+        values = values_of(param, name).to(self._device).contiguous()
         self._collectives.broadcast(values, self.name)
         return values
 

@@ -36,6 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.recorded_values import RecordedTensor
 from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
 
 log = logging.getLogger(__name__)
@@ -139,7 +140,8 @@ def block_modules(model: nn.Module) -> list[nn.Module]:
 
 def _refuse_unsupported(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if type(param) not in (nn.Parameter, FakeTensor):  # dry runs use fake parameters
+        plain = type(param) in (nn.Parameter, FakeTensor) or isinstance(param, RecordedTensor)
+        if not plain:  # dry runs use fake parameters
             raise PlanError(
                 f"parameter {name!r} is a {type(param).__name__}: expected a plain nn.Parameter; "
                 "shard or quantise through the runtime, not before it"

@@ -12,12 +12,12 @@ from torch import nn
 
 from zero_runtime.deepspeed.absent import ABSENT_OF_ZERO, missing
 from zero_runtime.deepspeed.live_engines import owned
-from zero_runtime.errors import PlanError
-from zero_runtime.initial_values import parameters_on_meta
+from zero_runtime.errors import ParameterReadError, PlanError, some
 from zero_runtime.memory.live_estimate import (
     estimate_zero2_model_states_mem_needs_all_live,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from zero_runtime.recorded_values import RecordedTensor, record_again, recording, take_values, values_of
 from zero_runtime.runtime import ZeroRuntime
 
 __all__ = [
@@ -29,17 +29,19 @@ __all__ = [
 
 
 class Init(AbstractContextManager["Init"]):
-    """Build a model inside, with its parameters on the meta device; `initialize` gives each rank its shards' values.
+    """Build a model inside with the values of plain PyTorch, almost without memory; `initialize` shards it.
 
-    The values are drawn by the model's own rules, one parameter at a time (initial_values.py), so they are others than
-    without the context. For weights from files use integrations.transformers.from_pretrained. DeepSpeed's other
+    Layers, `apply`, nn.init and other writes, inside and until `initialize`, give the values, and take the random
+    numbers, that they would without the context. Each parameter of uninitialised memory remembers how it got its values
+    (recorded_values.py) instead of keeping them; one that is built from values keeps them. Ranks with different seeds
+    get rank 0's values. For weights from files use integrations.transformers.from_pretrained. DeepSpeed's other
     arguments are accepted and have no effect. `enabled`: False makes the context do nothing.
     """
 
     def __init__(self, module: nn.Module | None = None, *_ignored: Any, enabled: bool = True, **_more: Any) -> None:
         if module is not None:
             raise PlanError("zero.Init: expected no module, found one with weights; initialize shards it as it is")
-        self._context = parameters_on_meta() if enabled else nullcontext()
+        self._context = recording() if enabled else nullcontext()
 
     def __enter__(self) -> Init:
         self._context.__enter__()
@@ -54,8 +56,9 @@ class Init(AbstractContextManager["Init"]):
 class GatheredParameters(AbstractContextManager[None]):
     """Inside, the parameters have their full values on every rank, which must all enter it, between steps.
 
-    params: a parameter, or several; those that no engine owns are left as they are. modifier_rank: None to read; with
-    0, what rank 0 has changed is the value on every rank afterwards. The model must not be called inside.
+    params: a parameter, or several; those that have their values are left as they are. modifier_rank: with 0, what rank
+    0 has changed is the value on every rank afterwards, also between zero.Init and `initialize`; with None, a change
+    raises ParameterReadError at exit. The model must not be called inside.
     """
 
     def __init__(
@@ -72,31 +75,71 @@ class GatheredParameters(AbstractContextManager[None]):
         chosen = [params] if isinstance(params, nn.Parameter) else list(params)
         self._params = list({id(param): param for param in chosen}.values()) if enabled else []
         self._writes = modifier_rank is not None
+        self._lost: list[str] = []  # parameters whose change is undone
+        self._runtimes: list[ZeroRuntime] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
         by_runtime: dict[int, tuple[ZeroRuntime, dict[str, nn.Parameter]]] = {}
-        for param in self._params:
-            found = owned(param)
-            if found is not None:
-                by_runtime.setdefault(id(found.runtime), (found.runtime, {}))[1][found.name] = param
-            elif param.is_meta:
-                raise PlanError(
-                    f"zero.GatheredParameters: a parameter of shape {list(param.shape)} has no values yet; initialize "
-                    "gives it its values: change it afterwards"
-                )
         with ExitStack() as stack:
+            for param in self._params:
+                found = owned(param)
+                if found is not None:
+                    by_runtime.setdefault(id(found.runtime), (found.runtime, {}))[1][found.name] = param
+                elif isinstance(param, RecordedTensor):
+                    stack.callback(self._record_again, param, take_values(param), values_of(param).clone())
+                elif param.is_meta:
+                    raise PlanError(
+                        f"zero.GatheredParameters: a parameter of shape {list(param.shape)} has no values yet; "
+                        "initialize gives it its values: change it afterwards"
+                    )
             for runtime, named in by_runtime.values():
                 runtime.check_between_steps("zero.GatheredParameters")
                 values = stack.enter_context(runtime.full_params(list(named), write=self._writes))
                 for name, param in named.items():
-                    stack.callback(_take_back, values[name], _Shown(param, values[name]), writes=self._writes)
+                    stack.callback(self._take_back, name, values[name], _Shown(param, values[name]))
+            self._runtimes = [runtime for runtime, _ in by_runtime.values()]
             self._stack = stack.pop_all()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        return self._stack.__exit__(kind, error, trace)
+        self._lost.clear()
+        suppressed = self._stack.__exit__(kind, error, trace)
+        every = [self._lost]
+        if kind is None and not self._writes:
+            for runtime in self._runtimes:
+                if runtime.collectives.shard_count == 1:
+                    continue  # such a parameter was gathered without the other ranks, which may be elsewhere
+                every += runtime.collectives.gather_objects(self._lost)
+        lost = list(dict.fromkeys(name for names in every for name in names))
+        if lost and kind is None:
+            raise ParameterReadError(
+                f"zero.GatheredParameters: expected no change without modifier_rank, found one of {some(lost)}, which "
+                "is undone; enter it with modifier_rank=0, and what rank 0 writes stays"
+            )
+        return suppressed
+
+    @torch.no_grad()
+    def _take_back(self, name: str, master: torch.Tensor, shown: _Shown) -> None:
+        """Put the changed elements into `master`; the others keep their bits there, more than those shown."""
+        param = shown.param
+        changed = _changed(param.data, shown.before)
+        if not self._writes:
+            self._lost += [name] if bool(changed.any()) else []
+        else:
+            master.copy_(torch.where(changed, param.data.to(master.dtype), master))
+        param.data = shown.data
+        param.__class__ = shown.kind
+
+    @torch.no_grad()
+    def _record_again(self, param: torch.Tensor, recorded: RecordedTensor, before: torch.Tensor) -> None:
+        """A changed parameter keeps its memory, from which `initialize` takes its values."""
+        if bool(_changed(param.data, before).any()):
+            if self._writes:
+                return
+            self._lost.append(f"{recorded.label} of shape {list(param.shape)}")
+        record_again(param, recorded)
 
 
 class _Shown:
@@ -110,14 +153,14 @@ class _Shown:
         param.data = self.before.clone()
 
 
-@torch.no_grad()
-def _take_back(master: torch.Tensor, shown: _Shown, *, writes: bool) -> None:
-    """Put the changed elements into `master`; the others keep their bits there, which may be more than those shown."""
-    param = shown.param
-    if writes:
-        master.copy_(torch.where(param.data == shown.before, master, param.data.to(master.dtype)))
-    param.data = shown.data
-    param.__class__ = shown.kind
+def _changed(found: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Which elements differ; nan equals nan."""
+    if found.shape != before.shape:
+        raise PlanError(
+            f"zero.GatheredParameters: expected parameters to keep their shapes, found {list(found.shape)} for "
+            f"{list(before.shape)}; build the model with that shape"
+        )
+    return (found != before) & ~(found.isnan() & before.isnan())
 
 
 def __getattr__(name: str) -> NoReturn:

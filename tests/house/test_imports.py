@@ -143,15 +143,17 @@ ROOMS = {
         "issuing": "phase_clock pure watch",
         "collectives": "gloo issuing ledger phase_clock watch world",
         "agreement": "collectives pure",
-        "unit_planner": "dtypes pure",
-        "initial_values": "pure",
+        "recorded_values": "pure",
+        "parameter_memory": "pure recorded_values",
+        "unit_planner": "dtypes pure recorded_values",
+        "initial_values": "pure recorded_values",
         "guarded_parameter": "pure",
         "group_batch": "pure",
         "tensor_parallel": "group_batch pure unit_planner",
         "sequence_parallel": "group_batch pure",
         "group_shard": "collectives",
-        "unit_parameters": "collectives dtypes group_shard guarded_parameter initial_values pure shard_location "
-        "tensor_parallel tensor_source unit_planner",
+        "unit_parameters": "collectives dtypes group_shard guarded_parameter initial_values pure recorded_values "
+        "shard_location tensor_parallel tensor_source unit_planner",
         "unit_gradients": "collectives dtypes pure unit_planner",
         "unit": "collectives guarded_parameter initial_values pure shard_location tensor_parallel tensor_source "
         "unit_gradients "
@@ -170,8 +172,8 @@ ROOMS = {
         "inference": "offload pure",
         "settings": "initial_values offload pure sequence_parallel tensor_parallel tensor_source watch",
         "agreed_parameters": "pure",
-        "build": "agreement collectives inference initial_values offload optim parameter_reads phase_clock pure "
-        "settings shard_location tensor_source unit unit_planner world",
+        "build": "agreement collectives inference initial_values offload optim parameter_memory parameter_reads "
+        "phase_clock pure settings shard_location tensor_source unit unit_planner world",
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives offload optim pure unit",
         "accounting": "collectives offload optim pure settings unit",
@@ -192,7 +194,7 @@ ROOMS = {
         "comm": "deepspeed",
         "ops": "deepspeed pure",
         "utils": "deepspeed pure world",
-        "zero": "deepspeed initial_values memory pure runtime",
+        "zero": "deepspeed memory pure recorded_values runtime",
         "integrations": "checkpoint deepspeed initial_values pure",
         "zero_runtime": "",  # imports lazily, by name
     },

@@ -105,8 +105,9 @@ class Engine(EngineLoop):
     ) -> bool:
         """Save into `save_dir` (in its folder `tag` if given) in this runtime's format. Every rank calls it alike.
 
-        `client_state`: plain JSON values, which load_checkpoint returns. `save_latest` has no effect: no file is needed
-        to find the newest undamaged checkpoint. Returns True, as DeepSpeed does.
+        `client_state`: numbers, texts, True, False, None, and lists, tuples and dicts of them, which load_checkpoint
+        returns as they were; PlanError, which names the place, for others. `save_latest` has no effect: no file is
+        needed to find the newest undamaged checkpoint. Returns True, as DeepSpeed does.
         """
         engine_checkpoint.save(self, save_dir, tag, client_state or {}, with_frozen=not exclude_frozen_parameters)
         return True

@@ -14,6 +14,7 @@ from zero_runtime.checkpoint.foreign.source import load_foreign
 from zero_runtime.checkpoint.load import load_checkpoint, load_weights
 from zero_runtime.checkpoint.retention import newest_good_together
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
+from zero_runtime.deepspeed.client_state import from_json, to_json
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
 from zero_runtime.deepspeed.model_folder import model_config
 from zero_runtime.deepspeed.schedules import Schedule
@@ -57,11 +58,15 @@ def folder_of(call: str, folder: object, tag: object = None) -> Path:
     return Path(folder) / inside
 
 
-def _folder_together(runtime: ZeroRuntime, call: str, folder: object, tag: object) -> Path:
-    """The same for all ranks, which must name one folder. A collective; PlanError on every rank."""
+def _folder_together(runtime: ZeroRuntime, call: str, folder: object, tag: object, client_state: object = None) -> Path:
+    """The same for all ranks, which must name one folder. A collective; PlanError on every rank.
+
+    client_state: is refused together with the folder.
+    """
     path, trouble = Path(), ""
     try:
         path = folder_of(call, folder, tag)
+        to_json(client_state)
     except PlanError as error:
         trouble = str(error)
     every = runtime.collectives.gather_objects((os.path.abspath(path), trouble))
@@ -76,9 +81,9 @@ def _folder_together(runtime: ZeroRuntime, call: str, folder: object, tag: objec
 
 def save(engine: SavedEngine, folder: object, tag: object, client_state: dict[str, Any], *, with_frozen: bool) -> None:
     """Save a checkpoint of step `global_steps`."""
-    root = _folder_together(engine.runtime, "save_checkpoint", folder, tag)
+    root = _folder_together(engine.runtime, "save_checkpoint", folder, tag, client_state)
     trainer = {
-        "client_state": client_state,
+        "client_state": to_json(client_state),
         "engine": {name: getattr(engine, name) for name in (*_COUNTERS, _SAMPLES)},
         "schedule": _schedule_state(engine),
         "lr": engine.get_lr(),
@@ -106,7 +111,7 @@ def load(
         return None, {}
     if weights_only:
         load_weights(engine.runtime, found)
-        return str(found.path), dict(found.index.trainer.get("client_state", {}))
+        return str(found.path), from_json(found.index.trainer.get("client_state", {}))
     trainer = load_checkpoint(engine.runtime, found)
     counted = trainer.get("engine", {})
     for name in _COUNTERS:
@@ -118,7 +123,7 @@ def load(
         # Loading the state of a torch scheduler does not set the groups' rates.
         for group, lr in zip(engine.optimizer.param_groups, trainer.get("lr", ()), strict=False):
             group["lr"] = lr
-    return str(found.path), dict(trainer.get("client_state", {}))
+    return str(found.path), from_json(trainer.get("client_state", {}))
 
 
 def _schedule_state(engine: SavedEngine) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 
 from zero_runtime.deepspeed.engine_settings import EngineSettings
 from zero_runtime.deepspeed.schedules import Schedule, advance
+from zero_runtime.deepspeed.write_check import check_writes
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.optim.lr_schedule import Rates
@@ -105,6 +106,7 @@ class EngineLoop(EngineSettings):
         if not self.is_gradient_accumulation_boundary():
             self._end_micro_step(self._in_step + 1)
             return
+        check_writes(self.runtime)
         self.allreduce_gradients()
         self._stepping = True
         try:

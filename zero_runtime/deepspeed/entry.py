@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from zero_runtime.deepspeed.auto import AutoValues
 from zero_runtime.deepspeed.compressed import check_trained
@@ -21,6 +21,7 @@ from zero_runtime.deepspeed.engine import Engine, EngineParts
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
 from zero_runtime.deepspeed.groups import Trained, groups_of_optimizer, groups_of_parameters
 from zero_runtime.deepspeed.json_text import load
+from zero_runtime.deepspeed.loader import training_loader
 from zero_runtime.deepspeed.optimizer_section import default_optimizer
 from zero_runtime.deepspeed.pending_weights import pending_weights
 from zero_runtime.deepspeed.schedules import JsonSchedule, Schedule, client_schedule
@@ -117,8 +118,10 @@ def initialize(
     is_frozen = not is_named and not any(param.requires_grad for param in model.parameters())
     if is_frozen:
         check_trained(read.wire)
-    loader = None if training_data is None else _loader(training_data, collate_fn, read)
     runtime, watch = _compose(model, read, None if is_frozen else trained, lazy_states=not is_named)
+    loader = None
+    if training_data is not None:
+        loader = training_loader(training_data, collate_fn, read.batch.micro, drop_last=read.drop_last)
     left_out = tuple(trained.left_out.values())
     engine = Engine(EngineParts(runtime, view, schedule, read, _local_rank(), watch, loader, left_out))
     return engine, view, loader, schedule
@@ -230,16 +233,6 @@ def _compose(
             watch.close(error)  # reports the error to the other ranks
         raise
     return runtime, watch
-
-
-def _loader(data: Dataset[Any], collate_fn: Callable[..., Any] | None, read: DropinConfig) -> DataLoader[Any]:
-    """This rank's micro-batches, shuffled by DistributedSampler; an iterable data set keeps its own order."""
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(data, IterableDataset):
-        sampler = DistributedSampler(data, world_size(), own_rank())
-    return DataLoader(
-        data, batch_size=read.batch.micro, sampler=sampler, collate_fn=collate_fn, drop_last=read.drop_last
-    )
 
 
 def _warn(read: DropinConfig, notes: list[str]) -> None:

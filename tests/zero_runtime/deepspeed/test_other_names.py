@@ -187,32 +187,6 @@ def full_tensors() -> None:
 # ---- zero ----------------------------------------------------------------------------------------------------------
 
 
-def built_inside() -> None:
-    """A model that is built inside zero.Init has no values before initialize, and then the same at each stage."""
-    values = []
-    for number in (0, 3):
-        with zero_runtime.zero.Init(config_dict_or_path=at_level(number), remote_device="cpu", dtype=torch.float32):
-            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH + 1))
-        assert all(param.is_meta for param in model.parameters())
-        with (
-            pytest.raises(PlanError, match="has no values yet; initialize"),
-            zero_runtime.zero.GatheredParameters(model.parameters()),
-        ):
-            pass
-        engine, *_ = initialize_quietly(model=model, config=at_level(number))
-        values.append(full_values(engine))
-        engine.destroy()
-    assert unequal(*values) == []
-    assert float(values[0]["0.weight"].std()) > 0
-    others: list[Any] = [None, None]
-    dist.all_gather_object(others, float(values[0]["0.weight"].sum()))
-    assert others[0] == others[1]
-    with zero_runtime.zero.Init(enabled=False):
-        assert not nn.Linear(2, 2).weight.is_meta
-    with pytest.raises(PlanError, match="found one with weights; initialize shards it"):
-        zero_runtime.zero.Init(module=small_model())
-
-
 def gathered() -> None:
     """Full values inside, on every rank; with modifier_rank=0 what rank 0 writes stays, without it no change stays."""
     GatheredParameters = zero_runtime.zero.GatheredParameters
@@ -223,7 +197,13 @@ def gathered() -> None:
         weight = model[0].weight
         with GatheredParameters(model.parameters()):
             inside = {name: param.detach().clone() for name, param in model.named_parameters()}
-            weight.data.zero_()  # is lost: no modifier_rank
+        with (
+            pytest.raises(
+                ParameterReadError, match=r"no change without modifier_rank, found one of 0\.weight, which is"
+            ),
+            GatheredParameters(model.parameters()),
+        ):
+            weight.data.zero_()
         assert unequal(inside, {name: param.detach().to(dtype) for name, param in plain.named_parameters()}) == []
         with pytest.raises(ParameterReadError, match=r"'0\.weight'"):
             weight.sum()
@@ -337,7 +317,7 @@ def getters() -> None:
     engine.destroy()
 
 
-CHECKS = (collectives, adams, logs, full_tensors, built_inside, gathered, recomputed, getters)
+CHECKS = (collectives, adams, logs, full_tensors, gathered, recomputed, getters)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
