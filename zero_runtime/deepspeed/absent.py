@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 _ESTIMATE = "the layers count, not their sum: build the model inside zero.Init() and call ..._all_live"
-_PARALLEL = "pipelines, experts and tensor parallelism are not here; zero_optimization shards the model instead"
+_PARALLEL = "pipelines and experts are not here; zero_optimization or tensor_parallel shards the model instead"
 
 ABSENT = {
     "init_inference": "freeze the model and hand it to initialize, or use torch; kernels for inference are not here",
-    "tp_model_init": _PARALLEL,
     "PipelineModule": _PARALLEL,
     "pipe": _PARALLEL,
     "moe": _PARALLEL,

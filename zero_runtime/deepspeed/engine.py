@@ -49,8 +49,8 @@ class Engine(EngineSettings):
     """Trains `module`; attributes that it lacks are those of the module (parameters(), state_dict(), generate(), ...).
 
     The loss passed to `backward` is this rank's mean over its micro-batch: the engine divides it by the number of
-    micro-batches per step and by the number of ranks. Call `step` after every backward; it updates the parameters at
-    the last micro-batch of a step.
+    micro-batches per step and by `dp_world_size`. Call `step` after every backward; it updates the parameters at the
+    last micro-batch of a step.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -113,7 +113,7 @@ class Engine(EngineSettings):
         share = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         share = share / self.gradient_accumulation_steps() if scale_wrt_gas else share
         last = self.is_gradient_accumulation_boundary()
-        self.runtime.backward(share / self.world_size, retain_graph=retain_graph, last=last)
+        self.runtime.backward(share / self.dp_world_size, retain_graph=retain_graph, last=last)
         self._awaits_step = True
         return share.detach()
 

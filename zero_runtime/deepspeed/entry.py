@@ -23,9 +23,11 @@ from zero_runtime.deepspeed.groups import Trained, groups_of_optimizer, groups_o
 from zero_runtime.deepspeed.optimizer_section import default_optimizer
 from zero_runtime.deepspeed.pending_weights import pending_weights
 from zero_runtime.deepspeed.schedules import JsonSchedule, Schedule, client_schedule
+from zero_runtime.deepspeed.tp_model import with_tensor_parallel
 from zero_runtime.errors import PlanError
 from zero_runtime.own_device import device_index, make_current
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.tensor_parallel.division import TensorParallel
 from zero_runtime.world import WorldSettings, is_joined, join_alone, join_world, own_rank, watch_world, world_size
 
 _TIMEOUT = timedelta(minutes=10)
@@ -95,12 +97,15 @@ def initialize(
         raise PlanError(f"initialize: expected model to be a torch.nn.Module, found {type(model).__name__}")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
-            raise PlanError(f"initialize: {name}: model parallelism is not here yet; leave it out")
+            raise PlanError(
+                f"initialize: {name}: expected none: tensor_parallel.autotp_size makes groups; leave it out"
+            )
     init_distributed(dist_init_required=dist_init_required)
     if not is_joined():
         raise PlanError("initialize: expected a process group with dist_init_required=False, found none; make one")
     values = AutoValues.of(args, model)
-    read = read_config(_source(args, config, config_params), world_size(), own_device().type, values)
+    source = with_tensor_parallel(model, _source(args, config, config_params))
+    read = read_config(source, world_size(), own_device().type, values)
     trained, notes = _train_with(model, optimizer, model_parameters, read)
     view = EngineOptimizer(trained)
     schedule = _schedule(lr_scheduler, view, optimizer, read)
@@ -202,6 +207,7 @@ def _compose(
         watch=watch,
         lazy_states=lazy_states,
         wire=read.wire,
+        tensor_parallel=TensorParallel(read.degrees.tensor),
     )
     try:
         with pending_weights(model) as weights:
@@ -216,10 +222,14 @@ def _compose(
 
 
 def _loader(data: Dataset[Any], collate_fn: Callable[..., Any] | None, read: DropinConfig) -> DataLoader[Any]:
-    """This rank's micro-batches, shuffled by DistributedSampler; an iterable data set keeps its own order."""
+    """This rank's micro-batches, shuffled by DistributedSampler; an iterable data set keeps its own order.
+
+    The ranks of a tensor-parallel group get the same ones.
+    """
     sampler: DistributedSampler[Any] | None = None
     if not isinstance(data, IterableDataset):
-        sampler = DistributedSampler(data, world_size(), own_rank())
+        degree = read.degrees.tensor
+        sampler = DistributedSampler(data, world_size() // degree, own_rank() // degree)
     return DataLoader(
         data, batch_size=read.batch.micro, sampler=sampler, collate_fn=collate_fn, drop_last=read.drop_last
     )
