@@ -128,8 +128,7 @@ CASES: dict[str, Case] = {
     "auto-tp": script(
         "small_check.py",
         words="{snippets}/auto_tp.json",
-        refused="PlanError: config: 1 problem:\n  tensor_parallel.tp_size: found 4: "
-        "tensor parallelism is on the command line alone (parallel.tp=4)",
+        refused="PlanError: config: 1 problem:\n  tensor_parallel.tp_size: expected a divisor of the 2 ranks, found 4",
     ),
     "zero3-fp16": script(
         "small_check.py", "micro-batches of 16, fp16 True", words="{snippets}/zero3_without_offload.json"

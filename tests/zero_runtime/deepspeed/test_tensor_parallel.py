@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.divided import model_of
+from harness.divided import adapted, model_of
 from harness.exact import LION, RATES, STEPS, ExactModel, Row, inputs, loss_of, plain
 from harness.ranks import run_ranks
-from harness.seed_loop import initialize_quietly
+from harness.seed_loop import SNIPPETS, initialize_quietly, run_script
 from torch import nn
 
+import zero_runtime
 from zero_runtime.errors import ParameterReadError, PlanError
 
 STAGES = (0, 1, 2, 3)
@@ -159,6 +160,59 @@ def test_the_loader_gives_the_ranks_of_a_group_one_batch(world: int) -> None:
     assert by_rank[0::2] == by_rank[1::2]
     seen = [value for batches, _ in by_rank[::2] for batch in batches for value in batch]
     assert sorted(seen) == list(map(float, range(16)))
+
+
+# ---- other ways to ask for it ----------------------------------------------------------------------------------------
+
+
+def first_loss(model: nn.Module, **config: Any) -> tuple[float, int]:
+    engine = engine_of(model, 1, **config)
+    ids = torch.arange(6).view(1, -1)
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    size = engine.autotp_size()
+    engine.destroy()
+    return loss.item(), size
+
+
+def asked_in_other_ways() -> None:
+    expected = first_loss(model_of("llama"))
+    assert expected[1] == 2
+    model = zero_runtime.tp_model_init(model_of("llama"), tp_size=2, dtype=torch.float32)
+    with pytest.raises(PlanError, match=r"autotp_size: expected 2, as tp_model_init says, found 4"):
+        first_loss(model, tensor={"autotp_size": 4})
+    with pytest.raises(PlanError, match=r"bf16.enabled: expected the dtype of tp_model_init, torch.float32"):
+        first_loss(model, tensor={}, bf16={"enabled": True})
+    with pytest.raises(PlanError, match="expected one call for a model"):
+        zero_runtime.tp_model_init(model, tp_size=1, dtype=torch.float32)
+    with pytest.raises(PlanError, match="tp_group: expected none"):
+        zero_runtime.tp_model_init(model, tp_size=2, dtype=torch.float32, tp_group=dist.group.WORLD)
+    assert first_loss(model, tensor={}) == expected
+    inside = adapted(zero_runtime.tp_model_init(model_of("llama"), 2, torch.float32), 2)
+    assert first_loss(inside, tensor={})[1] == 2
+    config = model_of("llama").config
+    with zero_runtime.zero.Init():
+        drawn = type(model)(config)
+    assert first_loss(drawn)[1] == 2
+    with pytest.raises(PlanError, match=r"mpu: expected none: tensor_parallel\.autotp_size makes groups"):
+        initialize_quietly(model=model_of("llama"), config={"train_batch_size": 2}, mpu=object())
+
+
+def test_a_size_of_tp_model_init_and_a_model_inside_of_init_are_divided_too() -> None:
+    run_ranks(asked_in_other_ways, 2)
+
+
+def test_the_loop_of_a_comparison_with_stage_3_learns(tmp_path: Path) -> None:
+    """Its configuration says tp_size, which DeepSpeed 0.19.8 refuses beside autotp_size; the model here has two heads
+    of keys, so the size is 2."""
+    config = tmp_path / "config.json"
+    config.write_text((SNIPPETS / "auto_tp.json").read_text().replace('"tp_size": 4', '"tp_size": 2'))
+    first, second = run_ranks(run_script, 2, str(tmp_path), str(config), 30)
+    told = [float(line.split("Loss: ")[1].split(",")[0]) for line in first["told"] if "Loss" in line]
+    assert told[-1] < told[0] - 1
+    assert first["steps"] == second["steps"]
+    assert "a step here has train_batch_size / 2 sequences" in first["warned"][0]
 
 
 # ---- weights, checkpoints, generation --------------------------------------------------------------------------------
