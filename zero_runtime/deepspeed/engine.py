@@ -16,7 +16,7 @@ from zero_runtime.deepspeed.absent import ABSENT_OF_ENGINE
 from zero_runtime.deepspeed.config import DropinConfig
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
 from zero_runtime.deepspeed.engine_settings import EngineSettings
-from zero_runtime.deepspeed.live_engines import add_engine, remove_engine
+from zero_runtime.deepspeed.live_engines import add_engine, claim_loss, remove_engine
 from zero_runtime.deepspeed.model_folder import save_16bit
 from zero_runtime.deepspeed.schedules import Schedule, advance, rates_now
 from zero_runtime.dtypes import TORCH_DTYPE
@@ -109,6 +109,7 @@ class Engine(EngineSettings):
                 "engine.backward: expected engine.step() after the last backward, found another backward; add the "
                 "losses of one micro-batch and call backward once"
             )
+        claim_loss(self, loss)
         # The product of a 16-bit loss and the loss scale would overflow fp16 before any gradient does.
         share = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         share = share / self.gradient_accumulation_steps() if scale_wrt_gas else share
