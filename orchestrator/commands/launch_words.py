@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from orchestrator.commands.verb_parser import RefusedFlag
 from orchestrator.config.strict import Refusal
 
 LOCAL, PORT = "localhost", 29500
@@ -38,19 +39,6 @@ _REFUSED: dict[str, tuple[int, str]] = {
 }
 
 
-class _Refused(argparse.Action):
-    """Refuses a flag with what to do instead, stored in `const`."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> NoReturn:
-        raise Refusal([f"{option_string}: it is not here: {self.const}"])
-
-
 def add_words(parser: argparse.ArgumentParser) -> None:
     """Add the words; each may be written with hyphens, as torchrun has them."""
 
@@ -72,7 +60,7 @@ def add_words(parser: argparse.ArgumentParser) -> None:
     slots.add_argument("-e", "--exclude", default="", metavar="SLOTS")
     for name, (values, instead) in _REFUSED.items():
         names = [name, *(["-q"] if name == "--quiet" else [])]
-        add(*names, action=_Refused, nargs=values, const=instead, help=argparse.SUPPRESS)
+        add(*names, action=RefusedFlag, nargs=values, const=f"it is not here: {instead}", help=argparse.SUPPRESS)
 
 
 def own_slots(asked: argparse.Namespace, gpus: int) -> list[int] | None:

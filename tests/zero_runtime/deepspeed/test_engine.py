@@ -163,7 +163,7 @@ def misfits() -> None:
         ("knows updates alone", {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(adam), "optimizer": adam}),
         ("found a builtins.int", {"lr_scheduler": 3}),
         ("found a int", {"optimizer": 3}),
-        ("model parallelism is not here yet", {"mpu": object()}),
+        ("tensor_parallel.autotp_size makes groups", {"mpu": object()}),
         ("found 0 of them", {"config": None}),
         ("found 2 of them", {"config_params": config}),
         ("lr: expected a finite number", {"config": {**config, "optimizer": {"type": "SGD", "params": {"lr": -0.1}}}}),
