@@ -49,7 +49,7 @@ ABSENT_OF_OPS = {
 ABSENT_OF_UTILS = {
     "zero_to_fp32": "`zlab export-weights CHECKPOINT OUT --dtype fp32` writes the weights of a checkpoint",
     "RepeatingLoader": "loop over the loader again: `while True: for batch in loader: ...`",
-    "groups": "pipelines, experts and tensor parallelism are not here: torch.distributed's group has all ranks",
+    "groups": "engine.get_data_parallel_rank() and dp_world_size say what a rank reads; torch's group has all ranks",
     "init_on_device": "build inside zero.Init(), or inside torch.device(...)",
     "OnDevice": "build inside zero.Init(), or inside torch.device(...)",
 }
