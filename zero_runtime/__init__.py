@@ -43,6 +43,7 @@ _HOME = {
     "get_accelerator": "accelerator",
     "init_distributed": "deepspeed.entry",
     "initialize": "deepspeed.entry",
+    "tp_model_init": "deepspeed.tp_model",
 }
 
 __all__ = sorted(_HOME)

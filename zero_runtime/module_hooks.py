@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import filterfalse
 from operator import attrgetter
@@ -46,6 +46,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero_runtime.backward_tracker import BackwardTracker, Call
 from zero_runtime.errors import CallOrderError, ParameterReadError, ZeroError
 from zero_runtime.graph_entries import CallNodes, units_entered
+from zero_runtime.nested_tensors import tensors_in
 from zero_runtime.parameter_reads import unwatch_parameters, watch_parameters
 from zero_runtime.schedule import Schedule
 from zero_runtime.shared_backward import SharedBackward, backward_under_way
@@ -436,22 +437,3 @@ def _companions(unit: Unit, units: list[Unit]) -> list[Unit]:
     """The trained units with parameters inside a frozen unit's modules."""
     inside = {module for own in unit.modules for module in own.modules()}
     return [other for other in units if other.trainable and not inside.isdisjoint(other.modules)]
-
-
-def tensors_in(value: object) -> list[torch.Tensor]:
-    """Every tensor in a module's arguments or result: a nesting of tensors, tuples, lists, dicts and dataclasses."""
-    found: list[torch.Tensor] = []
-    _collect((value,), found)
-    return found
-
-
-def _collect(values: Iterable[object], found: list[torch.Tensor]) -> None:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, dict):
-            _collect(value.values(), found)
-        elif isinstance(value, (tuple, list)):
-            _collect(value, found)
-        elif is_dataclass(value) and not isinstance(value, type):
-            _collect([getattr(value, item.name) for item in fields(value)], found)

@@ -45,8 +45,8 @@ def refuse_owned(model: nn.Module) -> None:
     """PlanError if an open runtime owns the model, or a closed one left it without its values."""
     if any(isinstance(module._parameters, WatchedParameters) for module in model.modules()):
         raise PlanError(
-            "model: expected one that no runtime owns, found one that is in use; close its runtime first "
-            "(engine.destroy)"
+            "model: expected one that no runtime owns, found one that is in use, also if its engine was deleted; call "
+            "engine.destroy() (runtime.close) on every rank before that, or make the model anew"
         )
     for name, param in model.named_parameters():
         if isinstance(param, GuardedParameter):

@@ -405,11 +405,15 @@ class UnitParameters:
         self.end_gather()
         sliced = any(segment.name in self._slices.splits for segment in self.layout.segments)
         is_whole = self.state is DataState.UNSHARDED and not sliced
+        storage = self.unsharded_param.untyped_storage()
         for param in self.params:
             param.grad = None
-            param.data = param.data.clone() if is_whole else param.data
-        if not is_whole:
-            self.unsharded_param.untyped_storage().resize_(0)  # see [Note: release by storage]
+            if is_whole:
+                param.data = param.data.clone()
+            elif not storage.resizable():  # a checkpoint was written from it, by way of numpy
+                param.data = param.data.new_empty(()).expand(param.shape)
+        if not is_whole and storage.resizable():
+            storage.resize_(0)  # see [Note: release by storage]
         if self.group_shard is not None:
             self.group_shard.free()
         self.unsharded_param = self.param_shard = self._empty(0, self._compute_dtype)

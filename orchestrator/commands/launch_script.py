@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 
+from orchestrator.commands.launch_words import add_words, own_slots
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.config.schema import Device
 from orchestrator.config.strict import Refusal
@@ -26,14 +29,13 @@ def main(words: Sequence[str]) -> int:
     asked = parser().parse_args(words)
     found = hardware.detect()
     placement = _placement(asked, found)
-    script: list[str] = asked.script[asked.script[0] == "--" :]
-    if not os.path.isfile(script[0]):
-        kind = "a folder" if os.path.isdir(script[0]) else "no file"
-        usage = f"{program()} launch --ranks 2 train.py ARGUMENTS"
-        raise Refusal([f"{script[0]}: expected a Python script, found {kind}; options come before it: {usage}"])
+    script: list[str] = asked.script
+    _check_script(script[0], asked)
+    if asked.launcher:
+        complain(f"note: --launcher {asked.launcher} has no effect on one machine")
     began = time.monotonic()
     with signals_interrupt():
-        end = run_script(children.script_words(script), placement)
+        end = run_script(partial(_command, asked), placement)
     seconds = time.monotonic() - began
     if not end.message:
         complain(f"note: {_many(placement.ranks)} of {script[0]} ended with exit code 0 after {seconds:.0f} s")
@@ -43,7 +45,8 @@ def main(words: Sequence[str]) -> int:
     complain(f"error: {end.message}, after {seconds:.0f} s; {others}")
     for line in end.last_words:
         complain(f"error: rank {end.rank}: {line}")
-    again = shlex.join([*(["--ranks", "1"] if placement.ranks > 1 else []), *script])
+    flags = [f"--{name}" for name in ("module", "no_python", "local_rank") if getattr(asked, name)]
+    again = shlex.join([*(["--ranks", "1"] if placement.ranks > 1 else []), *flags, *script])
     complain(f"next: {program()} launch {again}      whether it fails alone, too")
     return FAILED
 
@@ -51,14 +54,39 @@ def main(words: Sequence[str]) -> int:
 def parser() -> VerbParser:
     parser = verb_parser("launch", "Runs a script on ranks of this machine, with the environment that torchrun gives.")
     # The launchers of DeepSpeed and torch call it so.
-    names = ("--ranks", "--num_gpus", "--nproc_per_node")
+    names = ("--ranks", "--num_gpus", "--num-gpus", "--num_accelerators", "--nproc_per_node", "--nproc-per-node")
     parser.add_argument(*names, type=_count, default=None, metavar="RANKS", help="default: one for each GPU, else 1")
     parser.add_argument("--threads", type=_count, default=None, help="of each rank; default: its share of the cores")
     parser.add_argument("--device", choices=[device.value for device in (Device.cpu, Device.cuda)], default=None,
                         help="default: cuda if there are GPUs")  # fmt: skip
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGUMENTS", help="the script and its words")
+    add_words(parser)
     add_json(parser, "launch shows what the script prints")
     return parser
+
+
+def _check_script(script: str, asked: argparse.Namespace) -> None:
+    """Refuse a script, a module or a program that is not there, before anything starts."""
+    if asked.module:
+        if script.endswith(".py"):
+            name = script.removesuffix(".py").replace(os.sep, ".")
+            raise Refusal(
+                [f"--module {script}: expected a module's name, found a file; leave --module out, or: {name}"]
+            )
+    elif asked.no_python:
+        if shutil.which(script) is None:
+            raise Refusal([f"--no_python {script}: expected a program, found none of this name"])
+    elif not os.path.isfile(script):
+        kind = "a folder" if os.path.isdir(script) else "no file"
+        usage = f"{program()} launch --ranks 2 train.py ARGUMENTS"
+        raise Refusal([f"{script}: expected a Python script, found {kind}; options come before it: {usage}"])
+
+
+def _command(asked: argparse.Namespace, rank: int) -> list[str]:
+    """What a rank runs."""
+    script, *words = asked.script
+    words = [script, *([f"--local_rank={rank}"] if asked.local_rank else []), *words]
+    return words if asked.no_python else children.script_words(["-m", *words] if asked.module else words)
 
 
 def _count(text: str) -> int:
@@ -73,9 +101,13 @@ _count.__name__ = f"whole number from 1 to {MOST_RANKS}"  # argparse shows it: "
 
 
 def _placement(asked: argparse.Namespace, found: hardware.Hardware) -> Placement:
+    asked.script = asked.script[asked.script[:1] == ["--"] :]
     device = Device(asked.device) if asked.device else Device.cuda if found.gpus else Device.cpu
-    ranks = asked.ranks or (found.gpus if device is Device.cuda else 1)
+    slots = own_slots(asked, found.gpus)
+    ranks = (asked.ranks if slots is None else len(slots)) or (found.gpus if device is Device.cuda else 1)
     problems = []
+    if slots is not None and os.environ.get("CUDA_VISIBLE_DEVICES") and device is Device.cuda:
+        problems.append("CUDA_VISIBLE_DEVICES: expected none beside --hostfile, --include and --exclude; unset it")
     if not asked.script:
         problems.append(f"expected a script, found none: {program()} launch --ranks 2 train.py ARGUMENTS")
     if device is Device.cuda and ranks > found.gpus:
@@ -84,7 +116,8 @@ def _placement(asked: argparse.Namespace, found: hardware.Hardware) -> Placement
         )
     if problems:
         raise Refusal(problems)
-    return Placement(ranks, device, asked.threads or max(1, found.cores // ranks))
+    threads = asked.threads or max(1, found.cores // ranks)
+    return Placement(ranks, device, threads, slots, asked.master_addr, asked.master_port or 0)
 
 
 def _many(ranks: int) -> str:

@@ -21,8 +21,8 @@ class VerbParser(argparse.ArgumentParser):
         raise Refusal([f"{message}      {usage}"])
 
 
-class _NoJson(argparse.Action):
-    """Rejects --json with a reason, stored in `const`."""
+class RefusedFlag(argparse.Action):
+    """Refuses a flag with the reason, or what to do instead, stored in `const`."""
 
     def __call__(
         self,
@@ -30,8 +30,8 @@ class _NoJson(argparse.Action):
         namespace: argparse.Namespace,
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
-    ) -> None:
-        parser.error(f"--json: {self.const}")
+    ) -> NoReturn:
+        raise Refusal([f"{option_string}: {self.const}"])
 
 
 def verb_parser(name: str, text: str) -> VerbParser:
@@ -42,7 +42,7 @@ def verb_parser(name: str, text: str) -> VerbParser:
 def add_json(parser: argparse.ArgumentParser, why_not: str = "") -> None:
     """Adds --json, which prints one document to stdout. `why_not`: the reason why this verb rejects it."""
     if why_not:
-        parser.add_argument("--json", action=_NoJson, nargs=0, const=why_not, help=argparse.SUPPRESS)
+        parser.add_argument("--json", action=RefusedFlag, nargs=0, const=why_not, help=argparse.SUPPRESS)
     else:
         parser.add_argument("--json", action="store_true", help="one JSON document on stdout, for a program to read")
 

@@ -16,12 +16,13 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import BinaryIO, NamedTuple
 
 from orchestrator.config.schema import Device
+from orchestrator.config.strict import Refusal
 from orchestrator.launch.environment import rank_settings
 from orchestrator.launch.verdict import GRACE_S, LOG_LINES, Sight, describe, judge, kernel_kills
 from orchestrator.machine import children
@@ -38,11 +39,17 @@ _NOT_SET = ("HF_HUB_OFFLINE",)
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks of a script. threads: of each rank."""
+    """The ranks of a script. threads: of each rank. gpus: for CUDA_VISIBLE_DEVICES; None leaves it as it is.
+
+    address, port: where rank 0 listens; None and 0 choose the loopback and a port that is free.
+    """
 
     ranks: int
     device: Device
     threads: int
+    gpus: Sequence[int] | None = None
+    address: str | None = None
+    port: int = 0
 
 
 class ScriptEnd(NamedTuple):
@@ -73,19 +80,19 @@ class _Rank:
         return Sight(self.number, state, alive=self.code is None, exit_code=self.code, exit_time=self.ended_at)
 
 
-def run_script(command: Sequence[str], placement: Placement) -> ScriptEnd:
-    """Run `command` on every rank until all have ended; if one fails, the others are ended too.
+def run_script(command: Callable[[int], Sequence[str]], placement: Placement) -> ScriptEnd:
+    """Run `command(rank)` on every rank until all have ended; if one fails, the others are ended too.
 
     Call it from the main thread. The output of rank 0 is passed on as it comes, that of the others line by line with
     their rank. When it returns or raises, no process of the ranks is left.
     """
     kills = kernel_kills()
     ranks: list[_Rank] = []
-    with _reserved_port() as (address, port):
+    with _reserved_port(placement) as (address, port):
         try:
             for number in range(placement.ranks):
                 environment = rank_environment(placement, number, address, port, os.environ)
-                ranks.append(_Rank(number, _started(command, environment)))
+                ranks.append(_Rank(number, _started(command(number), environment)))
             _follow(ranks)
         finally:
             with signals_ignored():
@@ -106,6 +113,8 @@ def rank_environment(
     }
     ours = {name: value for name, value in settings.items() if name not in _NOT_SET}
     words = {name: str(value) for name, value in place.items()}
+    if placement.gpus is not None and placement.device is Device.cuda:
+        words["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
     # Without PYTHONUNBUFFERED a rank that is killed would lose what it printed last.
     return {**base, **ours, **words, "MASTER_ADDR": address, "PYTHONUNBUFFERED": "1"}
 
@@ -124,12 +133,16 @@ def _started(command: Sequence[str], environment: Mapping[str, str]) -> subproce
 
 
 @contextlib.contextmanager
-def _reserved_port() -> Iterator[tuple[str, int]]:
-    """The loopback address and a port on it, see [Note: the port of the ranks]."""
-    address = loopback()
+def _reserved_port(placement: Placement) -> Iterator[tuple[str, int]]:
+    """An address of this machine and a port on it, see [Note: the port of the ranks]. Refusal if it is taken."""
+    address = placement.address or loopback()
     with socket.socket(family(address)) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((address, 0))
+        try:
+            holder.bind((address, placement.port))
+        except (OSError, OverflowError) as error:
+            place = f"--master_addr {address} --master_port {placement.port}"
+            raise Refusal([f"{place}: expected a free port of this machine, found: {error}; leave them out"]) from error
         yield address, holder.getsockname()[1]
 
 

@@ -38,7 +38,7 @@ def program_in(code: str) -> str:
 
 
 def script_words(script: Sequence[str]) -> list[str]:
-    """The command that runs a user's own script with its arguments, by this interpreter."""
+    """The command that runs a user's own script, or after "-m" a module, with its arguments, by this interpreter."""
     return [sys.executable, *script]
 
 

@@ -187,8 +187,8 @@ ROOMS = {
         "profiler": "accounting memory phase_clock runtime timing",
         "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit "
         "unit_parameters",
-        "deepspeed": "agreement checkpoint closed dtypes offload own_device pure runtime step_report tensor_source "
-        "users_backward watch world",
+        "deepspeed": "agreement checkpoint closed dtypes offload own_device pure runtime step_report tensor_parallel "
+        "tensor_source users_backward watch world",
         "accelerator": "",
         "checkpointing": "deepspeed",
         "comm": "deepspeed",

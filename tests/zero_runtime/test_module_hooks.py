@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from zero_runtime.guarded_parameter import ParameterGuard
-from zero_runtime.module_hooks import ModuleHooks, tensors_in
+from zero_runtime.module_hooks import ModuleHooks
+from zero_runtime.nested_tensors import tensors_in
 
 A, B, C = torch.zeros(1), torch.zeros(2), torch.zeros(3)
 

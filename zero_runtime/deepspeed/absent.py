@@ -6,11 +6,10 @@ _ESTIMATE = "the layers count, not their sum: build the model inside zero.Init()
 _STATES = (
     "states move by the configuration: zero_optimization.offload_optimizer and offload_param keep them on the host"
 )
-_PARALLEL = "pipelines, experts and tensor parallelism are not here; zero_optimization shards the model instead"
+_PARALLEL = "pipelines and experts are not here; zero_optimization or tensor_parallel shards the model instead"
 
 ABSENT = {
     "init_inference": "freeze the model and hand it to initialize, or use torch; kernels for inference are not here",
-    "tp_model_init": _PARALLEL,
     "PipelineModule": _PARALLEL,
     "pipe": _PARALLEL,
     "moe": _PARALLEL,
@@ -47,7 +46,7 @@ ABSENT_OF_OPS = {
 ABSENT_OF_UTILS = {
     "zero_to_fp32": "`zlab export-weights CHECKPOINT OUT --dtype fp32` writes the weights of a checkpoint",
     "RepeatingLoader": "loop over the loader again: `while True: for batch in loader: ...`",
-    "groups": "pipelines, experts and tensor parallelism are not here: torch.distributed's group has all ranks",
+    "groups": "engine.get_data_parallel_rank() and dp_world_size say what a rank reads; torch's group has all ranks",
     "init_on_device": "build inside zero.Init(), or inside torch.device(...)",
     "OnDevice": "build inside zero.Init(), or inside torch.device(...)",
 }

@@ -61,7 +61,7 @@ def read_config(
 ) -> DropinConfig:
     """Read a dict or a file, for `world` ranks with a device of this type. One PlanError reports all problems.
 
-    Tensor and sequence parallelism are problems, because the engine has neither.
+    Sequence parallelism is a problem, because the engine has none.
 
     auto: what keys that are "auto" are filled in from; each that was filled is a note.
     """
@@ -78,7 +78,7 @@ def read_config(
 def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader, *, engine: bool = False) -> DropinConfig:
     """Read a configuration; all problems are added to the reader's, and the result is of use if there are none.
 
-    engine: for the engine, which has neither tensor nor sequence parallelism.
+    engine: for the engine, which has no sequence parallelism.
     """
     values = reader.read(TOP, _in_new_form(given, reader))
     degrees = read_degrees(values, world, reader, engine=engine)

@@ -56,8 +56,8 @@ class Engine(EngineLoop):
     """Trains `module`; attributes that it lacks are those of the module (parameters(), state_dict(), generate(), ...).
 
     The loss passed to `backward` is this rank's mean over its micro-batch: the engine divides it by the number of
-    micro-batches per step and by the number of ranks. Call `step` after every micro-batch; it updates the parameters at
-    the last one of a step.
+    micro-batches per step and by `dp_world_size`. Call `step` after every micro-batch; it updates the parameters at the
+    last one of a step.
     """
 
     def __init__(self, parts: EngineParts) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zero_runtime.deepspeed.engine_settings import EngineSettings
+from zero_runtime.deepspeed.live_engines import claim_loss
 from zero_runtime.deepspeed.schedules import Schedule, advance
 from zero_runtime.deepspeed.write_check import check_writes
 from zero_runtime.dtypes import TORCH_DTYPE
@@ -23,7 +24,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 class EngineLoop(EngineSettings):
     """Counts micro-batches by the calls of `step`, as DeepSpeed does: each may have several backwards.
 
-    Gradients of a step are summed. Each backward divides them by the micro-batches of a step and by the ranks.
+    Gradients of a step are summed. Each backward divides them by the micro-batches of a step and by `dp_world_size`.
     """
 
     lr_scheduler: Schedule | None
@@ -42,7 +43,9 @@ class EngineLoop(EngineSettings):
         self._report: StepReport | None = None
         self.optimizer.bind(self._update, self.runtime, self.zero_grad)
         self.runtime.backwards.follow_users(self._begin_users_backward)
-        self.runtime.backwards.take_written(self.world_size)  # what `.grad` held before initialize counts, as in torch
+        self.runtime.backwards.take_written(
+            self.dp_world_size
+        )  # what `.grad` held before initialize counts, as in torch
 
     # ---- a micro-batch -------------------------------------------------------------------------------------------
 
@@ -66,10 +69,11 @@ class EngineLoop(EngineSettings):
         Returns the loss divided by the accumulation, or undivided if scale_wrt_gas is False. DeepSpeed's signature.
         """
         self.runtime.backwards.end_failed()
+        claim_loss(self, loss)
         share = _in_fp32(loss)
         share = share / self.gradient_accumulation_steps() if scale_wrt_gas else share
         last = self.is_gradient_accumulation_boundary()
-        self.runtime.backward(share / self.world_size, retain_graph=retain_graph, last=last)
+        self.runtime.backward(share / self.dp_world_size, retain_graph=retain_graph, last=last)
         return share.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -91,7 +95,7 @@ class EngineLoop(EngineSettings):
                 "engine.backward(loss) or engine.scale(loss).backward()"
             )
         return UsersBackward(
-            last=self.is_gradient_accumulation_boundary(), parts=self.gradient_accumulation_steps() * self.world_size
+            last=self.is_gradient_accumulation_boundary(), parts=self.gradient_accumulation_steps() * self.dp_world_size
         )
 
     # ---- the step ------------------------------------------------------------------------------------------------
@@ -129,7 +133,7 @@ class EngineLoop(EngineSettings):
         it. No effect within a step, or after a backward at the boundary, which has reduced them."""
         if not self.is_gradient_accumulation_boundary():
             return
-        self.runtime.backwards.take_written(self.world_size)
+        self.runtime.backwards.take_written(self.dp_world_size)
         if not self.runtime.backwards.has_gradients:
             raise CallOrderError("engine.step: expected engine.backward(loss) since the last step, found none")
         self.runtime.backwards.finish()

@@ -110,8 +110,25 @@ class EngineSettings:
 
     @property
     def dp_world_size(self) -> int:
-        """Number of ranks: all of them are data parallel."""
-        return self.world_size
+        """Number of ranks with batches of their own: all, or with tensor parallelism one of each group."""
+        return self.runtime.collectives.data_world
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of consecutive ranks that hold the slices of one model."""
+        return self.runtime.collectives.tensor_degree
+
+    def get_data_parallel_rank(self) -> int:
+        """The number of this rank's batch among `dp_world_size`: equal on the ranks of a tensor-parallel group."""
+        return self.runtime.collectives.data_rank
+
+    def get_tensor_parallel_rank(self) -> int:
+        """This rank's place among `mp_world_size`."""
+        return self.runtime.collectives.tensor_rank
+
+    def autotp_size(self) -> int:
+        """The same as `mp_world_size`, but 0 without tensor parallelism, as DeepSpeed's."""
+        return self.mp_world_size if self.mp_world_size > 1 else 0
 
     def get_lr(self) -> list[float]:
         """The learning rates of the next update, by group."""

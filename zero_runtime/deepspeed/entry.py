@@ -25,9 +25,11 @@ from zero_runtime.deepspeed.loader import training_loader
 from zero_runtime.deepspeed.optimizer_section import default_optimizer
 from zero_runtime.deepspeed.pending_weights import pending_weights
 from zero_runtime.deepspeed.schedules import JsonSchedule, Schedule, client_schedule
+from zero_runtime.deepspeed.tp_model import with_tensor_parallel
 from zero_runtime.errors import PlanError
 from zero_runtime.own_device import device_index, make_current
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.tensor_parallel.division import TensorParallel
 from zero_runtime.watch.watch import RankWatch
 from zero_runtime.world import WorldSettings, is_joined, join_alone, join_world, own_rank, watch_world, world_size
 
@@ -98,12 +100,15 @@ def initialize(
         raise PlanError(f"initialize: expected model to be a torch.nn.Module, found {type(model).__name__}")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
-            raise PlanError(f"initialize: {name}: model parallelism is not here yet; leave it out")
+            raise PlanError(
+                f"initialize: {name}: expected none: tensor_parallel.autotp_size makes groups; leave it out"
+            )
     init_distributed(dist_init_required=dist_init_required)
     if not is_joined():
         raise PlanError("initialize: expected a process group with dist_init_required=False, found none; make one")
     values = AutoValues.of(args, model)
-    source, notes = _without_what_the_call_gives(_source(args, config, config_params), optimizer, lr_scheduler)
+    source = with_tensor_parallel(model, _source(args, config, config_params))
+    source, notes = _without_what_the_call_gives(source, optimizer, lr_scheduler)
     read = read_config(source, world_size(), own_device().type, values)
     trained, told = _train_with(model, optimizer, model_parameters, read)
     if read.schedule is not None:
@@ -121,7 +126,7 @@ def initialize(
     runtime, watch = _compose(model, read, None if is_frozen else trained, lazy_states=not is_named)
     loader = None
     if training_data is not None:
-        loader = training_loader(training_data, collate_fn, read.batch.micro, drop_last=read.drop_last)
+        loader = training_loader(training_data, collate_fn, read)
     left_out = tuple(trained.left_out.values())
     engine = Engine(EngineParts(runtime, view, schedule, read, _local_rank(), watch, loader, left_out))
     return engine, view, loader, schedule
@@ -214,6 +219,7 @@ def _compose(
         watch=watch,
         lazy_states=lazy_states,
         wire=read.wire,
+        tensor_parallel=TensorParallel(read.degrees.tensor),
     )
     left_out = () if trained is None else tuple(trained.left_out.values())
     for param in left_out:

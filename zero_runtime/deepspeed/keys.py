@@ -53,7 +53,7 @@ _TENSOR_PARALLEL = {
     "tp_overlap_comm": idle(BOOL),
     "verbose": idle(BOOL),
     "preset_model": idle(TEXT),
-    "partition_config": feature("layers are divided by parallel.patterns; leave it out, and give those"),
+    "partition_config": feature("the model's own plan or structure says how layers are divided; leave it out"),
     "tp": section({"tp_size": mapped(WHOLE), "tp_grain_size": idle(WHOLE)}),
 }
 _NO_COMPILATION = "compilation by the engine is not here; call torch.compile on your model, or set it to false"

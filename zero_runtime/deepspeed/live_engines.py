@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
+import torch
 from torch import nn
 
+from zero_runtime.errors import CallOrderError
 from zero_runtime.runtime import ZeroRuntime
 
 
@@ -24,6 +26,7 @@ class OwnedParameter(NamedTuple):
 
 
 _LIVE: WeakSet[LiveEngine] = WeakSet()
+_LOSSES: WeakKeyDictionary[LiveEngine, ref[torch.Tensor]] = WeakKeyDictionary()  # the last one of each
 
 
 def add_engine(engine: LiveEngine) -> None:
@@ -34,6 +37,20 @@ def add_engine(engine: LiveEngine) -> None:
 def remove_engine(engine: LiveEngine) -> None:
     """Its parameters are found no more. Idempotent."""
     _LIVE.discard(engine)
+
+
+def claim_loss(engine: LiveEngine, loss: torch.Tensor) -> None:
+    """Remember that the engine runs the backward of `loss`; CallOrderError if another engine had it.
+
+    A backward gives gradients to every engine that the loss went through, so two would count them twice.
+    """
+    if any(one is not engine and seen() is loss for one, seen in _LOSSES.items()):
+        raise CallOrderError(
+            "engine.backward: expected a loss that no other engine had the backward of, found one whose gradients were "
+            "given to both engines then, and would count twice; make one engine of a module that holds both models, "
+            "with a parameter group for each"
+        )
+    _LOSSES[engine] = ref(loss)
 
 
 def owned(param: nn.Parameter) -> OwnedParameter | None:

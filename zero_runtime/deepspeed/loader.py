@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from zero_runtime.deepspeed.config import DropinConfig
 from zero_runtime.world import own_rank, world_size
 
 
@@ -31,9 +32,12 @@ class TrainingLoader(DataLoader[Any]):
         return self.sampler
 
 
-def training_loader(
-    data: Dataset[Any], collate_fn: Callable[..., Any] | None, micro_batch: int, *, drop_last: bool
-) -> TrainingLoader:
-    """The loader of this rank's samples; an iterable data set keeps its own order."""
-    sampler = None if isinstance(data, IterableDataset) else EpochSampler(data, world_size(), own_rank())
-    return TrainingLoader(data, batch_size=micro_batch, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last)
+def training_loader(data: Dataset[Any], collate_fn: Callable[..., Any] | None, config: DropinConfig) -> TrainingLoader:
+    """The loader of this rank's micro-batches, which the ranks of a tensor-parallel group share; an iterable data set
+    keeps its own order."""
+    sampler, degree = None, config.degrees.tensor
+    if not isinstance(data, IterableDataset):
+        sampler = EpochSampler(data, world_size() // degree, own_rank() // degree)
+    return TrainingLoader(
+        data, batch_size=config.batch.micro, sampler=sampler, collate_fn=collate_fn, drop_last=config.drop_last
+    )

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from zero_runtime.deepspeed.schema import Reader
 
 SEQUENCE, DATA = "sequence_parallel_size", "data_parallel_size"
-_SHARD = "shard the model by zero_optimization instead (3 shards the parameters too)"
-_SAME = "a script gives each rank a batch of its own, and the ranks of a group need the same one"
 
 
 class Degrees(NamedTuple):
@@ -29,18 +27,23 @@ UNDIVIDED = Degrees()
 def read_degrees(values: Mapping[str, Any], world: int, reader: Reader, *, engine: bool) -> Degrees:
     """The degrees of a configuration for `world` ranks; those that do not divide them are problems.
 
-    engine: for the engine, which divides neither layers nor sequences: any degree above 1 is a problem.
+    engine: for the engine, which divides no sequences: such a degree above 1 is a problem.
     """
     tensor, key = _tensor(values.get("tensor_parallel", {}), reader)
     sequence, data = values.get(SEQUENCE, 1), values.get(DATA)
     for name, degree in ((key, tensor), (SEQUENCE, sequence)):
         if degree < 1:
             reader.refuse(name, f"expected at least 1, found {degree}")
-        elif world % degree and not engine:
+        elif world % degree and not (engine and name == SEQUENCE):
             nearest = max(one for one in range(1, world + 1) if world % one == 0 and one < degree)
             reader.refuse(name, f"expected a divisor of the {world} ranks, found {degree}; the nearest is {nearest}")
-    if engine:
-        _refuse_any(Degrees(tensor, sequence, key), reader)
+    if engine and sequence > 1:
+        reader.refuse(
+            SEQUENCE,
+            f"found {sequence}: sequence parallelism is on the command line alone (parallel.sp={sequence}), where "
+            "`zlab import` puts it: a script gives the model its part of a sequence, and here the model takes its part "
+            "of whole ones; set it to 1, and use smaller micro-batches or recomputation",
+        )
     elif tensor > 1 and sequence > 1:
         reader.refuse(SEQUENCE, f"expected 1 beside {key}={tensor}, found {sequence}: both divide the heads; keep one")
     if data is not None and data * sequence != world:
@@ -59,6 +62,8 @@ def _tensor(section: Mapping[str, Any], reader: Reader) -> tuple[int, str]:
         )
     if not given or not section.get("enabled", True):
         return 1, "tensor_parallel"
+    if len(sizes := {size for size in given.values() if size > 1}) > 1:
+        reader.problems.append(f"tensor_parallel: expected one size, found {sorted(sizes)}; keep autotp_size")
     largest = max(given, key=given.__getitem__)
     return given[largest] or 1, f"tensor_parallel.{largest}"  # an autotp_size of 0 switches it off
 
@@ -69,23 +74,6 @@ def batch_ranks(config: Mapping[str, Any], ranks: int) -> int:
     degree = config.get(SEQUENCE)
     divides = isinstance(degree, int) and degree > 0 and ranks % degree == 0
     return ranks // int(degree or 1) if divides else ranks
-
-
-def _refuse_any(degrees: Degrees, reader: Reader) -> None:
-    """Problems for degrees above 1, which the command line knows and the engine does not."""
-    if (tensor := degrees.tensor) > 1:
-        reader.refuse(
-            degrees.tensor_key,
-            f"found {tensor}: tensor parallelism is on the command line alone (parallel.tp={tensor}), where `zlab "
-            f"import` puts it: {_SAME}; set it to 1, and {_SHARD}",
-        )
-    if (sequence := degrees.sequence) > 1:
-        reader.refuse(
-            SEQUENCE,
-            f"found {sequence}: sequence parallelism is on the command line alone (parallel.sp={sequence}), where "
-            "`zlab import` puts it: a script gives the model its part of a sequence, and here the model takes its part "
-            "of whole ones; set it to 1, and use smaller micro-batches or recomputation",
-        )
 
 
 def notes_of(degrees: Degrees) -> list[str]:

@@ -113,6 +113,12 @@ class ZeroTrainer:
             chosen = self.optimizer is not None or "optimizer" not in config
             given = self.create_optimizer() if trains and chosen else None  # type: ignore[attr-defined]
             self.engine = initialize(model=self.model, config=config, optimizer=given)[0]
+            if self.engine.mp_world_size > 1:
+                self.engine.destroy()
+                raise PlanError(
+                    "tensor_parallel: expected no divided layers with the Trainer, whose loader gives each rank a "
+                    "batch of its own; leave it out, or write the loop yourself (docs/dropin.md)"
+                )
             self.optimizer = TrainerOptimizer(self.engine)
             self.deepspeed = self.model_wrapped = self.engine
         return self.engine

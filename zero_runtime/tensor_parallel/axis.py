@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ class SliceCollectives(Protocol):
 
     def sum_over_slices_(self, values: torch.Tensor) -> torch.Tensor: ...
 
-    def gather_slices(self, values: torch.Tensor) -> torch.Tensor: ...
+    def gather_slices(self, values: torch.Tensor, *, counted: bool = True) -> torch.Tensor: ...
 
 
 class TensorAxis:
@@ -36,6 +37,10 @@ class TensorAxis:
         """Sum a contiguous tensor over the group, in place; equal bits on every rank."""
         return self._collectives.sum_over_slices_(values)
 
+    def check_batch(self) -> bool:
+        """`GroupBatch.check_group` by a message that is not counted as one of a step."""
+        return self.batch.check_group(partial(self._collectives.gather_slices, counted=False))
+
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, [degree, *shape]."""
         return self._collectives.gather_slices(values)
@@ -50,5 +55,5 @@ class AloneOnAxis:
     def sum_over_slices_(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
-    def gather_slices(self, values: torch.Tensor) -> torch.Tensor:
+    def gather_slices(self, values: torch.Tensor, *, counted: bool = True) -> torch.Tensor:
         return values.new_empty((self.tensor_degree, *values.shape))

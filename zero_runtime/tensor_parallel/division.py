@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from zero_runtime.errors import PlanError
+from zero_runtime.errors import ParameterReadError, PlanError
 from zero_runtime.tensor_parallel.axis import TensorAxis
 from zero_runtime.tensor_parallel.layers import ColumnForward, ColumnInput, EmbeddingForward, HeadForward, RowForward
 from zero_runtime.tensor_parallel.plan import SplitPlan, owner_of, plan_split
@@ -70,6 +70,10 @@ class DividedModel:
         self._modules = dict(model.named_modules())
         self._installed: list[nn.Module] = []
         self._heads: list[HeadForward] = []
+        self._is_compared = False
+        self._hooks = [model.register_state_dict_pre_hook(_refuse_slices)]
+        if gathers_logits:  # otherwise the loss by the vocabulary, which alone may use such logits, notes the labels
+            self._hooks.append(model.register_forward_pre_hook(self._note, with_kwargs=True))
         self._attributes: list[tuple[nn.Module, str, int]] = []
         shared: dict[str, ColumnInput] = {}
         for path, division in plan.divisions.items():
@@ -92,6 +96,12 @@ class DividedModel:
                 self._attributes.append((self._modules[path], name, getattr(self._modules[path], name)))
                 setattr(self._modules[path], name, value)
 
+    def _note(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what a training forward is given. That of the first one is compared before it: inputs of two shapes
+        would end in an error of the backend."""
+        self.axis.batch.note_all((args, kwargs))
+        self._is_compared = self._is_compared or self.axis.check_batch()
+
     def _install(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         module.forward = forward
         self._installed.append(module)
@@ -110,12 +120,23 @@ class DividedModel:
 
     def remove(self) -> None:
         """Restore the modules' own forwards and sizes. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
         for module in self._installed:
             del module.forward
         for module, name, value in self._attributes:
             setattr(module, name, value)
         self._installed.clear()
         self._attributes.clear()
+
+
+def _refuse_slices(_module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+    """Raise ParameterReadError for a state dict of values, which would be saved as those of the whole model."""
+    if not keep_vars:
+        raise ParameterReadError(
+            "state_dict: expected whole parameters, found this rank's slices (parallel.tp); on every rank, use "
+            "runtime.full_params() (the drop-in: engine.module_state_dict() or engine.save_16bit_model)"
+        )
 
 
 def head_of(model: nn.Module) -> HeadForward | None:

@@ -264,6 +264,7 @@ def trained(form: Form, stage: int) -> dict[str, torch.Tensor]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": form.accumulation,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage},
     }
     engine, *_ = initialize_quietly(model=Sum(), config=config)
@@ -316,6 +317,7 @@ def through_blocks(stage: int, *, use_reentrant: bool, of_loss: bool) -> tuple[d
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage},
     }
     engine, *_ = initialize_quietly(model=Blocks(use_reentrant=use_reentrant), config=config)
@@ -373,7 +375,9 @@ def one_loss_of_two_engines(*, of_loss: bool) -> None:
 
 def engine_of(**more: Any) -> Any:
     sgd = {"type": "SGD", "params": {"lr": LR}}
-    return initialize_quietly(model=Sum(), config={"train_batch_size": 2, "optimizer": sgd, **more})[0]
+    return initialize_quietly(
+        model=Sum(), config={"train_batch_size": 2, "gradient_clipping": 0.0, "optimizer": sgd, **more}
+    )[0]
 
 
 def refused_forms() -> None:

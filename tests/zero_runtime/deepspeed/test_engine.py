@@ -166,7 +166,7 @@ def misfits() -> None:
         ("knows updates alone", {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(adam), "optimizer": adam}),
         ("found a builtins.int", {"lr_scheduler": 3}),
         ("found a int", {"optimizer": 3}),
-        ("model parallelism is not here yet", {"mpu": object()}),
+        ("tensor_parallel.autotp_size makes groups", {"mpu": object()}),
         ("found 0 of them", {"config": None}),
         ("found 2 of them", {"config_params": config}),
         ("lr: expected a finite number", {"config": {**config, "optimizer": {"type": "SGD", "params": {"lr": -0.1}}}}),
@@ -332,3 +332,50 @@ def late_changes() -> None:
 
 def test_what_changes_after_initialize_is_refused_by_name_before_anything_is_updated() -> None:
     run_ranks(late_changes, 2)
+
+
+# ---- two engines -----------------------------------------------------------------------------------------------------
+
+
+def one_loss_for_two_engines() -> list[str]:
+    """Plain torch gives each model the gradient of one backward; two would give twice that."""
+    told = []
+    for stage in range(4):
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {"stage": stage},
+        }
+        first, second = (initialize_quietly(model=nn.Linear(4, 4), config=config)[0] for _ in range(2))
+        for _ in range(2):  # a loss of each engine's own: nothing is refused
+            first.backward(first(torch.ones(2, 4)).mean())
+            second.backward(second(torch.ones(2, 4)).mean())
+            first.step()
+            second.step()
+        loss = second(first(torch.ones(2, 4))).mean()
+        first.backward(loss, retain_graph=True)
+        with pytest.raises(CallOrderError) as caught:
+            second.backward(loss)
+        told.append(str(caught.value))
+        first.destroy()
+        second.destroy()
+    return told
+
+
+def test_a_backward_of_two_engines_for_one_loss_is_refused_at_every_stage() -> None:
+    for told in run_ranks(one_loss_for_two_engines, 2):
+        assert len(told) == 4
+        assert all("engine.backward: expected a loss that no other engine had the backward of" in one for one in told)
+
+
+def deleted_without_destroy() -> None:
+    model = nn.Linear(4, 4)
+    initialize_quietly(model=model, config={"train_batch_size": 1})
+    with pytest.raises(
+        PlanError, match=r"found one that is in use, also if its engine was deleted; call engine\.destroy"
+    ):
+        initialize_quietly(model=model, config={"train_batch_size": 1})
+
+
+def test_a_model_whose_engine_was_deleted_says_to_destroy_it_before() -> None:
+    run_alone(deleted_without_destroy)

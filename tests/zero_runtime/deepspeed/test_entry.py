@@ -42,10 +42,7 @@ def scripts(folder: str) -> list[dict[str, Any]]:
 
 def test_a_script_for_deepspeed_runs_in_one_process_with_only_its_import_changed(tmp_path: Path) -> None:
     refused, first, second = run_alone(scripts, str(tmp_path))
-    assert (
-        "tensor_parallel.tp_size: found 4: tensor parallelism is on the command line alone (parallel.tp=4)"
-        in refused["refused"]
-    )
+    assert "tensor_parallel.tp_size: expected a divisor of the 1 ranks, found 4" in refused["refused"]
     assert refused["told"] == []
     assert first["told"] == second["told"]  # twice in one process, the same numbers
     losses = [float(match[1]) for line in first["told"] if (match := re.search(r"Loss: ([\d.]+)", line))]

@@ -27,11 +27,7 @@ def problems(source: Any, world: int = 2) -> list[str]:
 
 
 AUTO = "is filled in from TrainingArguments, and none that say it were given as args; "
-TENSOR_PARALLEL = (
-    "tensor_parallel.tp_size: found 4: tensor parallelism is on the command line alone (parallel.tp=4), where `zlab "
-    "import` puts it: a script gives each rank a batch of its own, and the ranks of a group need the same one; set it "
-    "to 1, and shard the model by zero_optimization instead (3 shards the parameters too)"
-)
+TENSOR_PARALLEL = "tensor_parallel.tp_size: expected a divisor of the 2 ranks, found 4; the nearest is 2"
 
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     (
@@ -52,6 +48,14 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
             "sequence_parallel_size: found 2: sequence parallelism is on the command line alone (parallel.sp=2), where "
             "`zlab import` puts it: a script gives the model its part of a sequence, and here the model takes its part "
             "of whole ones; set it to 1, and use smaller micro-batches or recomputation"
+        ],
+    ),
+    (
+        "two sizes of tensor parallelism",
+        config(tensor_parallel={"autotp_size": 2, "tp": {"tp_size": 4}}),
+        [
+            "tensor_parallel: expected one size, found [2, 4]; keep autotp_size",
+            TENSOR_PARALLEL.replace("tp_size", "tp.tp_size"),
         ],
     ),
     ("tensor parallelism by default on", config(tensor_parallel={"tp_size": 4}), [TENSOR_PARALLEL]),
