@@ -213,8 +213,7 @@ class UnitParameters:
 
     def _handed_over(self, name: str, param: nn.Parameter) -> torch.Tensor:
         """The model's own values, broadcast from rank 0: ranks with different seeds would train different models."""
-        values = values_of(param, name).to(self._device).contiguous()
-        self._collectives.broadcast(values, self.name)
+        self._collectives.broadcast(values := values_of(param, name).to(self._device).contiguous(), self.name)
         return values
 
     def _bind(self, segment: Segment, param: nn.Parameter) -> None:
@@ -405,12 +404,12 @@ class UnitParameters:
         self.end_gather()
         sliced = any(segment.name in self._slices.splits for segment in self.layout.segments)
         is_whole = self.state is DataState.UNSHARDED and not sliced
-        storage = self.unsharded_param.untyped_storage()
+        storage = self.unsharded_param.untyped_storage()  # of fixed size once a checkpoint was written from it
         for param in self.params:
             param.grad = None
             if is_whole:
                 param.data = param.data.clone()
-            elif not storage.resizable():  # a checkpoint was written from it, by way of numpy
+            elif not storage.resizable():
                 param.data = param.data.new_empty(()).expand(param.shape)
         if not is_whole and storage.resizable():
             storage.resize_(0)  # see [Note: release by storage]

@@ -43,9 +43,7 @@ class EngineLoop(EngineSettings):
         self._report: StepReport | None = None
         self.optimizer.bind(self._update, self.runtime, self.zero_grad)
         self.runtime.backwards.follow_users(self._begin_users_backward)
-        self.runtime.backwards.take_written(
-            self.dp_world_size
-        )  # what `.grad` held before initialize counts, as in torch
+        self.runtime.backwards.take_written(self.dp_world_size)  # what `.grad` held before counts, as in torch
 
     # ---- a micro-batch -------------------------------------------------------------------------------------------
 

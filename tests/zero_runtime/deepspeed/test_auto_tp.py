@@ -28,6 +28,7 @@ def engine_of(model: nn.Module, stage: int, tensor: dict[str, Any] = TWO, **othe
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage},
         "tensor_parallel": tensor,
         **others,
