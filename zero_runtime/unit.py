@@ -295,6 +295,13 @@ class Unit:
         """0-dim fp64: the sum of squares of this rank's part of the gradient; None without a gradient."""
         return self._gradients.squares()
 
+    def change_grad(self, name: str, read_into: ReadInto) -> None:
+        """Fill this rank's piece of one parameter's summed gradient, which must be there, with other values."""
+        self.settle()
+        assert self.grad_shard is not None, f"unit {self.name}: no gradient to change"
+        self.fill(self.grad_shard, [name], read_into)
+        self._gradients.forget_squares()
+
     def first_non_finite(self) -> str | None:
         """The first parameter whose unreduced local gradient is not finite; None if all are. Reads on the host."""
         return self._gradients.first_non_finite()

@@ -22,7 +22,8 @@ from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
 from zero_runtime.deepspeed.groups import Trained, groups_of_optimizer, groups_of_parameters
 from zero_runtime.deepspeed.optimizer_section import default_optimizer
 from zero_runtime.deepspeed.pending_weights import pending_weights
-from zero_runtime.deepspeed.schedules import JsonSchedule, Schedule, client_schedule
+from zero_runtime.deepspeed.runtime.lr_schedules import of_section
+from zero_runtime.deepspeed.schedules import Schedule, client_schedule
 from zero_runtime.errors import PlanError
 from zero_runtime.own_device import device_index, make_current
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
@@ -179,7 +180,7 @@ def _schedule(given: Any, view: EngineOptimizer, optimizer: Any, read: DropinCon
         raise PlanError("lr_scheduler: expected it in initialize or in the configuration, found both; leave one out")
     if given is not None:
         return client_schedule(given, view, optimizer)
-    return None if read.schedule is None else JsonSchedule(view, read.schedule)
+    return None if read.schedule is None else of_section(view, read.schedule)
 
 
 def _compose(

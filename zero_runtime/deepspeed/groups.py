@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_runtime.deepspeed.named_optimizer import NamedOptimizer
 from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer, torch_arguments, torch_default
 from zero_runtime.errors import PlanError
 from zero_runtime.optim.configs import (
@@ -63,6 +64,11 @@ def groups_of_parameters(model: nn.Module, given: Iterable[Any] | None, chosen: 
 
 def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
     """Read an instance of a class of torch.optim. Its group dicts are used, so its schedulers drive the engine too."""
+    if isinstance(optimizer, NamedOptimizer):
+        trained = groups_of_parameters(model, optimizer.param_groups, optimizer.chosen)
+        for group, whole in zip(optimizer.param_groups, trained.param_groups, strict=True):
+            group.update(whole)
+        return Trained(trained.config, optimizer.param_groups)
     name = type(optimizer).__name__
     if type(optimizer) is not getattr(torch.optim, name, None) or torch_problem(name):
         raise PlanError(
