@@ -15,7 +15,7 @@ import torch.distributed as dist
 from harness.plain_optimizers import AdamW
 from harness.ranks import run_ranks
 from harness.seed_loop import initialize_quietly
-from harness.small_engine import CLIP, WIDTH, Small, at_level, mean_loss, trained
+from harness.small_engine import CLIP, WIDTH, Small, at_level, drawn, mean_loss, trained
 from torch import nn
 
 import zero_runtime.deepspeed as deepspeed
@@ -32,7 +32,7 @@ def from_all_ranks(value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def set_and_used(folder: str) -> None:
-    """What is set is what is read, whole and by rank, and the next step uses it: the bits of a plain clipped AdamW."""
+    """What is set is what is read, whole and by rank, and the next step uses it, as a plain clipped AdamW does."""
     nvme = {"device": "nvme", "nvme_path": folder}
     cases = [*range(4), {"stage": 3, "offload_optimizer": nvme}, {"stage": 2, "offload_optimizer": nvme}]
     for case in cases:
@@ -59,6 +59,8 @@ def check_set_values(config: dict[str, Any], *, local: bool) -> None:
         for key, value in values.items():
             set_value("optimizer_state", params[name], value, key, local=local)
             expected.state[own][key].copy_(value)
+    if config["zero_optimization"] in ({"stage": 0}, {"stage": 1}, {"stage": 2}):  # readable between steps
+        assert all(torch.equal(params[name].detach(), own.detach()) for name, own in trained(plain).items())
     engine.backward(mean_loss(engine, 1))
     (mean_loss(plain, 1) / 2).backward()
     for place, (name, own) in enumerate(trained(plain).items()):
