@@ -32,14 +32,21 @@ def is_trained(param: OwnedParameter) -> bool:
     return _unit_of(param).trainable
 
 
+def read_full(param: OwnedParameter, state: str) -> torch.Tensor:
+    """A copy of the full weights (MASTER), gradient (GRAD) or state, in the dtype in which it is held. A collective."""
+    unit = _unit_of(param)
+    with _shard(param.runtime, unit, state) as shard:
+        full = unit.full_of(_values(shard))[param.name]
+        return full / param.runtime.scaler.scale if state == GRAD else full.float().clone()
+
+
 def read_own(param: OwnedParameter, state: str) -> torch.Tensor:
-    """A copy of this rank's elements of the weights (MASTER), the gradient (GRAD) or a state, in fp32."""
+    """A copy of this rank's elements of them, in fp32."""
     unit = _unit_of(param)
     piece = _piece_of(unit, param.name)
     with _shard(param.runtime, unit, state) as shard:
-        values = shard if isinstance(shard, torch.Tensor) else shard.values()
-        own = values[:0] if piece is None else piece.of(values)
-        return own.float() / param.runtime.scaler.scale if state == GRAD else own.float().clone()
+        own = _values(shard)[:0] if piece is None else piece.of(_values(shard))
+        return own.float() / (param.runtime.scaler.scale if state == GRAD else 1.0)
 
 
 def write_own(param: OwnedParameter, state: str, values: torch.Tensor) -> None:
@@ -101,6 +108,10 @@ def _shard(runtime: ZeroRuntime, unit: Unit, state: str, *, writes: bool = False
         if state not in shards:
             raise PlanError(f"expected one of {', '.join(list(shards)[1:])}, found {state!r}")
         yield shards[state]
+
+
+def _values(shard: ToldState) -> torch.Tensor:
+    return shard if isinstance(shard, torch.Tensor) else shard.values()
 
 
 def _scaled(read_into: ReadInto, scale: float) -> ReadInto:

@@ -14,80 +14,31 @@ import torch
 from torch import nn
 
 from zero_runtime.checkpoint.layout import MASTER
+from zero_runtime.deepspeed import leaf_modules, on_device
 from zero_runtime.deepspeed.absent import ABSENT_OF_UTILS, submodule
-from zero_runtime.deepspeed.leaf_modules import (
-    get_z3_leaf_modules,
-    set_z3_leaf_module,
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-    z3_leaf_parameter,
-)
 from zero_runtime.deepspeed.live_engines import OwnedParameter, owned
-from zero_runtime.deepspeed.on_device import OnDevice
-from zero_runtime.deepspeed.runtime.dataloader import RepeatingLoader
-from zero_runtime.deepspeed.shard_values import GRAD, is_trained, read_own, write_full, write_own
-from zero_runtime.deepspeed.utils import groups
-from zero_runtime.deepspeed.utils.logging import log_dist, logger
+from zero_runtime.deepspeed.runtime import dataloader
+from zero_runtime.deepspeed.shard_values import GRAD, is_trained, read_full, read_own, write_full, write_own
+from zero_runtime.deepspeed.utils import groups, logging
 from zero_runtime.errors import PlanError
 
-__all__ = [
-    "OnDevice",
-    "RepeatingLoader",
-    "get_z3_leaf_modules",
-    "log_dist",
-    "logger",
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-    "safe_update_full_grad_vectorized",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-    "z3_leaf_parameter",
-]
+_FURTHER = (dataloader, leaf_modules, logging, on_device)  # whose functions and classes are names of this module too
+logger = logging.logger
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """A copy of the full master. Between steps."""
-    found = _owner_of(param)
-    if not is_trained(found):
-        return None
-    with found.runtime.full_params([found.name]) as values:
-        return values[found.name].float()
+    return _read(read_full, param, MASTER)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The full gradient, summed over the ranks and without the loss scale. After backward and before step."""
-    found = _owner_of(param)
-    return found.runtime.full_grad(found.name) if is_trained(found) else None
+    """A copy of the full gradient, summed over the ranks and without the loss scale. After backward and before step."""
+    return _read(read_full, param, GRAD)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A full optimizer state, such as exp_avg."""
-    found = _owner_of(param)
-    if not is_trained(found):
-        return None
-    states = found.runtime.full_optimizer_state(found.name)
-    if optim_state_key not in states:
-        raise PlanError(
-            f"safe_get_full_optimizer_state: expected one of {', '.join(states)}, found {optim_state_key!r}"
-        )
-    return states[optim_state_key]
+    """A copy of a full optimizer state, such as exp_avg."""
+    return _read(read_full, param, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -107,17 +58,17 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """A copy of this rank's elements of the master, 1-D."""
-    return _own(param, MASTER)
+    return _read(read_own, param, MASTER)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """A copy of this rank's elements of the summed gradient, 1-D."""
-    return _own(param, GRAD)
+    return _read(read_own, param, GRAD)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """A copy of this rank's elements of an optimizer state, 1-D."""
-    return _own(param, optim_state_key)
+    return _read(read_own, param, optim_state_key)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -145,9 +96,9 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(gradient, param))
 
 
-def _own(param: nn.Parameter, state: str) -> torch.Tensor | None:
+def _read(read: Callable[[OwnedParameter, str], torch.Tensor], param: nn.Parameter, state: str) -> torch.Tensor | None:
     found = _owner_of(param)
-    return read_own(found, state) if is_trained(found) else None
+    return read(found, state) if is_trained(found) else None
 
 
 def _owner_of(param: nn.Parameter) -> OwnedParameter:
@@ -161,6 +112,10 @@ def _owner_of(param: nn.Parameter) -> OwnedParameter:
 
 
 def __getattr__(name: str) -> Any:
-    if name in groups.ANSWERS or name == "get_data_parallel_group":
+    for module in _FURTHER:
+        found = vars(module).get(name)
+        if getattr(found, "__module__", None) == module.__name__:
+            return found
+    if name in (*groups.ANSWERS, "get_data_parallel_group"):
         return getattr(groups, name)
     return submodule(__name__, name, ("zero_to_fp32",), ABSENT_OF_UTILS)
