@@ -43,7 +43,10 @@ class JsonSchedule:
     def _set(self) -> None:
         for group, schedule in zip(self.optimizer.param_groups, self._schedules, strict=True):
             rates = schedule.rates(self.updates)
-            group["lr"] = rates.lr
+            if isinstance(group["lr"], torch.Tensor):  # a compiled optimizer reads this tensor
+                group["lr"].fill_(rates.lr)
+            else:
+                group["lr"] = rates.lr
             if rates.momentum is not None:
                 _set_momentum(group, rates.momentum)
 

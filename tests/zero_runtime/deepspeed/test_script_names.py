@@ -120,7 +120,11 @@ def weights_of_checkpoints(folder: str) -> None:
     if dist.get_rank() == 0:
         from safetensors.torch import load_file
 
-        zero_to_fp32.main([str(root), str(root / "out")])
+        zero_to_fp32.main([str(root), str(root / "bin")])
+        written = torch.load(root / "bin" / "pytorch_model.bin")
+        assert Tied().load_state_dict(written) == ([], [])  # nothing is missing
+        assert all(torch.equal(value, state[name]) for name, value in written.items())
+        zero_to_fp32.main([str(root), str(root / "out"), "--safe_serialization"])
         written = load_file(root / "out" / "model.safetensors")
         assert all(torch.equal(value, state[name]) for name, value in written.items())
     with pytest.raises(CheckpointError, match="found nothing"):

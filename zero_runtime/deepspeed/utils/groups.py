@@ -28,15 +28,8 @@ ANSWERS = {
     "get_sequence_data_parallel_rank": "data_rank",
     "get_sequence_data_parallel_world_size": "data_world",
 }
-_EXPERTS, _GROUP = "experts are not here", "the engine sends the messages of a group itself"
-_ABSENT = {
-    "get_expert_parallel_group": _EXPERTS,
-    "get_expert_parallel_world_size": _EXPERTS,
-    "get_expert_data_parallel_group": _EXPERTS,
-    "get_model_parallel_group": _GROUP,
-    "get_tensor_model_parallel_group": _GROUP,
-    "get_sequence_parallel_group": _GROUP,
-}
+# Parts of names that are not here.
+_ABSENT = {"expert": "experts are not here", "parallel_group": "the engine sends the messages of a group itself"}
 
 
 def get_data_parallel_group() -> Any:
@@ -61,4 +54,5 @@ def __getattr__(name: str) -> Callable[[], Any]:
         return get_data_parallel_group
     if public in ANSWERS:
         return partial(_ask, ANSWERS[public])
-    raise missing(__name__, public, _ABSENT)
+    advice = next((words for part, words in _ABSENT.items() if part in public), None)
+    raise missing(__name__, public, {} if advice is None else {public: advice})

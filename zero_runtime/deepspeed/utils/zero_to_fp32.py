@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,12 +67,21 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the fp32 parameters as safetensors into `output_dir`, a new folder, in little memory.
+    """Write the fp32 state dict into `output_dir`, as DeepSpeed does: pytorch_model.bin, which torch.load reads.
 
-    DeepSpeed writes a pickle unless `safe_serialization`; here it is always safetensors, by at most 5 GB a file.
+    With `safe_serialization` the parameters alone, as safetensors of at most 5 GB, in little memory; the folder must be
+    new. `max_shard_size` has no effect.
     """
-    with _opened(checkpoint_dir, tag, exclude_frozen_parameters) as found:
-        write_weights(found.weights, output_dir, dtype=torch.float32)
+    if safe_serialization:
+        with _opened(checkpoint_dir, tag, exclude_frozen_parameters) as found:
+            write_weights(found.weights, output_dir, dtype=torch.float32)
+        return
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    out = Path(output_dir) / "pytorch_model.bin"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    torch.save(state, partial)
+    partial.replace(out)  # several ranks may write it
 
 
 class _Found(NamedTuple):
@@ -111,14 +121,15 @@ def _whole(source: TensorSource, name: str) -> torch.Tensor:
 
 def main(words: Collection[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description="Write the full fp32 weights of a checkpoint as safetensors.")
+    parser = argparse.ArgumentParser(description="Write the full fp32 weights of a checkpoint.")
     parser.add_argument("checkpoint_dir")
     parser.add_argument("output_dir")
     parser.add_argument("-t", "--tag")
-    parser.add_argument("--safe_serialization", action="store_true", help="has no effect: it is always safetensors")
-    parser.add_argument("--max_shard_size", default="5GB", help="has no effect")
+    parser.add_argument("--safe_serialization", action="store_true", help="safetensors in place of pytorch_model.bin")
     asked = parser.parse_args(None if words is None else list(words))
-    convert_zero_checkpoint_to_fp32_state_dict(asked.checkpoint_dir, asked.output_dir, tag=asked.tag)
+    convert_zero_checkpoint_to_fp32_state_dict(
+        asked.checkpoint_dir, asked.output_dir, safe_serialization=asked.safe_serialization, tag=asked.tag
+    )
 
 
 if __name__ == "__main__":
