@@ -43,10 +43,11 @@ class JsonSchedule:
     def _set(self) -> None:
         for group, schedule in zip(self.optimizer.param_groups, self._schedules, strict=True):
             rates = schedule.rates(self.updates)
+            rate: Any = rates.lr
             if isinstance(group["lr"], torch.Tensor):  # a compiled optimizer reads this tensor
-                group["lr"].fill_(rates.lr)
+                group["lr"].fill_(rate)
             else:
-                group["lr"] = rates.lr
+                group["lr"] = rate
             if rates.momentum is not None:
                 _set_momentum(group, rates.momentum)
 

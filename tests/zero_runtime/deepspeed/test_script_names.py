@@ -257,6 +257,20 @@ def test_helpers_of_scripts() -> None:
     assert (lr_schedules.WARMUP_MIN_LR, lr_schedules.DECAY_LR_RATE) == ("warmup_min_lr", "decay_lr_rate")
 
 
+def test_a_schedule_fills_a_rate_that_is_a_tensor() -> None:
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=rate)
+    schedule = lr_schedules.WarmupLR(optimizer, 0.125, 0.25, 2)
+    assert optimizer.param_groups[0]["lr"] is rate
+    found = []
+    for _ in range(3):
+        found.append(float(rate))
+        schedule.step()
+    assert found == [0.125, 0.125, 0.25]  # of the real package
+    with pytest.raises(PlanError, match="warmup_num_steps"):
+        lr_schedules.WarmupLR(optimizer, warmup_num_steps=None)
+
+
 def device() -> None:
     found = deepspeed.get_accelerator()
     assert found.supported_dtypes() == [torch.float32, torch.bfloat16, torch.float16]
