@@ -24,8 +24,6 @@ WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "War
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = lr_schedule.LOG, lr_schedule.LINEAR
 
-_MAY_BE_NONE = ("warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count")  # as if they were not given
-
 
 class _Schedule(JsonSchedule):
     """Takes a torch optimizer and the arguments of the section, by position in DeepSpeed's order or by name."""
@@ -35,7 +33,6 @@ class _Schedule(JsonSchedule):
     ) -> None:
         kind = type(self).__name__
         params = dict(zip(_arguments(kind), given, strict=False)) | named
-        params = {name: value for name, value in params.items() if value is not None or name not in _MAY_BE_NONE}
         reader = Reader()
         chosen = choose_schedule({"type": kind, "params": params}, reader)
         reader.finish()
