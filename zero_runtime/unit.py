@@ -295,11 +295,8 @@ class Unit:
         """0-dim fp64: the sum of squares of this rank's part of the gradient; None without a gradient."""
         return self._gradients.squares()
 
-    def change_grad(self, name: str, read_into: ReadInto) -> None:
-        """Fill this rank's piece of one parameter's summed gradient, which must be there, with other values."""
-        self.settle()
-        assert self.grad_shard is not None, f"unit {self.name}: no gradient to change"
-        self.fill(self.grad_shard, [name], read_into)
+    def forget_squares(self) -> None:
+        """Say that grad_shard was changed from outside, so that `grad_squares` is computed anew."""
         self._gradients.forget_squares()
 
     def first_non_finite(self) -> str | None:

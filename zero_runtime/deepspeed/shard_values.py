@@ -84,10 +84,11 @@ def _write(param: OwnedParameter, state: str, read_into: ReadInto) -> None:
     with torch.no_grad(), _shard(runtime, unit, state, writes=True) as shard:
         if state == MASTER:
             unit.fill_weights([param.name], read_into)
-        elif state == GRAD:
-            unit.change_grad(param.name, _scaled(read_into, runtime.scaler.scale))
         else:
-            fill_state(unit, shard, [param.name], read_into)
+            scaled = _scaled(read_into, runtime.scaler.scale) if state == GRAD else read_into
+            fill_state(unit, shard, [param.name], scaled)
+    if state == GRAD:
+        unit.forget_squares()
     if state == MASTER:
         runtime.renew()
 
