@@ -47,7 +47,16 @@ _HOME = {
 }
 
 __all__ = sorted(_HOME)
-# DeepSpeed's modules, as attributes: `zero_runtime.zero.Init` works without an import of its own.
+# DeepSpeed's other names, and its modules: `zero_runtime.zero.Init` works without an import of its own.
+_DEEPSPEED = {
+    "DeepSpeedConfig": "deepspeed.runtime.config",
+    "DeepSpeedConfigError": "deepspeed.runtime.config",
+    "DeepSpeedEngine": "deepspeed.runtime.engine",
+    "OnDevice": "deepspeed.on_device",
+    "add_tuning_arguments": "deepspeed.runtime.lr_schedules",
+    "log_dist": "deepspeed.utils.logging",
+    "logger": "deepspeed.utils.logging",
+}
 _ABSENT = "deepspeed.absent"  # what to do instead of DeepSpeed's other names
 _MODULES = ("accelerator", "checkpointing", "comm", "ops", "utils", "zero")
 
@@ -62,7 +71,8 @@ def __getattr__(name: str) -> Any:
             return "0+checkout"
     if name in _MODULES:
         return import_module(f"zero_runtime.{name}")
-    if name not in _HOME:
+    home = _HOME.get(name) or _DEEPSPEED.get(name)
+    if home is None:
         absent = import_module(f"zero_runtime.{_ABSENT}")
         raise absent.missing("zero_runtime", name, absent.ABSENT)
-    return getattr(import_module(f"zero_runtime.{_HOME[name]}"), name)
+    return getattr(import_module(f"zero_runtime.{home}"), name)

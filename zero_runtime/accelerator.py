@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +87,63 @@ class CurrentAccelerator:
         """Whether the device computes in fp16; a CPU does, slowly."""
         return True
 
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """The dtypes in which parameters may be: fp32, bf16 and fp16."""
+        return [torch.float32, torch.bfloat16, torch.float16]
+
     def manual_seed(self, seed: int) -> None:
-        """Seed torch's generators."""
+        """Seed torch's generators, those of all devices."""
         torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def initial_seed(self) -> int:
+        """The seed of torch's generator."""
+        return torch.initial_seed()
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the GPU's memory, or of this machine's."""
+        if self._on_cuda:
+            return torch.cuda.get_device_properties(device_index or 0).total_memory
+        return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes of it that are free."""
+        return (
+            torch.cuda.mem_get_info(device_index)[0] if self._on_cuda else os.sysconf("SC_AVPHYS_PAGES") * _PAGE_BYTES
+        )
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes that torch's allocator holds on the GPU; on a CPU, memory_allocated."""
+        return torch.cuda.memory_reserved(device_index) if self._on_cuda else self.memory_allocated()
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The peak of memory_reserved."""
+        return torch.cuda.max_memory_reserved(device_index) if self._on_cuda else self.max_memory_allocated()
+
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved  # older names
+
+    def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
+        """A context in which the GPU is current; on a CPU it does nothing."""
+        return torch.cuda.device(device_index) if self._on_cuda else nullcontext()
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """The tensor in page-locked memory; on a CPU, itself."""
+        return tensor.pin_memory() if self._on_cuda else tensor
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is on this kind of device."""
+        return tensor.device.type == self.device_name()
+
+    def range_push(self, msg: str) -> None:
+        """Begin a range of NVTX; does nothing on a CPU."""
+        if self._on_cuda:
+            torch.cuda.nvtx.range_push(msg)
+
+    def range_pop(self) -> None:
+        """End the range; does nothing on a CPU."""
+        if self._on_cuda:
+            torch.cuda.nvtx.range_pop()
 
     def __getattr__(self, name: str) -> Any:
         if torch.cuda.is_available() and hasattr(torch.cuda, name):

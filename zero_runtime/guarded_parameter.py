@@ -73,6 +73,14 @@ class GuardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    @property
+    def ds_status(self) -> Any:
+        """DeepSpeed's status of a parameter that is not in use; see deepspeed/sharded_names.py."""
+        try:
+            return type(self.__dict__["ds_status"]).NOT_AVAILABLE
+        except KeyError:
+            raise AttributeError("ds_status: the parameters of this plan are not sharded") from None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
         memo[id(self)] = copied

@@ -304,6 +304,10 @@ class Unit:
         """0-dim fp64: the sum of squares of this rank's part of the gradient; None without a gradient."""
         return self._gradients.squares()
 
+    def forget_squares(self) -> None:
+        """Say that grad_shard was changed from outside, so that `grad_squares` is computed anew."""
+        self._gradients.forget_squares()
+
     def first_non_finite(self) -> str | None:
         """The first parameter whose unreduced local gradient is not finite; None if all are. Reads on the host."""
         return self._gradients.first_non_finite()

@@ -270,6 +270,10 @@ class UnitGradients:
         """Compute `squares` now, while the gradient is still on the device."""
         self._squares = self.squares()
 
+    def forget_squares(self) -> None:
+        """The gradient was changed: compute `squares` anew."""
+        self._squares = None
+
     def give_away(self, elsewhere: torch.Tensor) -> None:
         """Replace grad_shard by `elsewhere` and release the previous shard and the full gradient."""
         self.grad_shard = elsewhere

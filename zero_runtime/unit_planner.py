@@ -20,6 +20,10 @@ Muon updates the matrices of the blocks whole and has other states for them than
 their own, so that all parameters of a unit have the same states; a block then has two units. Without patterns they are
 the trained parameters of two dimensions of the repeated blocks, except those that an nn.Embedding uses; with patterns,
 all trained ones of two dimensions whose names match one.
+
+[Note: modules that are one unit]
+A module whose attribute ONE_UNIT is true is one unit with everything inside it: ranks and steps may then use different
+parts of it. A container that is never called gives its parameters to the unit around it.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ log = logging.getLogger(__name__)
 ROOT = ""
 # Containers that are never called: a hook on them would never announce that their parameters are about to be read.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+ONE_UNIT = "_z3_leaf"  # DeepSpeed's name, which scripts set themselves, too
 _NAME_OF_DTYPE = {TORCH_DTYPE[name]: name for name in ITEMSIZE_BYTES}
 
 
@@ -281,11 +286,23 @@ def _unit_modules(model: nn.Module, users: dict[int, list[str]], unit_numel: int
         and not any(_inside(path, block) for block in blocks)
         and all(len(users[id(param)]) == 1 for param in module.parameters())
     }
-    boundaries = blocks | ends
+    boundaries = _with_whole_modules(model, blocks | ends)
     if unit_numel is not None:
         for path in sorted(boundaries | {ROOT}):
             boundaries |= set(_split_large(model, path, unit_numel, boundaries))
     return boundaries
+
+
+def is_one_unit(module: nn.Module) -> bool:
+    """Whether the module is marked, see [Note: modules that are one unit]."""
+    return bool(getattr(module, ONE_UNIT, False))
+
+
+def _with_whole_modules(model: nn.Module, boundaries: set[str]) -> set[str]:
+    """The boundaries, with marked modules in place of those inside them."""
+    marked = {path: module for path, module in model.named_modules() if is_one_unit(module)}
+    outside = {path for path in boundaries if not any(_inside(path, whole) for whole in marked)}
+    return outside | {path for path, module in marked.items() if not isinstance(module, _NEVER_CALLED)}
 
 
 def _repeated_blocks(model: nn.Module) -> Iterator[str]:

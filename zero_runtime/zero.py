@@ -12,6 +12,12 @@ from torch import nn
 
 from zero_runtime.deepspeed.absent import ABSENT_OF_ZERO, missing
 from zero_runtime.deepspeed.live_engines import owned
+from zero_runtime.deepspeed.sharded_names import ZeroParamStatus, is_zero_param, registered_as_sharded
+from zero_runtime.deepspeed.zero_names import (
+    register_external_parameter,
+    unregister_external_parameter,
+    unwrap_model_for_generation,
+)
 from zero_runtime.errors import ParameterReadError, PlanError, some
 from zero_runtime.memory.live_estimate import (
     estimate_zero2_model_states_mem_needs_all_live,
@@ -23,8 +29,13 @@ from zero_runtime.runtime import ZeroRuntime
 __all__ = [
     "GatheredParameters",
     "Init",
+    "ZeroParamStatus",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "is_zero_param",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
 ]
 
 
@@ -42,14 +53,17 @@ class Init(AbstractContextManager["Init"]):
         if module is not None:
             raise PlanError("zero.Init: expected no module, found one with weights; initialize shards it as it is")
         self._context = recording() if enabled else nullcontext()
+        self._names = registered_as_sharded() if enabled else nullcontext()
 
     def __enter__(self) -> Init:
         self._context.__enter__()
+        self._names.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
+        self._names.__exit__(kind, error, trace)
         return self._context.__exit__(kind, error, trace)
 
 

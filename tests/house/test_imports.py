@@ -188,13 +188,14 @@ ROOMS = {
         "profiler": "accounting memory phase_clock runtime timing",
         "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit "
         "unit_parameters",
-        "deepspeed": "agreement checkpoint closed dtypes offload own_device pure runtime step_report tensor_parallel "
-        "tensor_source users_backward watch world",
+        # accelerator, comm and zero are for DeepSpeed's paths, which name them once more
+        "deepspeed": "accelerator agreement checkpoint closed comm dtypes offload optim own_device pure runtime "
+        "step_report tensor_parallel tensor_source unit unit_planner users_backward watch world zero",
         "accelerator": "",
         "checkpointing": "deepspeed",
         "comm": "deepspeed",
-        "ops": "deepspeed pure",
-        "utils": "deepspeed pure world",
+        "ops": "deepspeed",
+        "utils": "deepspeed",
         "zero": "deepspeed memory pure recorded_values runtime",
         "integrations": "checkpoint deepspeed initial_values pure",
         "zero_runtime": "",  # imports lazily, by name

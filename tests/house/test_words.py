@@ -21,6 +21,7 @@ SPEAKERS = (
     RUNTIME / "deepspeed" / "zero_section.py",
     RUNTIME / "deepspeed" / "compressed.py",
     RUNTIME / "deepspeed" / "engine_settings.py",
+    RUNTIME / "deepspeed" / "runtime" / "config.py",
     RUNTIME / "checkpoint" / "foreign" / "deepspeed.py",
 )
 NAMING_FIELDS = ("id", "attr", "arg", "name", "asname", "module")  # fields of syntax nodes that can hold an identifier

@@ -303,11 +303,12 @@ def _fill_with(
                     unit.fill_weights(names, partial(read_into, MASTER))
                 for state, shard in runtime.optimizer.told_states_of(unit).items():
                     if state in states:
-                        _fill_state(unit, shard, names, partial(read_into, state))
+                        fill_state(unit, shard, names, partial(read_into, state))
     runtime.renew()
 
 
-def _fill_state(unit: Unit, shard: ToldState, names: Sequence[str], read_into: ReadInto) -> None:
+def fill_state(unit: Unit, shard: ToldState, names: Sequence[str], read_into: ReadInto) -> None:
+    """Fill this rank's pieces of the parameters in `names` in one optimizer state of the unit."""
     if isinstance(shard, torch.Tensor):
         unit.fill(shard, names, read_into)
         return

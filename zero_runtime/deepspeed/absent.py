@@ -1,6 +1,17 @@
-"""Names of DeepSpeed that have no counterpart here, each with what to do instead. Standard library only."""
+"""Names of DeepSpeed that have no counterpart here, each with what to do instead. Standard library only.
+
+[Note: imports of absent names]
+`from PACKAGE import NAME` turns the AttributeError of `missing` into an ImportError without its words, after it has
+looked for a module PACKAGE.NAME. `_Advice`, which Python asks last for a module, raises the words then. `hasattr` of an
+absent name stays False.
+"""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from importlib import import_module
+from types import ModuleType
 
 _ESTIMATE = "the layers count, not their sum: build the model inside zero.Init() and call ..._all_live"
 _STATES = (
@@ -19,10 +30,21 @@ ABSENT = {
     "autotuning": "`zlab choose` predicts and confirms the fastest settings",
     "elasticity": "checkpoints load at any number of ranks: start again with the ranks that are there",
     "compression": "compressed models are not here; zero_quantized_weights and _gradients compress messages",
-    "DeepSpeedEngine": "initialize returns the engine; for its type, zero_runtime.deepspeed.engine.Engine",
-    "DeepSpeedConfig": "hand the dict or the file to initialize, which checks it",
     "DeepSpeedTransformerLayer": "there are no fused layers; torch's own attention is fused",
-    "add_tuning_arguments": "schedules are in the configuration's section scheduler",
+    "PipelineEngine": _PARALLEL,
+    "DeepSpeedHybridEngine": "the engine generates and trains: call engine.generate",
+    "InferenceEngine": "freeze the model and hand it to initialize, or use torch",
+    "sequence": "sequence parallelism of a script is not here; `zlab` has it, see docs/parallel.md",
+    "linear": "for adapters use peft; for frozen weights in 8 or 4 bits see docs/training.md",
+}
+ABSENT_OF_RUNTIME = {
+    "pipe": _PARALLEL,
+    "hybrid_engine": "the engine generates and trains: call engine.generate",
+    "activation_checkpointing": "import zero_runtime.checkpointing, or use torch.utils.checkpoint",
+    "sequence_parallel": "sequence parallelism of a script is not here; `zlab` has it, see docs/parallel.md",
+    "data_pipeline": "curriculum learning and data efficiency are not here; order the data set",
+    "fp16": "the engine has the loss scale (engine.loss_scale()); the section fp16 sets its rule",
+    "bf16_optimizer": "the section bf16 chooses it; parameters are masters of fp32",
 }
 ABSENT_OF_ENGINE = {
     "flops_profiler": "torch.profiler counts operations",
@@ -35,24 +57,18 @@ ABSENT_OF_ENGINE = {
     "deepspeed_io": "hand training_data to initialize, which returns the loader",
 }
 ABSENT_OF_OPS = {
-    "adagrad": 'hand torch.optim.Adagrad to initialize, or name "Adagrad" in the configuration',
-    "lamb": 'name "Lamb" in the section optimizer of the configuration',
-    "lion": 'name "Lion" in the section optimizer of the configuration',
     "op_builder": "kernels for CPUs are compiled at the first use; there is nothing to build",
     "transformer": "there are no fused layers; torch's own attention is fused",
     "aio": "`zlab io-bench FOLDER` measures a drive; offload to it is in the configuration",
     "sparse_attention": "there is no sparse attention here",
 }
 ABSENT_OF_UTILS = {
-    "zero_to_fp32": "`zlab export-weights CHECKPOINT OUT --dtype fp32` writes the weights of a checkpoint",
-    "RepeatingLoader": "loop over the loader again: `while True: for batch in loader: ...`",
-    "groups": "engine.get_data_parallel_rank() and dp_world_size say what a rank reads; torch's group has all ranks",
-    "init_on_device": "build inside zero.Init(), or inside torch.device(...)",
-    "OnDevice": "build inside zero.Init(), or inside torch.device(...)",
+    "tensor_fragment": "its functions on parameters are in utils (safe_get_full_fp32_param, ...)",
+    "nvtx": "torch.cuda.nvtx marks ranges",
+    "numa": "`zlab` places ranks; for a script use numactl",
+    "timer": "the engine waits for no device; use torch.profiler, or `zlab`, which times each phase",
 }
 ABSENT_OF_ZERO = {
-    "register_external_parameter": "parameters that another module reads are gathered by themselves; leave it out",
-    "unregister_external_parameter": "parameters that another module reads are gathered by themselves; leave it out",
     "TiledLinear": "use nn.Linear",
     "estimate_zero2_model_states_mem_needs_all_cold": _ESTIMATE,
     "estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATE,
@@ -63,6 +79,15 @@ ABSENT_OF_CHECKPOINTING = {
     "model_parallel_cuda_manual_seed": "it is for tensor parallelism; call torch.manual_seed",
     "partition_activations_in_checkpoint": "it is for tensor parallelism; leave it out",
 }
+_PLACES = {
+    "": ABSENT,
+    "checkpointing": ABSENT_OF_CHECKPOINTING,
+    "ops": ABSENT_OF_OPS,
+    "runtime": ABSENT_OF_RUNTIME,
+    "runtime.zero": ABSENT_OF_ZERO,
+    "utils": ABSENT_OF_UTILS,
+    "zero": ABSENT_OF_ZERO,
+}
 
 
 def missing(place: str, name: str, absent: dict[str, str]) -> AttributeError:
@@ -70,3 +95,25 @@ def missing(place: str, name: str, absent: dict[str, str]) -> AttributeError:
     if name in absent:
         return AttributeError(f"{place}.{name} is not here: {absent[name]}")
     return AttributeError(f"module {place!r} has no attribute {name!r}")
+
+
+def submodule(package: str, name: str, modules: Collection[str], absent: dict[str, str]) -> ModuleType:
+    """The module of this name in a package, imported now; AttributeError for a name that is not in `modules`."""
+    if name in modules:
+        return import_module(f"{package}.{name}")
+    raise missing(package, name, absent)
+
+
+class _Advice:
+    """See [Note: imports of absent names]."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        package, _, inside = name.partition(".")
+        place, _, last = inside.removeprefix("deepspeed.").rpartition(".")
+        advice = _PLACES.get(place, {}).get(last)
+        if package == "zero_runtime" and advice is not None:
+            raise ImportError(f"{name} is not here: {advice}", name=name)
+
+
+sys.meta_path.append(_Advice)

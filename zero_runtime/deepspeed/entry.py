@@ -24,7 +24,8 @@ from zero_runtime.deepspeed.json_text import load
 from zero_runtime.deepspeed.loader import training_loader
 from zero_runtime.deepspeed.optimizer_section import default_optimizer
 from zero_runtime.deepspeed.pending_weights import pending_weights
-from zero_runtime.deepspeed.schedules import JsonSchedule, Schedule, client_schedule
+from zero_runtime.deepspeed.runtime.lr_schedules import of_section
+from zero_runtime.deepspeed.schedules import Schedule, client_schedule
 from zero_runtime.deepspeed.tp_model import with_tensor_parallel
 from zero_runtime.errors import PlanError
 from zero_runtime.own_device import device_index, make_current
@@ -202,7 +203,7 @@ def _train_with(
 def _schedule(given: Any, view: EngineOptimizer, optimizer: Any, read: DropinConfig) -> Schedule | None:
     if given is not None:
         return client_schedule(given, view, optimizer)
-    return None if read.schedule is None else JsonSchedule(view, read.schedule)
+    return None if read.schedule is None else of_section(view, read.schedule)
 
 
 def _compose(

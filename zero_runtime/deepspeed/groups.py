@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_runtime.deepspeed.named_optimizer import NamedOptimizer
 from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer, torch_arguments, torch_default
 from zero_runtime.deepspeed.schedule_section import SECOND_BETA, ScheduleOf
 from zero_runtime.errors import PlanError
@@ -92,6 +93,11 @@ def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> T
 
     Its group dicts are used, so its schedulers drive the engine too.
     """
+    if isinstance(optimizer, NamedOptimizer):
+        trained = groups_of_parameters(model, optimizer.param_groups, optimizer.chosen)
+        for group, whole in zip(optimizer.param_groups, trained.param_groups, strict=True):
+            group.update(whole)
+        return replace(trained, param_groups=optimizer.param_groups)
     name = _torch_class(optimizer)
     if optimizer.state:
         raise PlanError(

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import nn
 
+from zero_runtime.deepspeed.sharded_names import name_as_sharded, name_as_whole
 from zero_runtime.errors import CallOrderError
 from zero_runtime.runtime import ZeroRuntime
 
@@ -32,11 +33,25 @@ _LOSSES: WeakKeyDictionary[LiveEngine, ref[torch.Tensor]] = WeakKeyDictionary() 
 def add_engine(engine: LiveEngine) -> None:
     """Let parameters of the engine be found from now on, until it is removed or deleted."""
     _LIVE.add(engine)
+    for unit in engine.runtime.units:
+        for segment, param in unit.placed():
+            if engine.runtime.plan.keeps_full_params:
+                name_as_whole(param)
+            else:
+                name_as_sharded(param, unit.full_shapes[segment.name], is_open=True)
 
 
 def remove_engine(engine: LiveEngine) -> None:
     """Its parameters are found no more. Idempotent."""
     _LIVE.discard(engine)
+    for unit in engine.runtime.units:
+        for param in unit.params:
+            name_as_whole(param)
+
+
+def any_engine() -> LiveEngine | None:
+    """One of the engines of this process; None if there is none."""
+    return next(iter(_LIVE), None)
 
 
 def claim_loss(engine: LiveEngine, loss: torch.Tensor) -> None:

@@ -54,7 +54,11 @@ class JsonSchedule:
     def _set(self) -> None:
         for group, schedule in zip(self.optimizer.param_groups, self._schedules, strict=True):
             rates = schedule.rates(self.updates)
-            group["lr"] = rates.lr
+            rate: Any = rates.lr
+            if isinstance(group["lr"], torch.Tensor):  # a compiled optimizer reads this tensor
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
             if rates.momentum is not None:
                 _set_momentum(group, rates.momentum)
 
@@ -74,20 +78,20 @@ Schedule = JsonSchedule | LRScheduler
 
 
 def client_schedule(
-    given: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler],
+    given: Schedule | Callable[[torch.optim.Optimizer], Schedule],
     optimizer: torch.optim.Optimizer,
     client_optimizer: torch.optim.Optimizer | None,
-) -> LRScheduler:
+) -> Schedule:
     """The user's schedule: one for the optimizer passed to initialize, or one that the callable creates for ours."""
-    made = given
-    if not isinstance(given, (LRScheduler, ReduceLROnPlateau)):
+    made: Any = given
+    if not isinstance(given, (LRScheduler, ReduceLROnPlateau, JsonSchedule)):
         if not callable(given):
             raise PlanError(
                 f"lr_scheduler: expected a torch LRScheduler or a callable that makes one, found a "
                 f"{type(given).__module__}.{type(given).__name__}"
             )
         made = given(optimizer)
-    if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
+    if not isinstance(made, (LRScheduler, JsonSchedule)) or isinstance(made, ReduceLROnPlateau):
         raise PlanError(
             f"lr_scheduler: a {type(made).__name__} cannot be stepped by the engine, which knows updates alone; make "
             "it from the optimizer that initialize returns, and step it yourself"

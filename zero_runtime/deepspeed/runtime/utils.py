@@ -1,0 +1,37 @@
+"""DeepSpeed's `runtime.utils`: memory in the log, and two helpers."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from zero_runtime.accelerator import get_accelerator
+from zero_runtime.deepspeed.utils.logging import log_dist
+
+__all__ = ["clip_grad_norm_", "move_to_device", "see_memory_usage"]
+_GIB = 2**30
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """With `force`, log the memory of rank 0's device (on a CPU: of its process), and begin a new peak."""
+    if not force:
+        return
+    gc.collect()
+    device = get_accelerator()
+    now, peak = device.memory_allocated() / _GIB, device.max_memory_allocated() / _GIB
+    log_dist(f"{message}: allocated {now:.2f} GiB, at most {peak:.2f} GiB", ranks=[0])
+    device.reset_peak_memory_stats()
+
+
+def move_to_device(item: Any, device: torch.device | str) -> Any:
+    """The same lists, tuples and dicts with their tensors on the device; other values as they are."""
+    if isinstance(item, torch.Tensor):
+        return item.to(device)
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)(move_to_device(value, device) for value in item)
+    return item

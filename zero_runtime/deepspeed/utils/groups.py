@@ -1,0 +1,58 @@
+"""DeepSpeed's `utils.groups`: how many ranks share a model, and which of them this rank is.
+
+The answers are those of an engine of this process, or of the process group before there is one. Each name may begin
+with an underscore, as scripts write it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from zero_runtime import comm
+from zero_runtime.deepspeed.absent import missing
+from zero_runtime.deepspeed.live_engines import any_engine
+from zero_runtime.errors import PlanError
+
+# Attributes of the collectives of an engine.
+ANSWERS = {
+    "get_data_parallel_rank": "data_rank",
+    "get_data_parallel_world_size": "data_world",
+    "get_model_parallel_rank": "tensor_rank",
+    "get_model_parallel_world_size": "tensor_degree",
+    "get_tensor_model_parallel_rank": "tensor_rank",
+    "get_tensor_model_parallel_world_size": "tensor_degree",
+    "get_sequence_parallel_rank": "sequence_rank",
+    "get_sequence_parallel_world_size": "sequence_degree",
+    "get_sequence_data_parallel_rank": "data_rank",
+    "get_sequence_data_parallel_world_size": "data_world",
+}
+# Parts of names that are not here.
+_ABSENT = {"expert": "experts are not here", "parallel_group": "the engine sends the messages of a group itself"}
+
+
+def get_data_parallel_group() -> Any:
+    """torch's group of the data-parallel ranks, which are all ranks; PlanError if the engine divides the model."""
+    ranks = _ask("data_world")
+    if ranks != comm.get_world_size():
+        raise PlanError(f"groups: expected all {comm.get_world_size()} ranks to be data-parallel, found {ranks}")
+    return comm.group.WORLD
+
+
+def _ask(attribute: str) -> int:
+    engine = any_engine()
+    if engine is not None:
+        return int(getattr(engine.runtime.collectives, attribute))
+    alone = {"data_rank": comm.get_rank, "data_world": comm.get_world_size}
+    return int(alone[attribute]()) if attribute in alone else int(attribute.endswith("degree"))
+
+
+def __getattr__(name: str) -> Callable[[], Any]:
+    public = name.removeprefix("_")
+    if public == get_data_parallel_group.__name__:
+        return get_data_parallel_group
+    if public in ANSWERS:
+        return partial(_ask, ANSWERS[public])
+    advice = next((words for part, words in _ABSENT.items() if part in public), None)
+    raise missing(__name__, public, {} if advice is None else {public: advice})
