@@ -197,7 +197,7 @@ class ModuleHooks:
     def _after_forward(self, module: nn.Module, _args: object, output: object) -> None:
         call, last_node = self._ended, _count_nodes() - 1
         hides = self._finds_hidden and call.in_graph and last_node >= call.nodes_before
-        if self._finds_hidden and call.in_graph:
+        if hides:
             self._spans.append(CallNodes(call.nodes_before, last_node, call.units, not self._running))
         # The first gradient of any output marks the start of this call's backward.
         for tensor in tensors_in(output):
