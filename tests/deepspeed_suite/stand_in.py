@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import enum
+import json
 import sys
 from contextlib import suppress
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
@@ -38,7 +40,7 @@ class Missing:
         return f"<name missing: {self._name}>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and (Missing.collecting or name != "__name__"):
             raise AttributeError(name)
         return Missing(f"{self._name}.{name}") if Missing.collecting else self._raise()
 
@@ -75,7 +77,7 @@ class _Module(ModuleType):
                 continue
             # A module of ours is reached through one of this package, which knows DeepSpeed's other names.
             return import_module(path) if isinstance(found, ModuleType) else found
-        if source_of(path) is not None:
+        if source_of(path) is not None and name not in _bound(self.__name__):
             return import_module(path)
         known = _constants(self.__name__)
         return known[name] if name in known else Missing(path, told)
@@ -115,6 +117,8 @@ LENT = _Lent(
         "deepspeed.ops.__compatible_ops__": _Compiled(),
         "deepspeed.git_version_info.torch_info": {"version": "0.0", "nccl_version": "0.0", "cuda_version": "0.0"},
         "deepspeed.accelerator.is_current_accelerator_supported": lambda: True,
+        # It gives each group of experts a group of parameters; models without experts keep theirs.
+        "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer": lambda groups, **_: groups,
         "deepspeed.utils.torch.required_torch_version": lambda min_version=None, max_version=None: max_version is None,
     }
 )
@@ -126,6 +130,8 @@ def install(checkout: Path) -> None:
     global _checkout
     _checkout = checkout
     sys.meta_path.insert(0, _Finder())
+    if find_spec("hjson") is None:
+        sys.modules["hjson"] = json  # the suite's own reads of files that are plain JSON
 
 
 def source_of(path: str) -> Path | None:
@@ -145,6 +151,13 @@ def _ours(path: str) -> list[ModuleType]:
         with suppress(ImportError):
             found.append(import_module(root + below))
     return found
+
+
+def _bound(path: str) -> set[str]:
+    """Names that the module's source takes out of other modules: functions with the name of a module are among them."""
+    source = source_of(path)
+    nodes = ast.parse(source.read_text(encoding="utf-8")).body if source else []
+    return {name.name for node in nodes if isinstance(node, ast.ImportFrom) and node.module for name in node.names}
 
 
 def _constants(path: str) -> dict[str, Any]:

@@ -190,7 +190,8 @@ ROOMS = {
         "utils": "deepspeed pure world",
         "zero": "deepspeed initial_values memory pure runtime",
         "integrations": "checkpoint deepspeed initial_values pure",
-        "zero_runtime": "",  # imports lazily, by name
+        "other_engine": "",
+        "zero_runtime": "other_engine",  # imports the others lazily, by name
     },
 }
 # Libraries that a floor may import in addition to the standard library and the floors below it.
