@@ -115,7 +115,8 @@ class _Compiled(dict[str, bool]):
 LENT = _Lent(
     {
         "deepspeed.ops.__compatible_ops__": _Compiled(),
-        "deepspeed.git_version_info.torch_info": {"version": "0.0", "nccl_version": "0.0", "cuda_version": "0.0"},
+        # Versions that it takes for able to compute in bf16; a CPU is, and is not asked.
+        "deepspeed.git_version_info.torch_info": {"version": "2.4", "nccl_version": "2.20", "cuda_version": "12.4"},
         "deepspeed.accelerator.is_current_accelerator_supported": lambda: True,
         # It gives each group of experts a group of parameters; models without experts keep theirs.
         "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer": lambda groups, **_: groups,
