@@ -92,7 +92,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.outcome != "passed":
-        _write(report.nodeid, report.outcome, "", report.longreprtext, 0.0)
+        last = (report.longreprtext.splitlines() or [""])[-1].removeprefix("E").strip()
+        _write(report.nodeid, report.outcome, f"while collecting: {last}", report.longreprtext, 0.0)
 
 
 def _write(test: str, outcome: str, error: str, trace: str, seconds: float) -> None:
