@@ -1,9 +1,10 @@
 """What Linux's batch class gains and costs CPU ranks: `python benchmarks/batch_class.py [--ranks 2] [--busy 4]`.
 
 The same ranks take turns in the normal and in the batch class, alone and next to processes that compute all the time.
-All threads of the ranks change their class, at nothing but the beginning of a turn, so the two kinds of steps have the
-same model, groups and memory. Printed: the median step of each kind, and the median of the ratios of neighbouring
-turns, batch to normal: below 1 the class is faster.
+All threads of the ranks change their class at the beginning of a turn, so the two kinds of steps have the same model,
+groups and memory. A short job (joining, making an engine, five steps) is timed in new ranks of each class, by turns.
+Printed: the median of each kind, and the median of the ratios of neighbouring turns, batch to normal: below 1 the class
+is faster.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,11 +29,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 import zero_runtime  # noqa: E402
+import zero_runtime.deepspeed.entry  # noqa: E402  # here, not in each rank
 from benchmarks.stages_report import cpu_name  # noqa: E402
+from zero_runtime import world  # noqa: E402
 
 TURN_S = 0.5
 CLASSES = {"normal": os.SCHED_OTHER, "batch": os.SCHED_BATCH}
-Turns = dict[str, list[float]]  # by class, the milliseconds of a step in each turn
+CONTEXT = multiprocessing.get_context("fork")
+Turns = dict[str, list[float]]  # by class, the milliseconds in each turn
+Answer = Any  # a queue of one Turns
 
 
 def enter(policy: int) -> None:
@@ -42,8 +47,8 @@ def enter(policy: int) -> None:
             os.sched_setscheduler(int(task), policy, os.sched_param(0))
 
 
-def rank(own: int, ranks: int, place: str, turns: int, width: int, answer: multiprocessing.Queue[Turns]) -> None:
-    """Train a small model at stage 3 in turns of the two classes, and answer with the times of rank 0's steps."""
+def engine_of(own: int, ranks: int, place: str, width: int) -> Callable[[], None]:
+    """Joins, and makes an engine of stage 3; the function is one step of it."""
     torch.set_num_threads(1)
     zero_runtime.init_distributed(init_method=f"file://{place}", rank=own, world_size=ranks)
     torch.manual_seed(0)
@@ -55,28 +60,55 @@ def rank(own: int, ranks: int, place: str, turns: int, width: int, answer: multi
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     }
     engine, *_ = zero_runtime.initialize(model=model, model_parameters=model.parameters(), config=config)
-    batch, found = torch.randn(4, width), {name: list[float]() for name in CLASSES}
+    batch = torch.randn(4, width)
 
-    def steps(until: float) -> float:
+    def step() -> None:
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+
+    return step
+
+
+def rank_with_turns(own: int, ranks: int, place: str, width: int, turns: int, answer: Answer) -> None:
+    """Train in turns of the two classes; rank 0 answers with the milliseconds of a step in each."""
+    step, found = engine_of(own, ranks, place, width), {name: list[float]() for name in CLASSES}
+
+    def steps() -> float:
         """Milliseconds of a step; rank 0 decides when a turn ends."""
         count, began = 0, time.perf_counter()
         goes_on = torch.ones(())
         while goes_on:
-            engine.backward(engine(batch).square().mean())
-            engine.step()
+            step()
             count += 1
-            goes_on.fill_(float(time.perf_counter() < until))
+            goes_on.fill_(float(time.perf_counter() < began + TURN_S))
             dist.broadcast(goes_on, 0)
         return 1e3 * (time.perf_counter() - began) / count
 
-    steps(time.perf_counter() + TURN_S)
+    steps()
     for turn in range(turns):
         for name in CLASSES if turn % 2 == 0 else reversed(CLASSES):
             enter(CLASSES[name])
-            found[name].append(steps(time.perf_counter() + TURN_S))
+            found[name].append(steps())
+    _answer(answer, own, found)
+
+
+def rank_with_job(own: int, ranks: int, place: str, width: int, name: str, answer: Answer) -> None:
+    """A short job in one class; rank 0 answers with its milliseconds."""
+    if name == "normal":
+        world._let_senders_finish = lambda: None
+    began = time.perf_counter()
+    step = engine_of(own, ranks, place, width)
+    for _ in range(5):
+        step()
+    assert os.sched_getscheduler(0) == CLASSES[name]
+    _answer(answer, own, {name: [1e3 * (time.perf_counter() - began)]})
+
+
+def _answer(answer: Answer, own: int, found: Turns) -> None:
+    dist.barrier()
     if own == 0:
         answer.put(found)
-    dist.barrier()
+    time.sleep(60)  # until it is killed: nothing of a rank's end is measured
 
 
 def compute() -> None:
@@ -93,25 +125,45 @@ def wake_often() -> None:
         time.sleep(1e-3)
 
 
-def measured(ranks: int, busy: int, work: Callable[[], None], turns: int, width: int) -> Turns:
-    """The turns of `ranks` ranks next to `busy` processes that do `work`."""
-    context = multiprocessing.get_context("spawn")
-    answer = context.Queue()
-    others: list[BaseProcess] = [context.Process(target=work, daemon=True) for _ in range(busy)]
-    with tempfile.TemporaryDirectory() as folder:
-        place = str(Path(folder, "rendezvous"))
-        own: list[BaseProcess] = [
-            context.Process(target=rank, args=(one, ranks, place, turns, width, answer), daemon=True)
-            for one in range(ranks)
-        ]
-        for process in own + others:
-            process.start()
-        found: Turns = answer.get()
-        for process in own:
+def answer_of(function: Callable[..., None], ranks: int, width: int, more: object) -> Turns:
+    """What rank 0 of new ranks answers."""
+    answer: Answer = CONTEXT.Queue()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        started(function, [(own, ranks, f"{folder}/rendezvous", width, more, answer) for own in range(ranks)]),
+    ):
+        return answer.get()
+
+
+@contextmanager
+def started(function: Callable[..., None], arguments: Sequence[tuple[object, ...]]) -> Iterator[None]:
+    """A forked process with each of the arguments, until the end of the block."""
+    processes = [CONTEXT.Process(target=function, args=each, daemon=True) for each in arguments]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
             process.join()
-    for process in others:
-        process.kill()
+
+
+def jobs(ranks: int, width: int, turns: int) -> Turns:
+    """The milliseconds of short jobs of each class, by turns."""
+    found: Turns = {name: [] for name in CLASSES}
+    for turn in range(turns):
+        for name in CLASSES if turn % 2 == 0 else reversed(CLASSES):
+            found[name] += answer_of(rank_with_job, ranks, width, name)[name]
     return found
+
+
+def line(what: str, found: Turns) -> str:
+    ratios = sorted(batch / normal for normal, batch in zip(found["normal"], found["batch"], strict=True))
+    quarter = len(ratios) // 4
+    medians = ", ".join(f"{name} {statistics.median(times):.1f} ms" for name, times in found.items())
+    middle = f"{ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f}"
+    return f"{what}: {medians}; ratio {statistics.median(ratios):.2f} ({middle})"
 
 
 def main() -> None:
@@ -124,17 +176,16 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     load = f"load of others {os.getloadavg()[0]:.1f}"
     print(f"{cpu_name()}, {cores} cores, {load}, Linux {os.uname().release}, torch {torch.__version__}")
+    print(f"{asked.ranks} ranks, medians of {asked.turns} turns; ratio: batch to normal, with its middle half")
     for busy, work, told in (
         (0, compute, "alone"),
         (asked.busy, compute, f"next to {asked.busy} that compute"),
         (asked.busy, wake_often, f"next to {asked.busy} that compute and sleep, 1 ms each"),
     ):
-        found = measured(asked.ranks, busy, work, asked.turns, asked.width)
-        ratios = sorted(batch / normal for normal, batch in zip(found["normal"], found["batch"], strict=True))
-        quarter = len(ratios) // 4
-        medians = ", ".join(f"{name} {statistics.median(times):.1f} ms" for name, times in found.items())
-        middle = f"{ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f} in the middle half of {asked.turns} turns"
-        print(f"{told}: {medians}; ratio {statistics.median(ratios):.2f} ({middle})", flush=True)
+        with started(work, [()] * busy):
+            steps = answer_of(rank_with_turns, asked.ranks, asked.width, asked.turns)
+            print(line(f"{told}, a step", steps), flush=True)
+            print(line(f"{told}, a short job", jobs(asked.ranks, asked.width, asked.turns)), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import stand_in
 import torch
+import torch.distributed as dist
 
 LIMIT_S = 60.0
 GRACE_S = 5.0  # for the other ranks, after one has failed
@@ -38,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in ("torch._dynamo", "zero_runtime.deepspeed.entry"):  # else each rank would import them at its first step
         import_module(name)
     unit.common.DistributedExec._launch_procs = _launch
+    unit.common.reduce_boolean_flags = _on_all_ranks  # its own makes a tensor on device 0, also without one
     unit.util.no_child_process_in_deepspeed_io = nullcontext  # no loader here starts processes
     plain = torch.nn.parallel.DistributedDataParallel.__init__
 
@@ -46,6 +48,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not torch.cuda.is_available():
         torch.nn.parallel.DistributedDataParallel.__init__ = without_devices  # type: ignore[method-assign]
+
+
+def _on_all_ranks(flag: bool, op: Callable[[list[bool]], bool] = all) -> bool:
+    flags = [flag] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(flags, flag)
+    return op(flags)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

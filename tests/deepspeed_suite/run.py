@@ -30,7 +30,7 @@ sys.path.insert(0, str(HERE))
 
 from reasons import FILES, KINDS, Kind, kind_of  # noqa: E402
 
-SAMPLED = 6  # parameter sets of one test function, unless --sampled says otherwise
+SAMPLED = 4  # parameter sets of one test function, unless --sampled says otherwise
 _ONE_FILE_S = 3600.0
 
 
