@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # a first step would import it in each rank
 import torch.distributed as dist
 from torch import nn
 
