@@ -80,7 +80,7 @@ class _Module(ModuleType):
         if source_of(path) is not None and name not in _bound(self.__name__):
             return import_module(path)
         known = _constants(self.__name__)
-        return known[name] if name in known else Missing(path, told)
+        return known[name] if name in known else Missing(path, told or _word_on(path))
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -119,7 +119,9 @@ LENT = _Lent(
         "deepspeed.git_version_info.torch_info": {"version": "2.4", "nccl_version": "2.20", "cuda_version": "12.4"},
         "deepspeed.accelerator.is_current_accelerator_supported": lambda: True,
         # It gives each group of experts a group of parameters; models without experts keep theirs.
-        "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer": lambda groups, **_: groups,
+        "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer": lambda groups: (
+            [groups] if isinstance(groups, dict) else groups
+        ),
         "deepspeed.utils.torch.required_torch_version": lambda min_version=None, max_version=None: max_version is None,
     }
 )
@@ -152,6 +154,16 @@ def _ours(path: str) -> list[ModuleType]:
         with suppress(ImportError):
             found.append(import_module(root + below))
     return found
+
+
+def _word_on(path: str) -> str:
+    """What zero_runtime says of the outermost part of a path that it lacks; empty if it says nothing."""
+    with suppress(ImportError):
+        try:
+            getattr(import_module("zero_runtime"), path.split(".")[1])
+        except AttributeError as error:
+            return str(error) if "is not here" in str(error) else ""
+    return ""
 
 
 def _bound(path: str) -> set[str]:
