@@ -116,6 +116,7 @@ REASONS: tuple[tuple[Kind, str, str], ...] = (
     (Kind.internal, r"attribute 'ds_(tensor|persist|active_sub|param_alias|secondary)", "its marks on parameters"),
     (Kind.internal, r"all_gather_coalesced|pre_bwd_fn|zero3_linear_wrap|loss_scale_config", "its hooks and attributes"),
     (Kind.internal, r"(fp16_groups|bf16_groups|_alignment_factor|accumulated_grads_in)'", "of its optimizers"),
+    (Kind.internal, r"'DeepSpeedConfig' object has no attribute", "fields of its configuration"),
     (Kind.internal, r"engine\.(_\w+|tput_timer)\b.*has it", "private attributes of the engine"),
     (Kind.internal, r"monkeypatch.setattr\(", "replaces a part of DeepSpeed"),
     # ---- refused rightly
@@ -133,6 +134,11 @@ REASONS: tuple[tuple[Kind, str, str], ...] = (
         "without a loss scale, an infinite norm ends the run",
     ),
     (Kind.rightly, r"optimizer\.torch_adam: unknown key", "its place is in params; DeepSpeed ignores it elsewhere"),
+    (
+        Kind.rightly,
+        r"(NoModel|NoConfig|EmptyConfig|test_ds_config_dict).*\nPlanError: initialize: expected",
+        "as there",
+    ),
     (Kind.rightly, r"torch_autocast: ", "the engine casts parameters; autocast on top would cast again"),
     (Kind.rightly, r"bf16_optimizer_states: ", "the states of the optimizer are fp32"),
     (Kind.rightly, r"fp16_master_weights_and_grads: ", "updates below 6e-8 vanish in fp16 weights"),

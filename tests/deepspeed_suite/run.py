@@ -48,7 +48,9 @@ def main(words: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="deepspeed-suite-") as name:
             folder = Path(name)
             # Names of packages of tests may not meet those of ours, and the checkout stays as it is.
-            shutil.copytree(source, folder / "unit", ignore=shutil.ignore_patterns("__pycache__"))
+            for part in ("unit", "model"):  # some tests read a configuration of a model
+                if (source.parent / part).is_dir():
+                    shutil.copytree(source.parent / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
             with ThreadPoolExecutor(asked.jobs) as pool:
                 list(pool.map(partial(_run, asked=asked, folder=folder, out=out), files))
     results = {name: _results(out, name) for name in files}
