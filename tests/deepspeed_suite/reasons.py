@@ -92,6 +92,7 @@ REASONS: tuple[tuple[Kind, str, str], ...] = (
     (Kind.harness, r"test_multi_output_model.*\n.*attribute 'dtype' do not match", "compares fp32 with bf16 tensors"),
     (Kind.harness, r"assert dist.get_world_size\(\) <= get_accelerator\(\).device_count\(\)", "one CPU is one device"),
     (Kind.harness, r"re-initialize CUDA in forked subprocess", "a tensor on device 0 where there is no GPU"),
+    (Kind.harness, r"'__git_hash__'", "asks for the build of the installed package"),
     (Kind.harness, r"test_byte_cast", "asks for a compiled operator"),
     # ---- works here
     (Kind.beyond, r"test_(no_sync_ctxt|zero_coalesce).*\n.*DID NOT RAISE", "no_sync at every stage, also nested"),
@@ -139,6 +140,7 @@ REASONS: tuple[tuple[Kind, str, str], ...] = (
         r"(NoModel|NoConfig|EmptyConfig|test_ds_config_dict).*\nPlanError: initialize: expected",
         "as there",
     ),
+    (Kind.rightly, r"compression_training: compression is not here", "a feature that is not here"),
     (Kind.rightly, r"torch_autocast: ", "the engine casts parameters; autocast on top would cast again"),
     (Kind.rightly, r"bf16_optimizer_states: ", "the states of the optimizer are fp32"),
     (Kind.rightly, r"fp16_master_weights_and_grads: ", "updates below 6e-8 vanish in fp16 weights"),
