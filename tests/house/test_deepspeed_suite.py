@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +89,15 @@ def test_the_suites_script_tells_what_each_outcome_means(tmp_path: Path) -> None
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "8 deselected" in again.stdout or "no tests ran" in again.stdout
     assert {path: path.read_bytes() for path in checkout.rglob("*") if path.is_file()} == before
+
+
+def test_each_reason_is_a_class_a_pattern_and_a_sentence() -> None:
+    sys.path.insert(0, str(RUN.parent))
+    try:
+        from reasons import REASONS, Kind
+    finally:
+        sys.path.remove(str(RUN.parent))
+    for kind, pattern, why in REASONS:
+        assert isinstance(kind, Kind)
+        re.compile(pattern)
+        assert why or kind is Kind.name, pattern
