@@ -118,6 +118,7 @@ LENT = _Lent(
         # Versions that it takes for able to compute in bf16; a CPU is, and is not asked.
         "deepspeed.git_version_info.torch_info": {"version": "2.4", "nccl_version": "2.20", "cuda_version": "12.4"},
         "deepspeed.accelerator.is_current_accelerator_supported": lambda: True,
+        "deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": 1024**2,  # a size that tests of NVMe divide by
         # It gives each group of experts a group of parameters; models without experts keep theirs.
         "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer": lambda groups: (
             [groups] if isinstance(groups, dict) else groups
@@ -157,12 +158,16 @@ def _ours(path: str) -> list[ModuleType]:
 
 
 def _word_on(path: str) -> str:
-    """What zero_runtime says of the outermost part of a path that it lacks; empty if it says nothing."""
-    with suppress(ImportError):
-        try:
-            getattr(import_module("zero_runtime"), path.split(".")[1])
-        except AttributeError as error:
-            return str(error) if "is not here" in str(error) else ""
+    """What a package of ours around it says of this name, or of the part of the path that it lacks; else empty."""
+    parts = path.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        for module in _ours(".".join(parts[:end])):
+            for name in (parts[-1], parts[end]):
+                try:
+                    getattr(module, name)
+                except AttributeError as error:
+                    if "is not here" in str(error):
+                        return str(error)
     return ""
 
 
