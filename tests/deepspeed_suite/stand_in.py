@@ -160,14 +160,16 @@ def _ours(path: str) -> list[ModuleType]:
 def _word_on(path: str) -> str:
     """What a package of ours around it says of this name, or of the part of the path that it lacks; else empty."""
     parts = path.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        for module in _ours(".".join(parts[:end])):
-            for name in (parts[-1], parts[end]):
-                try:
-                    getattr(module, name)
-                except AttributeError as error:
-                    if "is not here" in str(error):
-                        return str(error)
+    places = [(".".join(parts[:end]), name) for end in range(len(parts) - 1, 0, -1) for name in (parts[-1], parts[end])]
+    words = (_refusal(module, name) for place, name in places for module in _ours(place))
+    return next((word for word in words if "is not here" in word), "")
+
+
+def _refusal(module: ModuleType, name: str) -> str:
+    try:
+        getattr(module, name)
+    except AttributeError as error:
+        return str(error)
     return ""
 
 
