@@ -154,6 +154,12 @@ REASONS: tuple[tuple[Kind, str, str], ...] = (
     ),
     (Kind.rightly, r"compression_training: compression is not here", "a feature that is not here"),
     (Kind.rightly, r"data_types\.buffer_dtype: expected 'fp32'", "buffers keep the dtype of the model, or are fp32"),
+    (
+        Kind.rightly,
+        r"ParameterReadError: parameter .* was read outside of forward",
+        "a rank has its shard between steps",
+    ),
+    (Kind.rightly, r"the last backward ended with an error, so gradients", "half a backward is in the gradients"),
     (Kind.rightly, r"torch_autocast: ", "the engine casts parameters; autocast on top would cast again"),
     (Kind.rightly, r"bf16_optimizer_states: ", "the states of the optimizer are fp32"),
     (Kind.rightly, r"fp16_master_weights_and_grads: ", "updates below 6e-8 vanish in fp16 weights"),
