@@ -129,6 +129,7 @@ REASONS: tuple[tuple[Kind, str, str], ...] = (
         "shape of an empty one",
     ),
     (Kind.internal, r"type object 'Engine' has no attribute '_|SimpleNamespace' object has no", "private methods"),
+    (Kind.internal, r"KeyError: 'step'|optimizer.state_dict: states are shards", "the states of its own shards"),
     (Kind.internal, r"'DeepSpeedConfig' object has no attribute", "fields of its configuration"),
     (Kind.internal, r"engine\.(_\w+|tput_timer)\b.*has it", "private attributes of the engine"),
     (Kind.internal, r"monkeypatch.setattr\(", "replaces a part of DeepSpeed"),
