@@ -11,8 +11,11 @@ hide the sources from editors, mypy and setuptools.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
+
+from zero_runtime.other_engine import OtherEngineFinder
 
 _HOME = {
     "AdamConfig": "optim.configs",
@@ -59,6 +62,8 @@ _DEEPSPEED = {
 }
 _ABSENT = "deepspeed.absent"  # what to do instead of DeepSpeed's other names
 _MODULES = ("accelerator", "checkpointing", "comm", "ops", "utils", "zero")
+
+sys.meta_path.insert(0, OtherEngineFinder())  # it hears of DeepSpeed's engine, and finds nothing itself
 
 
 def __getattr__(name: str) -> Any:

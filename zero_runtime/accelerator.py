@@ -53,6 +53,21 @@ class CurrentAccelerator:
         if self._on_cuda:
             torch.cuda.synchronize(device_index)
 
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """The state of torch's generator for the device."""
+        return (
+            torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
+            if self._on_cuda
+            else torch.get_rng_state()
+        )
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Set what get_rng_state returned."""
+        if self._on_cuda:
+            torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
+        else:
+            torch.set_rng_state(new_state)
+
     def empty_cache(self) -> None:
         """Return cached memory of the GPU; does nothing on a CPU."""
         if self._on_cuda:

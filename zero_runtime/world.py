@@ -123,8 +123,8 @@ def _let_senders_finish() -> None:
     """Put this thread, and those that it starts from now on, into Linux's batch class: waking, they preempt no thread.
 
     In the normal class, a thread of gloo that wakes preempts the thread that holds the lock it needs, in the middle of
-    a send, and retries to take the lock until its time slice ends. A no-op elsewhere, and where the caller chose
-    another class.
+    a send, and retries to take the lock until its time slice ends. Ranks that share their cores with other processes
+    lose nothing by it (benchmarks/batch_class.py). A no-op elsewhere, and where the caller chose another class.
     """
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
         with suppress(OSError):  # a sandbox may forbid the call; the rank is then slower

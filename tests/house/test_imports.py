@@ -198,7 +198,8 @@ ROOMS = {
         "utils": "deepspeed",
         "zero": "deepspeed memory pure recorded_values runtime",
         "integrations": "checkpoint deepspeed initial_values pure",
-        "zero_runtime": "",  # imports lazily, by name
+        "other_engine": "",
+        "zero_runtime": "other_engine",  # imports the others lazily, by name
     },
 }
 # Libraries that a floor may import in addition to the standard library and the floors below it.

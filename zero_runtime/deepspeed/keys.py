@@ -108,8 +108,11 @@ _AIO = {
     "overlap_events": idle(BOOL),
     "use_gds": idle(BOOL),
 }
+_TAG_MODES = [cased for mode in ("Ignore", "Warn", "Fail") for cased in (mode, mode.lower(), mode.upper())]
 _CHECKPOINT = {
-    "tag_validation": idle(TEXT),
+    "tag_validation": only(
+        *_TAG_MODES, kind=TEXT, reason="tags that differ between ranks are an error here in each of these modes"
+    ),
     "load_universal": idle(BOOL),
     "use_node_local_storage": idle(BOOL),
     "parallel_write": idle(OBJECT),

@@ -340,6 +340,10 @@ def accelerator() -> None:
     found.manual_seed(4)
     first = torch.rand(3)
     assert torch.equal(first, torch.rand(3, generator=torch.Generator().manual_seed(4)))
+    before = found.get_rng_state()
+    drawn = torch.rand(3)
+    found.set_rng_state(before)
+    assert torch.equal(torch.rand(3), drawn)
     with pytest.raises(AttributeError, match=r"get_accelerator\(\)\.Stream is not here; use torch\.cuda"):
         _ = found.Stream
 

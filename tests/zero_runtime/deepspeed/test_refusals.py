@@ -31,6 +31,15 @@ TENSOR_PARALLEL = "tensor_parallel.tp_size: expected a divisor of the 2 ranks, f
 
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     (
+        "a mode of tags that DeepSpeed does not have",
+        config(checkpoint={"tag_validation": "foo"}),
+        [
+            "checkpoint.tag_validation: expected 'Ignore' or 'ignore' or 'IGNORE' or 'Warn' or 'warn' or 'WARN' or "
+            "'Fail' or 'fail' or 'FAIL', found 'foo': tags that differ between ranks are an error here in each of "
+            "these modes"
+        ],
+    ),
+    (
         "aio inside zero_optimization",
         zero(3, aio={"block_size": 1}),
         ["zero_optimization.aio: unknown key; it belongs at aio"],
