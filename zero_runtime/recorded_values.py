@@ -11,6 +11,7 @@ stays as it is.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,10 @@ _ATEN = torch.ops.aten
 _BLANK = (
     *(_ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.empty_like.default),
     *(_ATEN.new_empty.default, _ATEN.new_empty_strided.default),
+)
+_SETTERS = (
+    *(_ATEN.normal_.default, _ATEN.uniform_.default, _ATEN.zero_.default, _ATEN.copy_.default),
+    *(_ATEN.fill_.Scalar, _ATEN.fill_.Tensor),
 )
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # those with a nan for what is not written
 _REPLACES_MEMORY = ("set_", "resize_", "resize_as_")
@@ -152,10 +157,11 @@ def swap_content(first: torch.Tensor, second: torch.Tensor) -> None:
 class _View:
     """A recorded tensor as the operand of an operation: a part of a memory as it is after `count` operations.
 
-    memory: None for the one that the operation writes to, which has copies.
+    memory: None for the one that the operation writes to, which has copies. operations: the memory's list then.
     """
 
     memory: _Memory | None
+    operations: list[_Operation]
     count: int
     size: torch.Size
     stride: Sequence[Any]
@@ -163,7 +169,7 @@ class _View:
 
     def real(self, flat: torch.Tensor) -> torch.Tensor:
         """The part of its memory's values, or of `flat`, what the operation writes to."""
-        values = flat if self.memory is None else self.memory.repeat(self.count)
+        values = flat if self.memory is None else self.memory.repeat(self.operations[: self.count])
         return values.as_strided(self.size, self.stride, self.offset)
 
 
@@ -204,17 +210,28 @@ class _Memory:
     device: torch.device
     operations: list[_Operation] = field(default_factory=list)
 
-    def repeat(self, count: int | None = None) -> torch.Tensor:
-        """The values after the first `count` operations, flat; nan where nothing was written."""
-        flat = torch.full((self.numel,), torch.nan, dtype=self.dtype, device=self.device)
-        for operation in self.operations[:count]:
+    def repeat(self, operations: Sequence[_Operation]) -> torch.Tensor:
+        """The values after these operations, flat; nan where nothing was written."""
+        flat = self.unset().fill_(torch.nan)
+        for operation in operations:
             operation.repeat(flat)
         return flat
+
+    def unset(self) -> torch.Tensor:
+        """Memory for the values.
+
+        On the host it is mapped by itself, so that the system gets it back: the allocator would put small tensors that
+        stay into the gaps, and grow by each parameter.
+        """
+        if self.device.type != "cpu" or not self.numel:
+            return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        return torch.frombuffer(mmap.mmap(-1, self.numel * self.dtype.itemsize), dtype=self.dtype)
 
     def current(self) -> torch.Tensor:
         """The values now, flat. They stay in memory until those of another memory are asked for."""
         if not _LAST or _LAST[0][0] is not self:
-            _LAST[:] = [(self, self.repeat())]
+            _forget_values()
+            _LAST[:] = [(self, self.repeat(self.operations))]
         return _LAST[0][1]
 
     def copy(self, memo: dict[int, Any]) -> _Memory:
@@ -249,7 +266,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     generator = _generator(func, kwargs, written)
     state = None if generator is None else generator.get_state()
     counts = {one._memory: len(one._memory.operations) for one in _recorded((args, kwargs))}
-    held = {memory: memory.current() for memory in counts}
+    overwritten = written[0] if _sets_all(func, args, kwargs) else None
+    held = {memory: memory.unset() if memory is overwritten else memory.current() for memory in counts}
 
     def real(one: Any) -> Any:
         return _part(one, held[one._memory]) if isinstance(one, RecordedTensor) else one
@@ -257,6 +275,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*tree_map(real, args), **tree_map(real, kwargs))
     if not written:
         return tree_map(partial(_viewed, held=held), result)
+    if overwritten is not None:
+        overwritten.operations = []  # another list: operations on other memories may have views of this one
     for memory in written:
         kept_args, kept_kwargs = tree_map(partial(_kept, counts=counts, target=memory), (args, kwargs))
         memory.operations.append(_Operation(func, kept_args, kept_kwargs, generator, state))
@@ -265,12 +285,22 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return outs[0] if len(outs) == 1 and isinstance(result, torch.Tensor) else (None if result is None else outs)
 
 
+def _sets_all(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the operation gives every element of one memory a value that depends on none of it."""
+    if func not in _SETTERS or not isinstance(args[0], RecordedTensor):
+        return False
+    memory = args[0]._memory
+    others = {one._memory for one in _recorded((args[1:], kwargs))}
+    return args[0].numel() == memory.numel and args[0].is_contiguous() and memory not in others
+
+
 def _kept(operand: Any, *, counts: dict[_Memory, int], target: _Memory) -> Any:
     """An operand as an operation on `target` keeps it: with its values now, whatever is written to it later."""
     if isinstance(operand, RecordedTensor):
         memory = operand._memory
         other = None if memory is target else memory
-        return _View(other, counts[memory], operand.size(), operand.stride(), operand.storage_offset())
+        place = operand.size(), operand.stride(), operand.storage_offset()
+        return _View(other, memory.operations, counts[memory], *place)
     return operand.detach().clone() if isinstance(operand, torch.Tensor) else operand
 
 
