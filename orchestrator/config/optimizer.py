@@ -25,7 +25,9 @@ class Optimizer:
     steps that orthogonalise the momentum of a matrix. `lr_scaling`: of kind muon, match_rms_adamw gives matrices
     updates of the size of AdamW's, original those of its author. `matrices`: of kind muon, patterns of the names of the
     matrices that it updates; [] are those of the repeated blocks. `adamw_lr_ratio`: of kind muon, the rate of all other
-    parameters, relative to `lr`.
+    parameters, relative to `lr`. `min_coeff`, `max_coeff`: of kind lamb, limits of the ratio by which a parameter's
+    update is scaled. `correction`: of kind lamb, of the moments' bias: in the moments, as in its paper, or in the rate,
+    as in DeepSpeed's.
 
     Kind torch is an element-wise optimizer of torch.optim, given by its class `name` and its `arguments`.
     """

@@ -167,7 +167,7 @@ def _fed_back(case: Case) -> tuple[float, float, tuple[int, int]]:
             bytes_now = take_census(runtime).grads, predicted_state_bytes(runtime).grads
             for unit in runtime.units:  # no update: both runs have the same gradients
                 unit.free_grads()
-            runtime._drop_gradients()
+            runtime.zero_grad()
         for unit in runtime.units:
             kept = unit._gradients.errors
             if kept is not None:
