@@ -46,7 +46,7 @@ IGNORED_KEYS = (
 
 
 # Keys that were added after points had been recorded, with the value under which a run measures what it did before.
-# With it a key is left out of the identity, so that earlier points keep their ids.
+# With it, or with one of a tuple of them, a key is left out of the identity, so that earlier points keep their ids.
 LATER_KEYS: Mapping[str, Any] = {
     "measure.kind": "train",
     "measure.rounds": 1,
@@ -63,7 +63,7 @@ LATER_KEYS: Mapping[str, Any] = {
     "optimizer.adamw_lr_ratio": None,
     "optimizer.min_coeff": None,
     "optimizer.max_coeff": None,
-    "optimizer.correction": "moments",
+    "optimizer.correction": (None, "moments"),
     "parallel.tp": 1,
     "parallel.patterns": [],
     "parallel.sp": 1,
@@ -163,7 +163,8 @@ def without_ignored(config: Mapping[str, Any], prefix: str = "") -> dict[str, An
     kept: dict[str, Any] = {}
     for key, value in config.items():
         full = prefix + key
-        if full in IGNORED_KEYS or (full in LATER_KEYS and LATER_KEYS[full] == value):
+        later = LATER_KEYS.get(full, ())
+        if full in IGNORED_KEYS or (value in later if isinstance(later, tuple) else value == later):
             continue
         kept[key] = without_ignored(value, f"{full}.") if isinstance(value, dict) else value
         if value and kept[key] == {}:
