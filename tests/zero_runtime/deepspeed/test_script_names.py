@@ -114,6 +114,17 @@ def weights_of_checkpoints(folder: str) -> None:
         assert not torch.equal(older["first.weight"], state["first.weight"])
         loaded = zero_to_fp32.load_state_dict_from_zero_checkpoint(Tied(), root)
         assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+        with engine.runtime.full_params(write=True) as values:
+            for value in values.values():
+                value.zero_()
+        own = engine.module.shift
+        own.zero_()
+        assert zero_to_fp32.load_state_dict_from_zero_checkpoint(engine.module, root) is engine.module
+        with engine.runtime.full_params() as values:
+            assert all(torch.equal(value, state[name]) for name, value in values.items())
+        assert torch.equal(own, state["shift"])
+        engine.backward(mean_loss(engine))  # it trains on
+        engine.step()
         with pytest.raises(CheckpointError, match="expected the parameters of Linear"):
             zero_to_fp32.load_state_dict_from_zero_checkpoint(nn.Linear(2, 2), root)
         engine.destroy()
@@ -227,7 +238,12 @@ def test_an_import_of_the_package_imports_none_of_it() -> None:
     code = "import sys, zero_runtime.deepspeed; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = {name for name in run.stdout.split() if name.startswith(("zero_runtime", "torch"))}
-    assert found == {"zero_runtime", "zero_runtime.deepspeed", "zero_runtime.deepspeed.absent"}
+    assert found == {
+        "zero_runtime",
+        "zero_runtime.other_engine",
+        "zero_runtime.deepspeed",
+        "zero_runtime.deepspeed.absent",
+    }
 
 
 def test_helpers_of_scripts() -> None:
