@@ -14,9 +14,11 @@ from zero_runtime.runtime import ZeroRuntime
 
 
 class LiveEngine(Protocol):
-    """The attribute of an engine by which the owner of a parameter is found."""
+    """An engine, as the owner of parameters."""
 
     runtime: ZeroRuntime
+
+    def destroy(self) -> None: ...
 
 
 class OwnedParameter(NamedTuple):
@@ -47,6 +49,24 @@ def remove_engine(engine: LiveEngine) -> None:
     for unit in engine.runtime.units:
         for param in unit.params:
             name_as_whole(param)
+
+
+def destroy_engine_of(model: nn.Module) -> bool:
+    """Destroy the engine of the model, if there is one and the model keeps its weights; whether it was.
+
+    Each rank comes to the same end: it depends on the plan alone, and the hooks on a model keep its engine alive.
+    """
+    engine = next((one for one in _LIVE if one.runtime.model is model), None)
+    if engine is None or not _leaves_weights(engine.runtime):
+        return False
+    engine.destroy()
+    return True
+
+
+def _leaves_weights(runtime: ZeroRuntime) -> bool:
+    """Whether parameters are whole on each rank when the runtime is closed; see [Note: the model afterwards]."""
+    alone = runtime.collectives.shard_count == 1 and not any(unit.params_offloaded for unit in runtime.units)
+    return runtime.collectives.tensor_degree == 1 and (runtime.plan.keeps_full_params or alone)
 
 
 def any_engine() -> LiveEngine | None:
