@@ -46,7 +46,7 @@ def refuse_owned(model: nn.Module) -> None:
     if any(isinstance(module._parameters, WatchedParameters) for module in model.modules()):
         raise PlanError(
             "model: expected one that no runtime owns, found one that is in use, also if its engine was deleted; call "
-            "engine.destroy() (runtime.close) on every rank before that, or, where weights are sharded (stage 3), save "
+            "engine.destroy() (runtime.close) on every rank before that, or, where a rank has only its shard, save "
             "them (engine.save_checkpoint), make the model anew and load them"
         )
     for name, param in model.named_parameters():

@@ -15,7 +15,7 @@ from zero_runtime import comm
 from zero_runtime.deepspeed.absent import ABSENT_OF_ZERO, missing
 from zero_runtime.deepspeed.entry import init_distributed, own_device
 from zero_runtime.deepspeed.live_engines import owned
-from zero_runtime.deepspeed.sharded_names import ZeroParamStatus, is_zero_param, registered_as_sharded
+from zero_runtime.deepspeed.sharded_names import ZeroParamStatus, is_zero_param, name_as_sharded, registered_as_sharded
 from zero_runtime.deepspeed.zero_names import (
     register_external_parameter,
     unregister_external_parameter,
@@ -121,7 +121,7 @@ class GatheredParameters(AbstractContextManager[None]):
                         "initialize gives it its values: change it afterwards"
                     )
                 if found is None and is_zero_param(param):
-                    stack.enter_context(self._shared(param))
+                    stack.enter_context(self._not_owned(param))
             for runtime, named in by_runtime.values():
                 runtime.check_between_steps("zero.GatheredParameters")
                 values = stack.enter_context(
@@ -164,9 +164,14 @@ class GatheredParameters(AbstractContextManager[None]):
         param.__class__ = shown.kind
 
     @contextmanager
-    def _shared(self, param: torch.Tensor) -> Iterator[None]:
-        """At exit, a parameter that no engine owns yet has the values of the modifier's rank on every rank."""
-        yield
+    def _not_owned(self, param: torch.Tensor) -> Iterator[None]:
+        """Inside, a parameter that no engine owns yet has the status of one with values. At exit, every rank has what
+        the modifier's rank has."""
+        name_as_sharded(param, param.shape, is_open=True)
+        try:
+            yield
+        finally:
+            name_as_sharded(param, param.shape, is_open=False)
         if self._is_shared:
             values = param.detach().to(own_device(), copy=True).contiguous()
             comm.broadcast(values.view(-1).view(torch.uint8), src=self._source)  # gloo supports few dtypes

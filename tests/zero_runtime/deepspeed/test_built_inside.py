@@ -16,7 +16,7 @@ from torch import nn
 
 from zero_runtime.errors import ParameterReadError, PlanError
 from zero_runtime.recorded_values import RecordedTensor
-from zero_runtime.zero import GatheredParameters, Init
+from zero_runtime.zero import GatheredParameters, Init, ZeroParamStatus
 
 WIDTH = 6
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
@@ -127,8 +127,10 @@ def gathered_before() -> None:
                 model.scale.data[0] = 7
         written_by_rank_1 = [model.last.weight, model.scale, model.drawn.bias]
         with GatheredParameters([*written_by_rank_1, model.first.bias], modifier_rank=1):
+            assert {param.ds_status for param in written_by_rank_1} == {ZeroParamStatus.AVAILABLE}
             for param in written_by_rank_1 if rank == 1 else ():
                 param.data[1] = 9
+        assert {param.ds_status for param in model.parameters()} == {ZeroParamStatus.NOT_AVAILABLE}
         with GatheredParameters(model.second.weight):
             assert torch.equal(model.second.weight, torch.ones(WIDTH, WIDTH))  # on every rank
         assert isinstance(model.first.bias, RecordedTensor)  # an unchanged one takes no memory
