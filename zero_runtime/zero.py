@@ -164,7 +164,7 @@ class GatheredParameters(AbstractContextManager[None]):
         param.__class__ = shown.kind
 
     @contextmanager
-    def _not_owned(self, param: torch.Tensor) -> Iterator[None]:
+    def _not_owned(self, param: nn.Parameter) -> Iterator[None]:
         """Inside, a parameter that no engine owns yet has the status of one with values. At exit, every rank has what
         the modifier's rank has."""
         name_as_sharded(param, param.shape, is_open=True)

@@ -29,7 +29,7 @@ class OwnedParameter(NamedTuple):
 
 
 _LIVE: WeakSet[LiveEngine] = WeakSet()
-_LOSSES: WeakKeyDictionary[LiveEngine, ref[torch.Tensor]] = WeakKeyDictionary()  # the last one of each
+_LOSSES: WeakKeyDictionary[object, ref[torch.Tensor]] = WeakKeyDictionary()  # the last one of each
 
 
 def add_engine(engine: LiveEngine) -> None:
@@ -74,7 +74,7 @@ def any_engine() -> LiveEngine | None:
     return next(iter(_LIVE), None)
 
 
-def claim_loss(engine: LiveEngine, loss: torch.Tensor) -> None:
+def claim_loss(engine: object, loss: torch.Tensor) -> None:
     """Remember that the engine runs the backward of `loss`; CallOrderError if another engine had it.
 
     A backward gives gradients to every engine that the loss went through, so two would count them twice.
