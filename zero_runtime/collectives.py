@@ -237,11 +237,11 @@ class Collectives(CollectiveIssuer):
         into, out = received[: sum(counts[0])], sent[: sum(counts[1])]
         return _starting(dist.all_to_all_single, into, out, list(counts[0]), list(counts[1]), group=group)
 
-    def broadcast(self, tensor: torch.Tensor, unit: str = "") -> None:
-        """Overwrite every rank's contiguous `tensor`, of any dtype, with rank 0's. Blocks and is not counted."""
+    def broadcast(self, tensor: torch.Tensor, unit: str = "", source: int = 0) -> None:
+        """Overwrite every rank's contiguous `tensor`, of any dtype, with that of one. Blocks and is not counted."""
         if self.world > 1 and tensor.numel():
             as_bytes = tensor.view(tensor.numel()).view(torch.uint8)  # gloo supports few dtypes
-            self._issue("broadcast", unit, tensor, _starting(dist.broadcast, as_bytes, src=0))()
+            self._issue("broadcast", unit, tensor, _starting(dist.broadcast, as_bytes, src=source))()
 
     def reduce(self, full: torch.Tensor, shard: torch.Tensor, unit: str = "") -> Pending:
         """Sum `full` [P] over all ranks into `shard` [S], which may be this rank's slice of `full`.

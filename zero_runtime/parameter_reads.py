@@ -46,7 +46,8 @@ def refuse_owned(model: nn.Module) -> None:
     if any(isinstance(module._parameters, WatchedParameters) for module in model.modules()):
         raise PlanError(
             "model: expected one that no runtime owns, found one that is in use, also if its engine was deleted; call "
-            "engine.destroy() (runtime.close) on every rank before that, or make the model anew"
+            "engine.destroy() (runtime.close) on every rank before that, or, where a rank has only its shard, save "
+            "them (engine.save_checkpoint), make the model anew and load them"
         )
     for name, param in model.named_parameters():
         if isinstance(param, GuardedParameter):

@@ -363,12 +363,21 @@ class ZeroRuntime:
         skipped = not math.isfinite(norm_value)
         return StepReport(loss_value, norm_value, skipped, self.scaler.scale, any(rest)), norm
 
-    def check_between_steps(self, call: str) -> None:
-        """Raise CallOrderError if the step has gradients, which `call` would lose, or the runtime no parameters."""
+    def check_weights(self, call: str) -> None:
+        """Raise CallOrderError if the runtime has no parameters, or their update may have begun."""
         if not self.units:
             raise CallOrderError(
                 f"{call}: expected a model with parameters, found none: it has none, or the runtime was closed"
             )
+        if self.settings.offload.speculative:
+            self._check_no_backwards(call)
+
+    def check_between_steps(self, call: str) -> None:
+        """Raise CallOrderError if the step has gradients, which `call` would lose, or the runtime no parameters."""
+        self.check_weights(call)
+        self._check_no_backwards(call)
+
+    def _check_no_backwards(self, call: str) -> None:
         if self.backwards.count:
             raise CallOrderError(
                 f"{call}: expected to be called between two steps, found {self.backwards.count} backward calls since "
@@ -422,5 +431,7 @@ class ZeroRuntime:
         finally:
             self.collectives.free()
         retire(
-            self, "expected an open runtime, found a closed one; make another", kept=("close", "check_between_steps")
+            self,
+            "expected an open runtime, found a closed one; make another",
+            kept=("close", "check_weights", "check_between_steps"),
         )

@@ -240,6 +240,11 @@ class Unit:
         """[S] grad_dtype: this rank's part of the gradient that is summed over the ranks."""
         return self._gradients.grad_shard
 
+    def local_grad(self, name: str) -> torch.Tensor | None:
+        """This rank's own gradient of one parameter while it waits for its reduction, else None; may be a view."""
+        found = self._gradients.local(name)
+        return None if found is None else self._full(*found)
+
     @property
     def reduced_in(self) -> torch.dtype | None:
         """The dtype in which the gradients were last summed over the ranks; None before the first time."""
@@ -422,9 +427,7 @@ class Unit:
         """Live flat tensors by component, for counting. Aliases share a storage; the caller must count each once."""
         return {
             "params": [self.unsharded_param, self.param_shard],
-            "grads": [
-                grad for grad in (self.unsharded_grad, self.grad_shard, *self._gradients.kept) if grad is not None
-            ],
+            "grads": [one for one in (self.unsharded_grad, self.grad_shard, *self._gradients.kept) if one is not None],
             "optimizer": [] if self.master_shard is None else [self.master_shard],
         }
 
@@ -440,8 +443,7 @@ class Unit:
         return [*([] if gather is None else [gather.shard, gather.full]), *self._gradients.message_tensors()]
 
     def free(self) -> None:
-        """Release every tensor. The parameters become tensors of their own if their full values are here; else every
-        read of them raises."""
+        """Free every tensor. Parameters become tensors of their own if their full values are here, else reads raise."""
         self._gradients.free()
         self._gradients.errors = None
         if not self._parameters.free():

@@ -11,7 +11,7 @@ import torch
 from zero_runtime.collectives import Collectives, Pending
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import UnitStateError
-from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.flat_layout import FlatLayout, Segment
 from zero_runtime.kernels import ops
 from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise_
 from zero_runtime.plan import ZeroPlan
@@ -295,6 +295,13 @@ class UnitGradients:
         return self.errors, self.earlier
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
+
+    def local(self, name: str) -> tuple[Segment, torch.Tensor] | None:
+        """One parameter and a view of this rank's own gradient of it, if it is not reduced; None otherwise."""
+        if self.state is not GradState.LOCAL or self.unsharded_grad is None:
+            return None
+        found = (self.layout.segments[index] for index in self._filled)
+        return next(((one, one.of(self.unsharded_grad)) for one in found if one.name == name), None)
 
     def first_non_finite(self) -> str | None:
         """The first parameter, in the unit's order, whose unreduced local gradient is not finite; None if all are.

@@ -33,12 +33,12 @@ class ShardOwner(Protocol):
 
 @contextmanager
 def full_params(
-    runtime: ShardOwner, names: Sequence[str] | None = None, *, write: bool = False
+    runtime: ShardOwner, names: Sequence[str] | None = None, *, write: bool = False, source: int = 0
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Copies of the full parameters by name, in the master's dtype. Every rank must enter the context.
 
     names: the parameters to gather; None means all. With `write`, the parameters on every rank are replaced at exit by
-    the values in rank 0's dictionary.
+    the values in the dictionary of rank `source`.
     """
     wanted = _units_of(runtime, names)
     values: dict[str, torch.Tensor] = {}
@@ -51,7 +51,7 @@ def full_params(
         return
     for unit, chosen in wanted:
         for name in chosen:
-            runtime.collectives.broadcast(values[name])
+            runtime.collectives.broadcast(values[name], source=source)
         with residence(runtime.tier, unit, writes=True):
             unit.set_values({name: values[name] for name in chosen})
     runtime.renew()

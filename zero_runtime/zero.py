@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from zero_runtime import comm
 from zero_runtime.deepspeed.absent import ABSENT_OF_ZERO, missing
+from zero_runtime.deepspeed.entry import init_distributed, own_device
 from zero_runtime.deepspeed.live_engines import owned
-from zero_runtime.deepspeed.sharded_names import ZeroParamStatus, is_zero_param, registered_as_sharded
+from zero_runtime.deepspeed.sharded_names import ZeroParamStatus, is_zero_param, name_as_sharded, registered_as_sharded
 from zero_runtime.deepspeed.zero_names import (
     register_external_parameter,
     unregister_external_parameter,
@@ -25,6 +28,7 @@ from zero_runtime.memory.live_estimate import (
 )
 from zero_runtime.recorded_values import RecordedTensor, record_again, recording, take_values, values_of
 from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.world import is_joined, world_size
 
 __all__ = [
     "GatheredParameters",
@@ -45,17 +49,21 @@ class Init(AbstractContextManager["Init"]):
     Layers, `apply`, nn.init and other writes, inside and until `initialize`, give the values, and take the random
     numbers, that they would without the context. Each parameter of uninitialised memory remembers how it got its values
     (recorded_values.py) instead of keeping them; one that is built from values keeps them. Ranks with different seeds
-    get rank 0's values. For weights from files use integrations.transformers.from_pretrained. DeepSpeed's other
-    arguments are accepted and have no effect. `enabled`: False makes the context do nothing.
+    get rank 0's values. For weights from files use integrations.transformers.from_pretrained. Joins
+    the process group if RANK and WORLD_SIZE tell of one. DeepSpeed's other arguments are accepted and have no effect.
+    `enabled`: False makes the context do nothing.
     """
 
     def __init__(self, module: nn.Module | None = None, *_ignored: Any, enabled: bool = True, **_more: Any) -> None:
         if module is not None:
             raise PlanError("zero.Init: expected no module, found one with weights; initialize shards it as it is")
+        self._enabled = enabled
         self._context = recording() if enabled else nullcontext()
         self._names = registered_as_sharded() if enabled else nullcontext()
 
     def __enter__(self) -> Init:
+        if self._enabled and {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+            init_distributed()
         self._context.__enter__()
         self._names.__enter__()
         return self
@@ -70,8 +78,8 @@ class Init(AbstractContextManager["Init"]):
 class GatheredParameters(AbstractContextManager[None]):
     """Inside, the parameters have their full values on every rank, which must all enter it, between steps.
 
-    params: a parameter, or several; those that have their values are left as they are. modifier_rank: with 0, what rank
-    0 has changed is the value on every rank afterwards, also between zero.Init and `initialize`; with None, a change
+    params: a parameter, or several; those that have their values are left as they are. modifier_rank: what this rank
+    has changed is the value on every rank afterwards, also between zero.Init and `initialize`; with None, a change
     raises ParameterReadError at exit. The model must not be called inside.
     """
 
@@ -82,13 +90,18 @@ class GatheredParameters(AbstractContextManager[None]):
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        if modifier_rank not in (None, 0):
-            raise PlanError(f"zero.GatheredParameters: expected modifier_rank None or 0, found {modifier_rank}; use 0")
+        ranks = world_size() if is_joined() else 1
+        if modifier_rank is not None and modifier_rank not in range(ranks):
+            raise PlanError(
+                f"zero.GatheredParameters: expected modifier_rank None or one of {ranks} ranks, found {modifier_rank}; "
+                "use 0"
+            )
         if isinstance(params, Mapping):
             params = params.values()
         chosen = [params] if isinstance(params, nn.Parameter) else list(params)
         self._params = list({id(param): param for param in chosen}.values()) if enabled else []
-        self._writes = modifier_rank is not None
+        self._source = modifier_rank
+        self._is_shared = modifier_rank is not None and ranks > 1
         self._lost: list[str] = []  # parameters whose change is undone
         self._runtimes: list[ZeroRuntime] = []
         self._stack = ExitStack()
@@ -107,9 +120,13 @@ class GatheredParameters(AbstractContextManager[None]):
                         f"zero.GatheredParameters: a parameter of shape {list(param.shape)} has no values yet; "
                         "initialize gives it its values: change it afterwards"
                     )
+                if found is None and is_zero_param(param):
+                    stack.enter_context(self._not_owned(param))
             for runtime, named in by_runtime.values():
                 runtime.check_between_steps("zero.GatheredParameters")
-                values = stack.enter_context(runtime.full_params(list(named), write=self._writes))
+                values = stack.enter_context(
+                    runtime.full_params(list(named), write=self._source is not None, source=self._source or 0)
+                )
                 for name, param in named.items():
                     stack.callback(self._take_back, name, values[name], _Shown(param, values[name]))
             self._runtimes = [runtime for runtime, _ in by_runtime.values()]
@@ -121,7 +138,7 @@ class GatheredParameters(AbstractContextManager[None]):
         self._lost.clear()
         suppressed = self._stack.__exit__(kind, error, trace)
         every = [self._lost]
-        if kind is None and not self._writes:
+        if kind is None and self._source is None:
             for runtime in self._runtimes:
                 if runtime.collectives.shard_count == 1:
                     continue  # such a parameter was gathered without the other ranks, which may be elsewhere
@@ -139,18 +156,33 @@ class GatheredParameters(AbstractContextManager[None]):
         """Put the changed elements into `master`; the others keep their bits there, more than those shown."""
         param = shown.param
         changed = _changed(param.data, shown.before)
-        if not self._writes:
+        if self._source is None:
             self._lost += [name] if bool(changed.any()) else []
         else:
             master.copy_(torch.where(changed, param.data.to(master.dtype), master))
         param.data = shown.data
         param.__class__ = shown.kind
 
+    @contextmanager
+    def _not_owned(self, param: nn.Parameter) -> Iterator[None]:
+        """Inside, a parameter that no engine owns yet has the status of one with values. At exit, every rank has what
+        the modifier's rank has."""
+        name_as_sharded(param, param.shape, is_open=True)
+        try:
+            yield
+        finally:
+            name_as_sharded(param, param.shape, is_open=False)
+        if self._is_shared:
+            values = param.detach().to(own_device(), copy=True).contiguous()
+            comm.broadcast(values.view(-1).view(torch.uint8), src=self._source)  # gloo supports few dtypes
+            if not torch.equal(values.to(param.device), param.detach()):
+                param.data.copy_(values)
+
     @torch.no_grad()
     def _record_again(self, param: torch.Tensor, recorded: RecordedTensor, before: torch.Tensor) -> None:
         """A changed parameter keeps its memory, from which `initialize` takes its values."""
         if bool(_changed(param.data, before).any()):
-            if self._writes:
+            if self._source is not None:
                 return
             self._lost.append(f"{recorded.label} of shape {list(param.shape)}")
         record_again(param, recorded)

@@ -196,7 +196,7 @@ ROOMS = {
         "comm": "deepspeed",
         "ops": "deepspeed",
         "utils": "deepspeed",
-        "zero": "deepspeed memory pure recorded_values runtime",
+        "zero": "comm deepspeed memory pure recorded_values runtime world",
         "integrations": "checkpoint deepspeed initial_values pure",
         "other_engine": "",
         "zero_runtime": "other_engine",  # imports the others lazily, by name

@@ -60,6 +60,7 @@ class SaveSettings:
     with_frozen: False leaves frozen parameters out, for models whose frozen base is stored elsewhere (LoRA).
     limit_s: the save fails if ranks have not reported and the folder has not grown for this many seconds.
     block_bytes: bytes per write call.
+    within_step: the save may come between the backwards of a step, whose gradients it leaves out.
     pause_s: sleep after each write call and before the commit, in seconds; only tests set it.
     """
 
@@ -68,6 +69,7 @@ class SaveSettings:
     with_frozen: bool = True
     limit_s: float = 300.0
     block_bytes: int = 8 << 20
+    within_step: bool = False
     pause_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -86,7 +88,7 @@ def save_checkpoint(
     trainer: dict[str, Any],
     settings: SaveSettings | None = None,
 ) -> Path:
-    """Write and commit a checkpoint, and return its folder. Every rank calls it, between two steps.
+    """Write and commit a checkpoint, and return its folder. Every rank calls it, between two steps or `within_step`.
 
     `trainer`: plain JSON values, which `load_checkpoint` returns. Raises CheckpointError, the same on every rank;
     earlier checkpoints are then left as they were.
@@ -114,7 +116,7 @@ def begin(
 
     `trouble`: the error of this rank's previous save, if any; raised here on every rank.
     """
-    runtime.check_between_steps("save_checkpoint")
+    (runtime.check_weights if settings.within_step else runtime.check_between_steps)("save_checkpoint")
     collectives = runtime.collectives
     own = {
         "trouble": trouble,

@@ -107,7 +107,8 @@ class Engine(EngineLoop):
 
         `client_state`: numbers, texts, True, False, None, and lists, tuples and dicts of them, which load_checkpoint
         returns as they were; PlanError, which names the place, for others. `save_latest` has no effect: no file is
-        needed to find the newest undamaged checkpoint. Returns True, as DeepSpeed does.
+        needed to find the newest undamaged checkpoint. Within an accumulation it saves the end of the last step, with
+        a warning. Returns True, as DeepSpeed does.
         """
         engine_checkpoint.save(self, save_dir, tag, client_state or {}, with_frozen=not exclude_frozen_parameters)
         return True
@@ -140,9 +141,9 @@ class Engine(EngineLoop):
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
         """Gather the weights, round them to 16 bits and write them into `save_dir`, which may exist.
 
-        Every rank calls it, between steps. Also writes config.json if the module has a Hugging Face `config`. Replaces
-        files of an earlier save under the same name. The files are safetensors, which from_pretrained reads, also for
-        names in .bin (model.safetensors for pytorch_model.bin); a name in .pt or .pth gives one file of torch.save.
+        Every rank calls it, outside of backwards. Also writes config.json if the module has a Hugging Face `config`.
+        Replaces files of an earlier save under the same name. They are safetensors, which from_pretrained reads, also
+        for names in .bin (model.safetensors for pytorch_model.bin); a name in .pt or .pth gives one file of torch.save.
         """
         save_16bit(self.runtime, engine_checkpoint.folder_of("save_16bit_model", save_dir), save_filename)
         return True

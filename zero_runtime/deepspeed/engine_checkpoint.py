@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from zero_runtime.deepspeed.schedules import Schedule
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
 from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.world import own_rank
 
 _COUNTERS = ("micro_steps", "global_steps", "skipped_steps")
 _SAMPLES = "global_samples"
@@ -35,6 +37,7 @@ class SavedEngine(Protocol):
     optimizer: EngineOptimizer
     lr_scheduler: Schedule | None
     micro_steps: int
+    micro_steps_in_step: int
     global_steps: int
     skipped_steps: int
     global_samples: int
@@ -80,16 +83,23 @@ def _folder_together(runtime: ZeroRuntime, call: str, folder: object, tag: objec
 
 
 def save(engine: SavedEngine, folder: object, tag: object, client_state: dict[str, Any], *, with_frozen: bool) -> None:
-    """Save a checkpoint of step `global_steps`."""
+    """Save a checkpoint of step `global_steps`, to which the engine resumes."""
+    if engine.runtime.backwards.has_gradients and own_rank() == 0:
+        warnings.warn(
+            "engine.save_checkpoint: expected a call after the last micro-batch of a step, found one within it: the "
+            "gradients since the last step are not saved, and training resumes from the end of that step",
+            stacklevel=3,
+        )
     root = _folder_together(engine.runtime, "save_checkpoint", folder, tag, client_state)
     trainer = {
         "client_state": to_json(client_state),
-        "engine": {name: getattr(engine, name) for name in (*_COUNTERS, _SAMPLES)},
+        "engine": {name: getattr(engine, name) for name in (*_COUNTERS, _SAMPLES)}
+        | {"micro_steps": engine.micro_steps - engine.micro_steps_in_step},
         "schedule": _schedule_state(engine),
         "lr": engine.get_lr(),
         "model_config": model_config(engine.module, TORCH_DTYPE[engine.runtime.precision.param]),
     }
-    settings = SaveSettings(with_frozen=with_frozen)
+    settings = SaveSettings(with_frozen=with_frozen, within_step=True)
     save_checkpoint(engine.runtime, root, step=engine.global_steps, trainer=trainer, settings=settings)
 
 

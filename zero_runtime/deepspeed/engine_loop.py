@@ -34,7 +34,7 @@ class EngineLoop(EngineSettings):
         self.global_steps = 0  # optimizer steps, including skipped ones
         self.skipped_steps = 0
         self.global_samples = 0  # of all steps, over all ranks
-        self._in_step = 0  # micro-batches of the current step, before the next one
+        self.micro_steps_in_step = 0  # of the current step, before the next micro-batch
         self._told_boundary: bool | None = None  # by set_gradient_accumulation_boundary
         self._stepping = False
         self._is_scaled = False  # the user's next backward is of a loss that `scale` returned
@@ -106,7 +106,7 @@ class EngineLoop(EngineSettings):
             raise CallOrderError("engine.step: It is illegal to call Engine.step() inside no_sync context manager")
         self._applied = False
         if not self.is_gradient_accumulation_boundary():
-            self._end_micro_step(self._in_step + 1)
+            self._end_micro_step(self.micro_steps_in_step + 1)
             return
         check_writes(self.runtime)
         self.allreduce_gradients()
@@ -143,7 +143,7 @@ class EngineLoop(EngineSettings):
 
     def _end_micro_step(self, in_step: int) -> None:
         self.micro_steps += 1
-        self._in_step = in_step
+        self.micro_steps_in_step = in_step
 
     def _update(self, rates: Rates) -> bool:
         if not self._stepping:
@@ -161,7 +161,7 @@ class EngineLoop(EngineSettings):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
-        counted = self._in_step + 1 >= self.gradient_accumulation_steps()
+        counted = self.micro_steps_in_step + 1 >= self.gradient_accumulation_steps()
         return counted if self._told_boundary is None else self._told_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -186,12 +186,12 @@ class EngineLoop(EngineSettings):
         Between the micro-batches of a step it raises CallOrderError, unless a backward has failed.
         """
         self.runtime.backwards.end_failed()
-        if self._in_step and not self.runtime.backwards.failed:
+        if self.micro_steps_in_step and not self.runtime.backwards.failed:
             raise CallOrderError(
                 "engine.zero_grad: expected it between steps, found micro-batches whose gradients it would lose; "
                 "engine.step drops them at the boundary, so leave it out"
             )
-        self._in_step = 0
+        self.micro_steps_in_step = 0
         self.runtime.zero_grad()
 
 

@@ -21,6 +21,7 @@ from zero_runtime.deepspeed.engine import Engine, EngineParts
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
 from zero_runtime.deepspeed.groups import Trained, groups_of_optimizer, groups_of_parameters
 from zero_runtime.deepspeed.json_text import load
+from zero_runtime.deepspeed.live_engines import destroy_engine_of
 from zero_runtime.deepspeed.loader import training_loader
 from zero_runtime.deepspeed.optimizer_section import default_optimizer
 from zero_runtime.deepspeed.pending_weights import pending_weights
@@ -95,7 +96,8 @@ def initialize(
     are filled in from `args`, an object with the names of TrainingArguments, and from the model's hidden size. Joins
     the process group first if this process is in none. The dataloader is None without training_data, the scheduler
     without a schedule. Before the model is changed, raises PlanError for invalid settings, and OffloadError if the disk
-    or the host has no room for the offloaded state. One warning names the settings that have no effect.
+    or the host has no room for the offloaded state. A model that an engine has is taken from it, if its weights are
+    whole on each rank; the other engine is destroyed. One warning names the settings that have no effect.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"initialize: expected model to be a torch.nn.Module, found {type(model).__name__}")
@@ -111,6 +113,8 @@ def initialize(
     source = with_tensor_parallel(model, _source(args, config, config_params))
     source, notes = _without_what_the_call_gives(source, optimizer, lr_scheduler)
     read = read_config(source, world_size(), own_device().type, values)
+    if destroy_engine_of(model):
+        notes.append("the engine that had the model is destroyed, and the new one begins with its weights")
     trained, told = _train_with(model, optimizer, model_parameters, read)
     if read.schedule is not None:
         fitted, trained, cycled = trained.fitted_to(read.schedule)

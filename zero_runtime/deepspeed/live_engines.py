@@ -14,9 +14,11 @@ from zero_runtime.runtime import ZeroRuntime
 
 
 class LiveEngine(Protocol):
-    """The attribute of an engine by which the owner of a parameter is found."""
+    """An engine, as the owner of parameters."""
 
     runtime: ZeroRuntime
+
+    def destroy(self) -> None: ...
 
 
 class OwnedParameter(NamedTuple):
@@ -27,7 +29,7 @@ class OwnedParameter(NamedTuple):
 
 
 _LIVE: WeakSet[LiveEngine] = WeakSet()
-_LOSSES: WeakKeyDictionary[LiveEngine, ref[torch.Tensor]] = WeakKeyDictionary()  # the last one of each
+_LOSSES: WeakKeyDictionary[object, ref[torch.Tensor]] = WeakKeyDictionary()  # the last one of each
 
 
 def add_engine(engine: LiveEngine) -> None:
@@ -49,12 +51,30 @@ def remove_engine(engine: LiveEngine) -> None:
             name_as_whole(param)
 
 
+def destroy_engine_of(model: nn.Module) -> bool:
+    """Destroy the engine of the model, if there is one and the model keeps its weights; whether it was.
+
+    Each rank comes to the same end: it depends on the plan alone, and the hooks on a model keep its engine alive.
+    """
+    engine = next((one for one in _LIVE if one.runtime.model is model), None)
+    if engine is None or not _leaves_weights(engine.runtime):
+        return False
+    engine.destroy()
+    return True
+
+
+def _leaves_weights(runtime: ZeroRuntime) -> bool:
+    """Whether parameters are whole on each rank when the runtime is closed; see [Note: the model afterwards]."""
+    alone = runtime.collectives.shard_count == 1 and not any(unit.params_offloaded for unit in runtime.units)
+    return runtime.collectives.tensor_degree == 1 and (runtime.plan.keeps_full_params or alone)
+
+
 def any_engine() -> LiveEngine | None:
     """One of the engines of this process; None if there is none."""
     return next(iter(_LIVE), None)
 
 
-def claim_loss(engine: LiveEngine, loss: torch.Tensor) -> None:
+def claim_loss(engine: object, loss: torch.Tensor) -> None:
     """Remember that the engine runs the backward of `loss`; CallOrderError if another engine had it.
 
     A backward gives gradients to every engine that the loss went through, so two would count them twice.

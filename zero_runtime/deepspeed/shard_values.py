@@ -33,8 +33,14 @@ def is_trained(param: OwnedParameter) -> bool:
 
 
 def read_full(param: OwnedParameter, state: str) -> torch.Tensor:
-    """A copy of the full weights (MASTER), gradient (GRAD) or state, in the dtype in which it is held. A collective."""
+    """A copy of the full weights (MASTER), gradient (GRAD) or state, in the dtype in which it is held. A collective.
+
+    A gradient that waits for its reduction is this rank's own, of its own losses rather than of the mean of all ranks.
+    """
     unit = _unit_of(param)
+    own = unit.local_grad(param.name) if state == GRAD else None
+    if own is not None:
+        return own * (param.runtime.collectives.data_world / param.runtime.scaler.scale)
     with _shard(param.runtime, unit, state) as shard:
         full = unit.full_of(_values(shard))[param.name]
         return full / param.runtime.scaler.scale if state == GRAD else full.float().clone()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_ranks
+from harness.ranks import run_alone, run_ranks
 from harness.seed_loop import initialize_quietly
 from torch import nn
 
 from zero_runtime.errors import ParameterReadError, PlanError
-from zero_runtime.zero import GatheredParameters, Init
+from zero_runtime.recorded_values import RecordedTensor
+from zero_runtime.zero import GatheredParameters, Init, ZeroParamStatus
 
 WIDTH = 6
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
@@ -123,11 +125,30 @@ def gathered_before() -> None:
             if rank == 0:
                 nn.init.ones_(model.second.weight)
                 model.scale.data[0] = 7
+        written_by_rank_1 = [model.last.weight, model.scale, model.drawn.bias]
+        with GatheredParameters([*written_by_rank_1, model.first.bias], modifier_rank=1):
+            assert {param.ds_status for param in written_by_rank_1} == {ZeroParamStatus.AVAILABLE}
+            for param in written_by_rank_1 if rank == 1 else ():
+                param.data[1] = 9
+        assert {param.ds_status for param in model.parameters()} == {ZeroParamStatus.NOT_AVAILABLE}
+        with GatheredParameters(model.second.weight):
+            assert torch.equal(model.second.weight, torch.ones(WIDTH, WIDTH))  # on every rank
+        assert isinstance(model.first.bias, RecordedTensor)  # an unchanged one takes no memory
         expected["second.weight"].fill_(1)
         expected["scale"][0] = 7
+        for name in ("last.weight", "scale", "drawn.bias"):
+            expected[name][1] = 9
         engine, *_ = initialize_quietly(model=model, config=at_level(number))
         assert unequal(full_values(engine), expected) == []
+        with GatheredParameters(engine.module.parameters(), modifier_rank=1):
+            if rank == 1:
+                engine.module.first.weight.data[0] = 5
+        expected["first.weight"][0] = 5
+        assert unequal(full_values(engine), expected) == []
         engine.destroy()
+    for nobody in (2, -1):
+        with pytest.raises(PlanError, match=f"None or one of 2 ranks, found {nobody}"):
+            GatheredParameters([], modifier_rank=nobody)
     with torch.device("meta"):
         nowhere = nn.Linear(2, 2)
     with pytest.raises(PlanError, match="has no values yet; initialize"), GatheredParameters(nowhere.parameters()):
@@ -192,6 +213,23 @@ def written_through_data() -> None:
             ):
                 engine.step()
         engine.destroy()
+
+
+def joined_inside() -> None:
+    with Init():
+        assert not dist.is_initialized()  # a model is built without ranks
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with Init(enabled=False):
+        assert not dist.is_initialized()
+    with Init():
+        assert dist.is_initialized()
+
+
+def test_a_process_that_is_told_its_rank_joins_its_group_inside() -> None:
+    run_alone(joined_inside)
 
 
 CHECKS = (written_through_data, refused, built_inside, gathered_before, changed_without_a_modifier)

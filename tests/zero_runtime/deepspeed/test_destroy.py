@@ -104,8 +104,9 @@ def destroyed(stage: int, dtype: str, device: str, folder: Path) -> None:
     model = TinyTransformer(SPEC)
     engine = engine_of(model, stage, dtype, device, folder)
     train(engine, range(2))
-    with pytest.raises(PlanError, match="found one that is in use"):
-        engine_of(model, stage)
+    if stage == 3 and dist.get_world_size() > 1:
+        with pytest.raises(PlanError, match="found one that is in use"):
+            engine_of(model, stage)
     expected = trained_weights(engine)
     state = engine.module_state_dict()
     if stage == 1:

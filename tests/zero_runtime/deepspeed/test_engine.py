@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -368,14 +369,49 @@ def test_a_backward_of_two_engines_for_one_loss_is_refused_at_every_stage() -> N
         assert all("engine.backward: expected a loss that no other engine had the backward of" in one for one in told)
 
 
-def deleted_without_destroy() -> None:
-    model = nn.Linear(4, 4)
-    initialize_quietly(model=model, config={"train_batch_size": 1})
-    with pytest.raises(
-        PlanError, match=r"found one that is in use, also if its engine was deleted; call engine\.destroy"
-    ):
-        initialize_quietly(model=model, config={"train_batch_size": 1})
+def initialized_again() -> None:
+    """A second engine trains on from the first one's weights as after destroy(); sharded weights are refused by name.
+
+    DeepSpeed 0.19.8 takes the model too.
+    """
+    for stage in (0, 1, 2, 3) if dist.get_world_size() == 2 else (3,):
+        config = {"train_batch_size": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+        again = {**config, "zero_optimization": {"stage": 2}}
+        found = []
+        for is_destroyed in (True, False):
+            torch.manual_seed(0)
+            model = nn.Linear(4, 4)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            first = initialize_quietly(model=model, config=config, optimizer=optimizer)[0]
+            first.backward(first(torch.ones(2, 4).bfloat16()).float().mean())
+            first.step()
+            if stage == 3 and dist.get_world_size() == 2:
+                with pytest.raises(
+                    PlanError, match=r"found one that is in use, .* save them \(engine\.save_checkpoint"
+                ):
+                    initialize_quietly(model=model, config=again)
+                first.destroy()
+                continue
+            with pytest.raises(PlanError, match="unknown key"):  # which leaves the first engine in use
+                zero_runtime.initialize(model=model, config={**again, "nothing": 1})
+            first.backward(first(torch.ones(2, 4).bfloat16()).float().mean())
+            if is_destroyed:
+                first.destroy()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                second = zero_runtime.initialize(model=model, config=again, optimizer=optimizer)[0]
+            said = any("the engine that had the model is destroyed" in str(one.message) for one in told)
+            assert said is (not is_destroyed and dist.get_rank() == 0)
+            with pytest.raises(CallOrderError, match="found one that was destroyed"):
+                first.step()
+            second.backward(second(torch.ones(2, 4).bfloat16()).float().mean())
+            second.step()
+            found.append(second.module_state_dict())
+            second.destroy()
+        assert all(torch.equal(value, found[1][name]) for name, value in (found[0].items() if found else ()))
 
 
-def test_a_model_whose_engine_was_deleted_says_to_destroy_it_before() -> None:
-    run_alone(deleted_without_destroy)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_second_engine_takes_the_model_from_the_first_where_its_weights_are_whole(world: int) -> None:
+    run_ranks(initialized_again, world)

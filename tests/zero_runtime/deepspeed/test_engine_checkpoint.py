@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from zero_runtime.errors import CheckpointError, PlanError
 MADE = Path(__file__).resolve().parents[2] / "foreign" / "deepspeed"
 
 
-def _engine(stage: int, seed: int, model: nn.Module | None = None, zero: dict[str, Any] | None = None):
+def _engine(stage: int, seed: int, model: nn.Module | None = None, zero: dict[str, Any] | None = None, batch: int = 4):
     torch.manual_seed(seed)
     config = {
-        "train_batch_size": 4,
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": 4 // dist.get_world_size(),
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 20}},
         "zero_optimization": {"stage": stage, **(zero or {})},
@@ -109,6 +111,41 @@ def _weights_only(root: Path) -> None:
 def test_loading_weights_alone_keeps_the_optimizer_and_the_counters(tmp_path: Path) -> None:
     run_ranks(_save, 1, tmp_path)
     run_ranks(_weights_only, 1, tmp_path)
+
+
+def _within_a_step(root: Path) -> None:
+    """A save between two micro-batches has the weights of the last step, trains on, and resumes from that step."""
+    for stage in range(4):
+        engine = _engine(stage, 1, batch=8)
+        _train(engine, range(4))
+        with engine.runtime.full_params() as values:
+            whole = {name: value.clone() for name, value in values.items()}
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        engine.step()
+        folder = root / str(stage)
+        assert all(torch.equal(value, whole[name]) for name, value in engine.module_state_dict().items())
+        engine.save_16bit_model(folder, "model.pt")
+        assert all(
+            torch.equal(value, whole[name].bfloat16()) for name, value in torch.load(folder / "model.pt").items()
+        )
+        with pytest.warns(UserWarning, match="are not saved") if dist.get_rank() == 0 else nullcontext():
+            engine.save_checkpoint(folder)
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        engine.step()
+        assert (engine.global_steps, engine.micro_steps) == (3, 6)
+        engine.destroy()
+        resumed = _engine(stage, 2, batch=8)
+        resumed.load_checkpoint(folder)
+        assert (resumed.global_steps, resumed.micro_steps) == (2, 4)
+        found = _train(resumed, range(4, 8))
+        resumed.destroy()
+        straight = _engine(stage, 1, batch=8)
+        assert _train(straight, range(8))[4:] == found
+        straight.destroy()
+
+
+def test_a_save_within_an_accumulation_has_the_end_of_the_last_step(tmp_path: Path) -> None:
+    run_ranks(_within_a_step, 2, tmp_path)
 
 
 def _misnamed(root: Path) -> None:

@@ -225,8 +225,8 @@ def gathered() -> None:
             assert torch.equal(engine(ones), plain.to(dtype)(ones))
         with GatheredParameters(weight, enabled=False), pytest.raises(ParameterReadError):
             weight.sum()
-        with pytest.raises(PlanError, match="expected modifier_rank None or 0, found 1; use 0"):
-            GatheredParameters(weight, modifier_rank=1)
+        with pytest.raises(PlanError, match="expected modifier_rank None or one of 2 ranks, found 2"):
+            GatheredParameters(weight, modifier_rank=2)
         engine.destroy()
 
 

@@ -114,6 +114,17 @@ def weights_of_checkpoints(folder: str) -> None:
         assert not torch.equal(older["first.weight"], state["first.weight"])
         loaded = zero_to_fp32.load_state_dict_from_zero_checkpoint(Tied(), root)
         assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+        with engine.runtime.full_params(write=True) as values:
+            for value in values.values():
+                value.zero_()
+        own = engine.module.shift
+        own.zero_()
+        assert zero_to_fp32.load_state_dict_from_zero_checkpoint(engine.module, root) is engine.module
+        with engine.runtime.full_params() as values:
+            assert all(torch.equal(value, state[name]) for name, value in values.items())
+        assert torch.equal(own, state["shift"])
+        engine.backward(mean_loss(engine))  # it trains on
+        engine.step()
         with pytest.raises(CheckpointError, match="expected the parameters of Linear"):
             zero_to_fp32.load_state_dict_from_zero_checkpoint(nn.Linear(2, 2), root)
         engine.destroy()
@@ -233,6 +244,12 @@ def test_an_import_of_the_package_imports_none_of_it() -> None:
 
 
 def test_helpers_of_scripts() -> None:
+    from zero_runtime.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+
+    whole = torch.arange(4.0)
+    copied = clone_tensors_for_torch_save({"a": [whole[:2], (whole[2:], "x")]})
+    assert [one.untyped_storage().nbytes() for one in (copied["a"][0], copied["a"][1][0])] == [8, 8]
+    assert repr(copied) == repr({"a": [whole[:2], (whole[2:], "x")]})
     loader = deepspeed.utils.RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
     with deepspeed.OnDevice(dtype=torch.half, device="meta"):

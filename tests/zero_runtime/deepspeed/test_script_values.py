@@ -6,6 +6,7 @@ Values "of the real package" are those of DeepSpeed 0.19.8.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,23 @@ def test_marks_are_set_and_returned_as_the_real_package_does() -> None:
         utils.set_z3_leaf_modules_by_name(model, ["no"])
 
 
-CHECKS = (values_of_parameters, attributes, different_ways)
+def own_gradients() -> None:
+    """Where the ranks' gradients are not summed yet, safe_get_full_grad gives this rank's, as the real package does."""
+    for number, inside in ((0, False), (1, False), *((number, True) for number in range(4))):
+        engine, *_ = initialize_quietly(model=Small(), config=at_level(number, gradient_accumulation_steps=2))
+        plain = Small()
+        for step in range(2):
+            with engine.no_sync() if inside else nullcontext():
+                engine.backward(mean_loss(engine, step))
+            (mean_loss(plain, step) / 2).backward()
+            if step and not inside:
+                break  # at the boundary they are summed
+            for name, param in trained(engine.module).items():
+                assert torch.equal(deepspeed.utils.safe_get_full_grad(param), trained(plain)[name].grad), name
+        engine.destroy()
+
+
+CHECKS = (values_of_parameters, own_gradients, attributes, different_ways)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -20,12 +20,13 @@ def save_gathered_weights(
     max_file_bytes: int = MAX_FILE_BYTES,
     stem: str = MODEL,
 ) -> Written:
-    """Gather unit by unit; rank 0 writes all weights (the masters, rounded to `dtype`). Every rank calls it.
+    """Gather unit by unit; rank 0 writes all weights (the masters, rounded to `dtype`). Every rank calls it,
+    outside of backwards.
 
     Memory: one unit in the master's dtype on every rank. CheckpointError, the same on every rank, if `out` exists or
     cannot be written; after a failed write the ranks still gather all units, since the others cannot know of it.
     """
-    runtime.check_between_steps("save_gathered_weights")
+    runtime.check_weights("save_gathered_weights")
     collectives = runtime.collectives
     shapes = {name: shape for unit in runtime.units for name, shape in unit.full_shapes.items()}
     writer: FolderWriter | None = None

@@ -32,7 +32,11 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """A copy of the full gradient, summed over the ranks and without the loss scale. After backward and before step."""
+    """A copy of the full gradient, summed over the ranks and without the loss scale. After backward and before step.
+
+    Before the ranks' gradients are summed (no_sync; below stage 2 within an accumulation) it is that of this rank's own
+    losses.
+    """
     return _read(read_full, param, GRAD)
 
 

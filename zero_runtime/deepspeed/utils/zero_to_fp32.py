@@ -23,6 +23,7 @@ from zero_runtime.checkpoint.layout import MASTER
 from zero_runtime.checkpoint.load import CheckpointReader
 from zero_runtime.checkpoint.retention import committed
 from zero_runtime.deepspeed.engine_checkpoint import folder_of
+from zero_runtime.deepspeed.live_engines import owned
 from zero_runtime.errors import CheckpointError, some
 from zero_runtime.tensor_source import TensorSource
 
@@ -44,18 +45,30 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: str | Path, tag: str | None = None) -> M:
-    """Move the model, which no engine owns, to the CPU and give it the checkpoint's weights. Returns the model.
+    """Move the model to the CPU and give it the checkpoint's weights. Returns the model.
 
-    CheckpointError if a parameter of the model is not in the checkpoint, or the reverse.
+    The model of an engine stays where it is, and trains on from these weights; every rank calls it, between steps, and
+    what GatheredParameters shows meanwhile stays as it is. CheckpointError if a parameter of the model is not in the
+    checkpoint, or the reverse.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    found = model.cpu().load_state_dict(state, strict=False)
-    own = {name for name, _ in model.named_parameters()}
-    wrong = sorted((own & set(found.missing_keys)) | set(found.unexpected_keys))
+    own = dict(model.named_parameters())
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | dict(model.named_buffers()).keys()
+    wrong = sorted((own.keys() - state.keys()) | (state.keys() - known))
     if wrong:
         raise CheckpointError(
             f"{checkpoint_dir}: expected the parameters of {type(model).__name__}, differing: {some(wrong)}"
         )
+    runtime = next((found.runtime for found in map(owned, own.values()) if found is not None), None)
+    if runtime is None or runtime.model is not model:
+        model.cpu().load_state_dict(state, strict=False)
+        return model
+    runtime.check_between_steps("load_state_dict_from_zero_checkpoint")
+    with runtime.full_params(write=True) as values:
+        for name, value in values.items():
+            value.copy_(state[name].view(value.shape))
+    for name, buffer in model.named_buffers():
+        buffer.copy_(state.get(name, buffer))
     return model
 
 

@@ -1,0 +1,1 @@
+"""DeepSpeed's `checkpoint`: the functions that scripts use. Checkpoints are those of zero_runtime.checkpoint."""
