@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from zero_runtime.deepspeed.groups import Trained
 from zero_runtime.errors import CallOrderError, PlanError
+from zero_runtime.optim.loss_scaler import FACTOR, LossScaler
 from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.runtime import ZeroRuntime
 
@@ -27,16 +28,33 @@ _READ_EACH_STEP = (
 )
 
 
-class ScalerView(NamedTuple):
-    """What scripts ask `optimizer.loss_scaler`. cur_scale: 1 without loss scaling. dynamic: it follows overflows."""
+_OF_SCALER: dict[str, Callable[[LossScaler], float]] = {
+    "cur_scale": lambda scaler: scaler.scale,
+    "loss_scale": lambda scaler: scaler.scale,
+    "dynamic": lambda scaler: scaler.rule.static is None,
+    "scale_factor": lambda scaler: FACTOR,
+    "scale_window": lambda scaler: scaler.rule.window,
+    "min_scale": lambda scaler: scaler.rule.minimum,
+    "delayed_shift": lambda scaler: scaler.rule.hysteresis,
+    "consecutive_hysteresis": lambda scaler: scaler.rule.consecutive_hysteresis,
+    "cur_hysteresis": lambda scaler: scaler.hysteresis_left,
+    "cur_iter": lambda scaler: scaler.steps,
+    "last_overflow_iter": lambda scaler: scaler.last_overflow,
+}
 
-    cur_scale: float
-    dynamic: bool
 
-    @property
-    def loss_scale(self) -> float:
-        """The same as cur_scale."""
-        return self.cur_scale
+class ScalerView:
+    """The runtime's loss scaler as it is now, by DeepSpeed's names; cur_scale is 1 without loss scaling."""
+
+    __slots__ = ("_runtime",)
+
+    def __init__(self, runtime: ZeroRuntime) -> None:
+        self._runtime = runtime
+
+    def __getattr__(self, name: str) -> float:
+        if name not in _OF_SCALER:
+            raise AttributeError(f"loss_scaler.{name}: expected one of {', '.join(_OF_SCALER)}")
+        return _OF_SCALER[name](self._runtime.scaler)
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -72,10 +90,9 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scaler(self) -> ScalerView:
-        """The loss scale as it is now; a step may change it, and this property then gives another object."""
+        """The loss scale and its rule; it follows the steps."""
         assert self._runtime is not None, "bound by the engine"
-        scaler = self._runtime.scaler
-        return ScalerView(scaler.scale, dynamic=scaler.rule.static is None)
+        return ScalerView(self._runtime)
 
     @property
     def cur_scale(self) -> float:
@@ -87,7 +104,11 @@ class EngineOptimizer(torch.optim.Optimizer):
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows overflows."""
-        return self.loss_scaler.dynamic
+        return bool(self.loss_scaler.dynamic)
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss must be scaled before its backward: engine.backward does it, or engine.scale(loss)."""
+        return self.dynamic_loss_scale or self.cur_scale != 1
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch returns a closure's loss
         """Called by the engine at the last micro-batch of a step; CallOrderError if the user calls it."""

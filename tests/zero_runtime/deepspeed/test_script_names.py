@@ -6,6 +6,7 @@ Values "of the real package" are those of DeepSpeed 0.19.8.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -227,7 +228,8 @@ def test_an_import_of_the_package_imports_none_of_it() -> None:
     code = "import sys, zero_runtime.deepspeed; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = {name for name in run.stdout.split() if name.startswith(("zero_runtime", "torch"))}
-    assert found == {"zero_runtime", "zero_runtime.deepspeed", "zero_runtime.deepspeed.absent"}
+    own = ("zero_runtime", "zero_runtime.other_engine", "zero_runtime.deepspeed", "zero_runtime.deepspeed.absent")
+    assert found == {*own}
 
 
 def test_helpers_of_scripts() -> None:
@@ -248,6 +250,11 @@ def test_helpers_of_scripts() -> None:
         deepspeed.DeepSpeedConfig({"train_batchsize": 4})
     moved = deepspeed.runtime.utils.move_to_device({"a": [torch.ones(1), "b"]}, "meta")
     assert (moved["a"][0].is_meta, moved["a"][1]) == (True, "b")
+    base = torch.arange(8.0)
+    held = {"a": [base[:2], "b"], "c": (nn.Parameter(base[2:3]),)}
+    copies = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(held)
+    assert (copies["a"][0].tolist(), copies["a"][1], copies["c"][0].requires_grad) == ([0.0, 1.0], "b", False)
+    assert (copies["a"][0].untyped_storage().nbytes(), type(copies["c"])) == (8, tuple)
     assert deepspeed.zero.register_external_parameter(inside, inside.weight) is None
     parser = argparse.ArgumentParser()
     deepspeed.add_tuning_arguments(parser)
@@ -271,6 +278,9 @@ def test_a_schedule_fills_a_rate_that_is_a_tensor() -> None:
 
 def device() -> None:
     found = deepspeed.get_accelerator()
+    assert found.device_count() == 1
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    assert found.device_count() == 2
     assert found.supported_dtypes() == [torch.float32, torch.bfloat16, torch.float16]
     found.manual_seed_all(4)
     assert (found.initial_seed(), torch.rand(1)) == (4, torch.rand(1, generator=torch.Generator().manual_seed(4)))
