@@ -146,12 +146,13 @@ def _plain(kind: type, method: str) -> Any:
 
 def _config_of(name: str, group: Mapping[str, Any]) -> OptimizerConfig:
     """The runtime's own optimizer if it has one with the same algorithm, else torch's class, run on the shards."""
+    if name == "Adam" and group.get("decoupled_weight_decay"):
+        name = "AdamW"
     decay = float(group.get("weight_decay", 0.0))
     plain = not group.get("amsgrad") and not group.get("maximize")
     if name in ("Adam", "AdamW") and plain:
-        decoupled = name == "AdamW" or group.get("decoupled_weight_decay", False)
         beta1, beta2 = map(float, group["betas"])
-        kind, corrects = AdamWConfig if decoupled else AdamConfig, bool(group.get("bias_correction", True))
+        kind, corrects = AdamWConfig if name == "AdamW" else AdamConfig, bool(group.get("bias_correction", True))
         return kind(beta1, beta2, float(group["eps"]), decay, no_decay=False, corrects_bias=corrects)
     if name == "SGD" and plain:
         numbers = float(group["momentum"]), float(group["dampening"]), decay
