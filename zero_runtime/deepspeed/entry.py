@@ -21,6 +21,7 @@ from zero_runtime.deepspeed.engine import Engine, EngineParts
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer, view_of
 from zero_runtime.deepspeed.groups import Trained, groups_of_optimizer, groups_of_parameters
 from zero_runtime.deepspeed.json_text import load
+from zero_runtime.deepspeed.leaf_modules import mark_leaf_modules
 from zero_runtime.deepspeed.loader import training_loader
 from zero_runtime.deepspeed.optimizer_section import default_optimizer
 from zero_runtime.deepspeed.pending_weights import pending_weights
@@ -116,7 +117,7 @@ def initialize(
         fitted, trained, cycled = trained.fitted_to(read.schedule)
         read = replace(read, schedule=fitted)
         told += cycled
-    notes += [*told, *trained.notes()]
+    notes += [*told, *trained.notes(), *mark_leaf_modules(model, read.leaf_modules)]
     view = view_of(trained)
     schedule = _schedule(lr_scheduler, view, optimizer, read)
     _warn(read, notes)
