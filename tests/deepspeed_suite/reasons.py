@@ -146,6 +146,7 @@ REASONS: tuple[tuple[Kind, str, str], ...] = (
         r"engine\.(_\w+|tput_timer|sparse_tensor_module_names)\b.*has it",
         "private attributes of the engine",
     ),
+    (Kind.internal, r"OneCycle\.step_ratio", "a number that its schedule computes with"),
     (Kind.internal, r"baseline issued no collectives", "counts calls that its engine makes of its own module"),
     (Kind.internal, r"monkeypatch.setattr\(", "replaces a part of DeepSpeed"),
     # ---- refused rightly

@@ -277,6 +277,39 @@ def test_a_schedule_fills_a_rate_that_is_a_tensor() -> None:
     assert found == [0.125, 0.125, 0.25]  # of the real package
 
 
+def test_schedules_have_the_attributes_of_the_real_package(caplog: pytest.LogCaptureFixture) -> None:
+    def two_groups(kind: type[torch.optim.Optimizer] = torch.optim.Adam) -> torch.optim.Optimizer:
+        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.2)]
+        return kind(groups, lr=0.1)
+
+    warmup = lr_schedules.WarmupLR(two_groups(), warmup_num_steps=1)
+    assert (warmup.min_lrs, warmup.max_lrs, warmup.warmup_num_steps, warmup.warmup_type) == (
+        [0, 0],
+        [0.1, 0.2],
+        2,
+        "log",
+    )
+    cosine = lr_schedules.WarmupCosineLR(two_groups(), 8, warmup_num_steps=4, warmup_type="other")
+    assert (cosine.get_lr_ratio(), cosine.warmup_type, "warmup_type 'other'" in caplog.text) == (0.0, "log", True)
+    cosine.step(1)
+    assert cosine.get_lr_ratio() == 0.5
+    with pytest.raises(AttributeError, match=r"WarmupCosineLR\.max_lrs: neither"):
+        _ = cosine.max_lrs
+    for kind, more in (("WarmupLR", {}), ("WarmupCosineLR", {"total_num_steps": 9})):
+        with pytest.raises(ValueError, match="expected a whole number, found null"):
+            getattr(lr_schedules, kind)(two_groups(), warmup_num_steps=None, **more)
+    optimizer = two_groups()
+    cycle = lr_schedules.OneCycle(optimizer, 0.1, [0.2, 0.4], 0.0, 2, cycle_min_mom=[0.5, 0.25], cycle_max_mom=0.75)
+    assert (cycle.max_lrs, cycle.get_mom()) == ([0.2, 0.4], [(0.75, 0.99), (0.75, 0.99)])
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.5, 0.99), (0.25, 0.99)]
+    cycle.step()
+    assert cycle.get_mom() == [(0.625, 0.99), (0.5, 0.99)]
+    with pytest.raises(ValueError, match="cycle_min_mom: expected one"):
+        lr_schedules.OneCycle(two_groups(), 0.1, 0.2, cycle_min_mom=[0.5, 0.5, 0.5])
+    without = lr_schedules.OneCycle(two_groups(torch.optim.SGD), 0.1, 0.2)
+    assert (without.get_mom(), "the momentum of SGD is not cycled" in caplog.text) == (None, True)
+
+
 def device() -> None:
     found = deepspeed.get_accelerator()
     assert found.device_count() == 1
