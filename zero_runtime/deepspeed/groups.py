@@ -59,6 +59,8 @@ class Trained:
 
     def fitted_to(self, schedule: ScheduleOf) -> tuple[ScheduleOf, Trained, list[str]]:
         """The schedule and these groups as `ScheduleOf.fit` has them, and its notes."""
+        if any(len({*schedule.values[name]}) > 1 for name in schedule.by_group if name.endswith("_mom")):
+            raise PlanError("scheduler.params: expected one momentum for all groups, found lists; give one number")
         fitted, config, notes = schedule.fit(self.config)
         if config is not self.config:
             for group in self.param_groups:

@@ -88,6 +88,17 @@ def schedules() -> None:
             again.load_state_dict(state)
             assert again.get_last_lr() == engine.get_lr()
             engine.destroy()
+    cycle = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01}
+    section = {"type": "OneCycle", "params": {**cycle, "cycle_min_mom": [0.5, 0.75]}}
+    with pytest.raises(PlanError, match="expected one momentum for all groups"):
+        initialize_quietly(model=Small(), config=at_level(2, scheduler=section))
+    made, *_ = initialize_quietly(
+        model=Small(), lr_scheduler=lambda optimizer: lr_schedules.OneCycle(optimizer, **cycle), config=at_level(2)
+    )
+    made.backward(mean_loss(made))
+    made.step()
+    assert made.get_mom() == [(0.9 - (0.9 - 0.8) * (1 / 2000), 0.999)]
+    made.destroy()
 
 
 def weights_of_checkpoints(folder: str) -> None:

@@ -76,10 +76,6 @@ class _Schedule(JsonSchedule):
         super().load_state_dict({"updates": state["last_batch_iteration"] + 1, **state})
 
 
-def _class_of(kind: str) -> type[_Schedule]:
-    return type(kind, (_Schedule,), {"__doc__": getattr(lr_schedule, kind).__doc__, "__module__": __name__})
-
-
 def _fitted(chosen: ScheduleOf, optimizer: torch.optim.Optimizer) -> tuple[ScheduleOf, list[str]]:
     """As `ScheduleOf.fit`, for an optimizer of torch."""
     if not chosen.cycles_momentum:
@@ -94,20 +90,13 @@ def _fitted(chosen: ScheduleOf, optimizer: torch.optim.Optimizer) -> tuple[Sched
     return chosen, []
 
 
-LRRangeTest, WarmupLR, WarmupDecayLR = map(_class_of, (LR_RANGE_TEST, WARMUP_LR, WARMUP_DECAY_LR))
-
-
-class WarmupCosineLR(_Schedule):
-    __doc__ = lr_schedule.WarmupCosineLR.__doc__
-
+class _Cosine(_Schedule):
     def get_lr_ratio(self) -> float:
         """The rate of the next update divided by the group's own."""
         return float(replace(self._schedules[0], lr=1.0).rates(self.updates).lr)
 
 
-class OneCycle(_Schedule):
-    __doc__ = lr_schedule.OneCycle.__doc__
-
+class _Cycle(_Schedule):
     def get_mom(self) -> list[Any] | None:
         """By group; None if it is not cycled. As in DeepSpeed, before the first step that which ends the cycle, though
         the first update has cycle_min_mom."""
@@ -117,6 +106,14 @@ class OneCycle(_Schedule):
             return super().get_mom()
         betas = zip(self._schedules, super().get_mom() or [], strict=True)
         return [(made.cycle_max_mom, *now[1:]) for made, now in betas]
+
+
+def _class_of(kind: str, base: type[_Schedule] = _Schedule) -> type[_Schedule]:
+    return type(kind, (base,), {"__doc__": getattr(lr_schedule, kind).__doc__, "__module__": __name__})
+
+
+LRRangeTest, WarmupLR, WarmupDecayLR = map(_class_of, (LR_RANGE_TEST, WARMUP_LR, WARMUP_DECAY_LR))
+WarmupCosineLR, OneCycle = _class_of(WARMUP_COSINE_LR, _Cosine), _class_of(ONE_CYCLE, _Cycle)
 
 
 def of_section(optimizer: torch.optim.Optimizer, schedule_of: ScheduleOf) -> JsonSchedule:
