@@ -36,8 +36,10 @@ class CurrentAccelerator:
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        """Number of visible GPUs; 1 on a CPU."""
-        return torch.cuda.device_count() if self._on_cuda else 1
+        """Number of visible GPUs; on a CPU, of the ranks of this machine, which a launcher tells them (else 1)."""
+        if self._on_cuda:
+            return torch.cuda.device_count()
+        return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
     def is_available(self) -> bool:
         """Always True: there is a GPU, or the CPU."""

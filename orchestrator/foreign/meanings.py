@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 _SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 _NVME = ("offload.folder",)
+_LEAVES = ("classes", "names", "name_suffixes")
 _TP_SIZES = ("tp_size", "autotp_size", "tp.tp_size")
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "train_batch_size": ("batch.micro", "batch.accumulation"),
@@ -72,6 +73,7 @@ UNSAID: Mapping[str, str] = {
     "dataloader_drop_last": "only full batches are made here",
     "tensor_parallel.enabled": "its size says it",
     **dict.fromkeys((f"tensor_parallel.{key}" for key in _TP_SIZES), "layers are not divided"),
+    **dict.fromkeys((f"zero_optimization.leaf_module.{key}" for key in _LEAVES), "a block is a unit here"),
     "sequence_parallel_size": "sequences are not divided",
     "data_parallel_size": "the ranks that are left",
     "optimizer.params.torch_adam": "the updates are torch's here in any case",

@@ -152,6 +152,8 @@ REASONS: tuple[tuple[Kind, str, str], ...] = (
         r"engine\.(_\w+|tput_timer|sparse_tensor_module_names)\b.*has it",
         "private attributes of the engine",
     ),
+    (Kind.internal, r"OneCycle\.step_ratio", "a number that its schedule computes with"),
+    (Kind.internal, r"baseline issued no collectives", "counts calls that its engine makes of its own module"),
     (Kind.internal, r"monkeypatch.setattr\(", "replaces a part of DeepSpeed"),
     # ---- refused rightly
     (Kind.rightly, r"ignore_unused_parameters: expected True", "an unused parameter counts as zero, and is no error"),
@@ -190,10 +192,13 @@ REASONS: tuple[tuple[Kind, str, str], ...] = (
     (Kind.rightly, r"(MoE|PipelineModule|LayerSpec|ProgressiveLayerDrop).* is not here: ", "pipelines and experts"),
     (Kind.rightly, r"(TiledLinear|MiCS_Init).* is not here: ", "nn.Linear in a unit of its own; mics_shard_size"),
     (Kind.rightly, r"test_exception_handling|test_step_inside_context_raises", "an error, in words of ours"),
-    (Kind.rightly, r"test_existing_no_sync|CallOrderError: engine\.(step|no_sync): .*no_sync con", "as DeepSpeed does"),
+    (
+        Kind.rightly,
+        r"test_existing_no_sync|CallOrderError: engine\.(step|no_sync|coalesce\w+): .*no_sync con",
+        "as DeepSpeed does",
+    ),
     (Kind.rightly, r"step: the last backward ran inside no_sync", "as DeepSpeed does"),
     (Kind.rightly, r"Loss scaling is required with fp16", "gradients of an unscaled loss vanish in fp16, as there"),
-    (Kind.rightly, r"expected warmup_type 'linear' or 'log'", "DeepSpeed takes another for log, with a warning"),
     (Kind.rightly, r"allreduce_gradients: gradients are reduced in backward", "there is nothing to call"),
     (Kind.rightly, r"WarmupLR.*warmup_num_steps|expected at least 1 step", "DeepSpeed refuses it too"),
     (
@@ -206,12 +211,11 @@ REASONS: tuple[tuple[Kind, str, str], ...] = (
     (Kind.name, r"NameMissingError|get_accelerator\(\)\.\w+ is not here|got 'Missing'", ""),
     (Kind.name, r"'\w+' object has no attribute|module '[\w.]+' has no attribute", ""),
     (Kind.name, r"neither the engine nor its module .* has it|AttributeError: engine\.\w+: ", ""),
-    (Kind.name, r"isinstance\(\) arg 2 must be a type", "ops.adam.FusedAdam is no class"),
     (Kind.name, r"hasattr\(Parameter.*'ds_", "ds_id and its like on parameters"),
     (
-        Kind.name,
+        Kind.internal,
         r"(?s)test_ds_initialize.*AssertionError: assert .*EngineOptimizer",
-        "the returned optimizer is the engine's",
+        "the returned optimizer is another object than the one handed over",
     ),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ class DropinConfig:
 
     idle: keys without effect. notes: sentences for the user on how the engine differs from DeepSpeed. older: older
     names of keys, with the newer ones. fp32_buffers: whether floating buffers are cast to fp32. degrees: of tensor and
-    sequence parallelism. `optimizer` and `schedule` are None if the configuration has no such section.
+    sequence parallelism. leaf_modules: by which classes and names initialize marks modules. `optimizer` and `schedule`
+    are None if the configuration has no such section.
     """
 
     plan: ZeroPlan
@@ -54,6 +55,7 @@ class DropinConfig:
     notes: tuple[str, ...]
     older: Mapping[str, str]
     degrees: Degrees = UNDIVIDED
+    leaf_modules: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_config(
@@ -98,6 +100,8 @@ def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader, *
         optimizer = replace(optimizer, config=fitted)
         reader.notes += notes
     check_one_bit(optimizer, plan, clip_norm, reader)
+    if not engine:
+        reader.unused("zero_optimization", zero, ["leaf_module"])
     return DropinConfig(
         plan=plan,
         wire=wire,
@@ -115,6 +119,7 @@ def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader, *
         notes=tuple(reader.notes),
         older=dict(reader.older),
         degrees=degrees,
+        leaf_modules=zero.get("leaf_module", {}),
     )
 
 

@@ -87,7 +87,7 @@ class EngineLoop(EngineSettings):
     def _begin_users_backward(self) -> UsersBackward:
         """`tensor.backward()` was called on what the engine returned, or on a loss of it."""
         was_scaled, self._is_scaled = self._is_scaled, False
-        if self.config.loss_scale.static != 1 and not was_scaled:
+        if self.optimizer.needs_scaler() and not was_scaled:
             raise CallOrderError(
                 "Loss scaling is required with fp16, found loss.backward() of a loss that is not scaled; call "
                 "engine.backward(loss) or engine.scale(loss).backward()"
@@ -179,6 +179,19 @@ class EngineLoop(EngineSettings):
                 yield
         finally:
             self._inside_no_sync = False
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """A context around the backwards of one step, which keep gradients on this rank; its end reduces them all.
+
+        Every rank enters it. After an error inside, the next backward outside or `step` reduces what there is.
+        """
+        if self._inside_no_sync:
+            raise CallOrderError("engine.coalesce_grad_reduction: it cannot be nested inside another no_sync context")
+        with self.no_sync():
+            yield
+        if self.runtime.backwards.has_gradients:
+            self.runtime.backwards.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step, also those of other engines' backwards; `step` has dropped them.

@@ -5,12 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from zero_runtime.deepspeed.groups import Trained
+from zero_runtime.deepspeed.ops.adam import FusedAdam
+from zero_runtime.deepspeed.ops.lamb import FusedLamb
+from zero_runtime.deepspeed.ops.lion import FusedLion
 from zero_runtime.errors import CallOrderError, PlanError
+from zero_runtime.optim.configs import (
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    OptimizerConfig,
+    SgdConfig,
+    TorchConfig,
+)
+from zero_runtime.optim.loss_scaler import FACTOR, LossScaler
 from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.runtime import ZeroRuntime
 
@@ -27,16 +40,33 @@ _READ_EACH_STEP = (
 )
 
 
-class ScalerView(NamedTuple):
-    """What scripts ask `optimizer.loss_scaler`. cur_scale: 1 without loss scaling. dynamic: it follows overflows."""
+_OF_SCALER: dict[str, Callable[[LossScaler], float]] = {
+    "cur_scale": lambda scaler: scaler.scale,
+    "loss_scale": lambda scaler: scaler.scale,
+    "dynamic": lambda scaler: scaler.rule.static is None,
+    "scale_factor": lambda scaler: FACTOR,
+    "scale_window": lambda scaler: scaler.rule.window,
+    "min_scale": lambda scaler: scaler.rule.minimum,
+    "delayed_shift": lambda scaler: scaler.rule.hysteresis,
+    "consecutive_hysteresis": lambda scaler: scaler.rule.consecutive_hysteresis,
+    "cur_hysteresis": lambda scaler: scaler.hysteresis_left,
+    "cur_iter": lambda scaler: scaler.steps,
+    "last_overflow_iter": lambda scaler: scaler.last_overflow,
+}
 
-    cur_scale: float
-    dynamic: bool
 
-    @property
-    def loss_scale(self) -> float:
-        """The same as cur_scale."""
-        return self.cur_scale
+class ScalerView:
+    """The runtime's loss scaler as it is now, by DeepSpeed's names; cur_scale is 1 without loss scaling."""
+
+    __slots__ = ("_runtime",)
+
+    def __init__(self, runtime: ZeroRuntime) -> None:
+        self._runtime = runtime
+
+    def __getattr__(self, name: str) -> float:
+        if name not in _OF_SCALER:
+            raise AttributeError(f"loss_scaler.{name}: expected one of {', '.join(_OF_SCALER)}")
+        return _OF_SCALER[name](self._runtime.scaler)
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -49,7 +79,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __init__(self, trained: Trained) -> None:
         self._config = trained.config
         groups = trained.param_groups
-        super().__init__(groups, {key: value for key, value in groups[0].items() if key != "params"})
+        torch.optim.Optimizer.__init__(
+            self, groups, {key: value for key, value in groups[0].items() if key != "params"}
+        )
         self.param_groups = groups  # the same list object, which a client's scheduler may modify
         self._fixed = [self._constants(group) for group in groups]
         self._params = [list(group["params"]) for group in groups]
@@ -72,10 +104,9 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scaler(self) -> ScalerView:
-        """The loss scale as it is now; a step may change it, and this property then gives another object."""
+        """The loss scale and its rule; it follows the steps."""
         assert self._runtime is not None, "bound by the engine"
-        scaler = self._runtime.scaler
-        return ScalerView(scaler.scale, dynamic=scaler.rule.static is None)
+        return ScalerView(self._runtime)
 
     @property
     def cur_scale(self) -> float:
@@ -87,7 +118,11 @@ class EngineOptimizer(torch.optim.Optimizer):
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows overflows."""
-        return self.loss_scaler.dynamic
+        return bool(self.loss_scaler.dynamic)
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss must be scaled before its backward: engine.backward does it, or engine.scale(loss)."""
+        return self.dynamic_loss_scale or self.cur_scale != 1
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch returns a closure's loss
         """Called by the engine at the last micro-batch of a step; CallOrderError if the user calls it."""
@@ -105,7 +140,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Allowed only during construction."""
         if "_update" in self.__dict__:
             raise PlanError("optimizer.add_param_group: expected all groups at initialize, found one more; start anew")
-        super().add_param_group(param_group)
+        torch.optim.Optimizer.add_param_group(self, param_group)
 
     def state_dict(self) -> NoReturn:
         """Always raises: an empty dict would look like a checkpoint."""
@@ -148,6 +183,28 @@ class EngineOptimizer(torch.optim.Optimizer):
         """The values of a group that must not change, including the second beta."""
         second = {"betas[1]": group["betas"][1]} if "betas" in group else {}
         return {key: value for key, value in group.items() if key not in _READ_EACH_STEP} | second
+
+
+_CLASSES: dict[type[OptimizerConfig], tuple[type[torch.optim.Optimizer], ...]] = {
+    AdamConfig: (FusedAdam,),
+    AdamWConfig: (FusedAdam, torch.optim.AdamW),
+    LambConfig: (FusedLamb,),
+    LionConfig: (FusedLion,),
+    SgdConfig: (torch.optim.SGD,),
+}
+
+
+def view_of(trained: Trained) -> EngineOptimizer:
+    """The optimizer that initialize returns. `isinstance` also finds the classes whose update it makes.
+
+    It has nothing of them: EngineOptimizer replaces the constructor and the methods.
+    """
+    config = trained.config
+    classes = _CLASSES.get(type(config), ())
+    if isinstance(config, TorchConfig):
+        classes = (getattr(torch.optim, config.class_name),)
+    made: EngineOptimizer = type(EngineOptimizer.__name__, (EngineOptimizer, *classes), {})(trained)
+    return made
 
 
 def _ids(params: Sequence[torch.Tensor]) -> list[int]:

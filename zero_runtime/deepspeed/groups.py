@@ -59,6 +59,8 @@ class Trained:
 
     def fitted_to(self, schedule: ScheduleOf) -> tuple[ScheduleOf, Trained, list[str]]:
         """The schedule and these groups as `ScheduleOf.fit` has them, and its notes."""
+        if any(len({*schedule.values[name]}) > 1 for name in schedule.by_group if name.endswith("_mom")):
+            raise PlanError("scheduler.params: expected one momentum for all groups, found lists; give one number")
         fitted, config, notes = schedule.fit(self.config)
         if config is not self.config:
             for group in self.param_groups:
@@ -146,12 +148,13 @@ def _plain(kind: type, method: str) -> Any:
 
 def _config_of(name: str, group: Mapping[str, Any]) -> OptimizerConfig:
     """The runtime's own optimizer if it has one with the same algorithm, else torch's class, run on the shards."""
+    if name == "Adam" and group.get("decoupled_weight_decay"):
+        name = "AdamW"
     decay = float(group.get("weight_decay", 0.0))
     plain = not group.get("amsgrad") and not group.get("maximize")
     if name in ("Adam", "AdamW") and plain:
-        decoupled = name == "AdamW" or group.get("decoupled_weight_decay", False)
         beta1, beta2 = map(float, group["betas"])
-        kind, corrects = AdamWConfig if decoupled else AdamConfig, bool(group.get("bias_correction", True))
+        kind, corrects = AdamWConfig if name == "AdamW" else AdamConfig, bool(group.get("bias_correction", True))
         return kind(beta1, beta2, float(group["eps"]), decay, no_decay=False, corrects_bias=corrects)
     if name == "SGD" and plain:
         numbers = float(group["momentum"]), float(group["dampening"]), decay

@@ -6,11 +6,13 @@ list of experts or of optional towers. The mark is read by `initialize`, see uni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from zero_runtime.deepspeed.live_engines import owned
+from zero_runtime.deepspeed.schema import in_list
 from zero_runtime.errors import PlanError
 from zero_runtime.unit_planner import ONE_UNIT, is_one_unit
 
@@ -67,6 +69,15 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[str]]:
     """The same by the ends of their names."""
     return _set_by_name(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
+
+
+def mark_leaf_modules(model: nn.Module, section: Mapping[str, Any]) -> list[str]:
+    """Mark what zero_optimization.leaf_module describes, by texts. Returns notes on what the model lacks."""
+    absent = [name for name in in_list(section.get("classes", [])) if not set_z3_leaf_modules(model, [name], False)]
+    absent += set_z3_leaf_modules_by_name(model, in_list(section.get("names", [])), raise_if_not_found=False)[1]
+    suffixes = in_list(section.get("name_suffixes", []))
+    absent += set_z3_leaf_modules_by_suffix(model, suffixes, raise_if_not_found=False)[1]
+    return [f"zero_optimization.leaf_module: the model has no module {', '.join(absent)}"] if absent else []
 
 
 def _set_by_class(model: nn.Module, classes: Classes, raises: bool, *, flag: bool) -> list[nn.Module]:

@@ -10,15 +10,28 @@ from zero_runtime.deepspeed.json_text import shown
 from zero_runtime.deepspeed.schema import BOOL, NUMBER, NUMBER_OR_LIST, TEXT, WHOLE, Reader, idle, mapped
 from zero_runtime.errors import PlanError
 from zero_runtime.optim.configs import OptimizerConfig, TorchConfig
-from zero_runtime.optim.lr_schedule import LRRangeTest, LrSchedule, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from zero_runtime.optim.lr_schedule import (
+    LINEAR,
+    LOG,
+    LRRangeTest,
+    LrSchedule,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
 
 _TYPES: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR)
 }
 _KINDS = {"float": NUMBER, "int": WHOLE, "int | None": WHOLE, "bool": BOOL, "str": TEXT}
 _OF_THE_OPTIMIZER = ("lr",)  # a field of WarmupCosineLR: the group's rate, not a key of the section
-_BY_GROUP = ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
+_BY_GROUP = (
+    *("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr"),
+    *("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom"),
+)
 _TOP_RATE = "warmup_max_lr"
+_STEPS = "warmup_num_steps"
 _STAIRS = ("cycle_first_stair_count", "cycle_second_stair_count")
 SECOND_BETA = 0.99  # DeepSpeed's OneCycle sets both betas
 
@@ -50,9 +63,19 @@ class ScheduleOf:
         """The keys with a list of rates, and the number of rates in each."""
         return {name: len(one) for name, one in self.values.items() if isinstance(one, tuple)}
 
+    @property
+    def cycles_momentum(self) -> bool:
+        """Whether it changes the momentum."""
+        return self.kind is OneCycle and bool(self.values.get("cycle_momentum", True))
+
+    def without_momentum(self, optimizer: str) -> tuple[ScheduleOf, str]:
+        """The schedule for an optimizer without betas, and a note."""
+        note = f"scheduler OneCycle: as in DeepSpeed, the momentum of {optimizer} is not cycled (no betas)"
+        return replace(self, values={**self.values, "cycle_momentum": False}), note
+
     def fit(self, optimizer: OptimizerConfig) -> tuple[ScheduleOf, OptimizerConfig, list[str]]:
         """The schedule and the optimizer as DeepSpeed's OneCycle has them when it cycles the momentum, and notes."""
-        if self.kind is not OneCycle or not self.values.get("cycle_momentum", True):
+        if not self.cycles_momentum:
             return self, optimizer, []
         if "beta2" in vars(optimizer):
             second: dict[str, Any] = {"beta2": SECOND_BETA}
@@ -61,8 +84,8 @@ class ScheduleOf:
             betas = (optimizer.arguments.get("betas", (0.9,))[0], SECOND_BETA)
             fitted = replace(optimizer, arguments={**optimizer.arguments, "betas": betas})
         else:
-            note = f"scheduler OneCycle: as in DeepSpeed, the momentum of {optimizer.name} is not cycled (no betas)"
-            return replace(self, values={**self.values, "cycle_momentum": False}), optimizer, [note]
+            fixed, note = self.without_momentum(optimizer.name)
+            return fixed, optimizer, [note]
         note = f"scheduler OneCycle: as in DeepSpeed, the second beta is {SECOND_BETA}, as it cycles the momentum"
         return self, fitted, [note]
 
@@ -82,6 +105,8 @@ def choose_schedule(section: Mapping[str, Any] | None, reader: Reader) -> Schedu
     table = {one.name: mapped(NUMBER_OR_LIST if one.name in _BY_GROUP else _KINDS[str(one.type)]) for one in own}
     before = len(reader.problems)
     params = section.get("params", {})
+    if params.get(_STEPS, 1) is None:  # other nulls stand for the default
+        reader.refuse(f"scheduler.params.{_STEPS}", "expected a whole number, found null; leave it out for 1000")
     values = reader.read(table | {"last_batch_iteration": idle(WHOLE)}, params, "scheduler.params.")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     missing = [field.name for field in own if field.default is MISSING and field.name not in values]
@@ -92,6 +117,10 @@ def choose_schedule(section: Mapping[str, Any] | None, reader: Reader) -> Schedu
     if len(reader.problems) > before:
         return None
     _take_own_rate(kind, params, values, reader)
+    if values.get("warmup_type", LOG) not in (LOG, LINEAR):
+        told = f"scheduler {kind.__name__}: warmup_type {shown(values['warmup_type'])} is unknown, and 'log' is used"
+        reader.notes.append(f"{told}, as in DeepSpeed")
+        values["warmup_type"] = LOG
     if any(values.get(name) for name in _STAIRS):
         reader.notes.append("scheduler OneCycle: stair counts have an effect, as in DeepSpeed 0.19.8 (not in 0.19.3)")
     chosen = ScheduleOf(kind, values)

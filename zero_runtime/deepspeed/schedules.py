@@ -25,7 +25,7 @@ class JsonSchedule:
                     f"scheduler.params.{name}: expected one rate, or one for each of the {len(groups)} parameter "
                     f"groups, found {count}"
                 )
-        self._schedules = [schedule_of(float(group["lr"]), index) for index, group in enumerate(groups)]
+        self._schedules: list[Any] = [schedule_of(float(group["lr"]), index) for index, group in enumerate(groups)]
         self.updates = 0
         self._set()
 
@@ -40,7 +40,7 @@ class JsonSchedule:
 
     get_last_lr = get_lr
 
-    def get_mom(self) -> list[Any]:
+    def get_mom(self) -> list[Any] | None:
         """The momentum of the next update, by group: its betas, or its momentum."""
         return momenta_now(self.optimizer.param_groups)
 

@@ -41,6 +41,11 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value))
 
 
+def in_list(value: Any) -> list[Any]:
+    """The values of a list or tuple; any other value alone."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
 KINDS: dict[str, Callable[[Any], bool]] = {
     "true or false": lambda value: isinstance(value, bool) or (type(value) is int and value in (0, 1)),
     "a whole number": _is_whole,
@@ -53,8 +58,9 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "a list": lambda value: isinstance(value, (list, tuple)),
     "an object": lambda value: isinstance(value, Mapping),
     "any value": lambda value: True,
+    "a text or a list of texts": lambda value: all(isinstance(one, str) for one in in_list(value)),
 }
-BOOL, WHOLE, NUMBER, NUMBER_OR_INF, NUMBER_OR_LIST, TEXT, PAIR, LIST, OBJECT, ANY = KINDS
+BOOL, WHOLE, NUMBER, NUMBER_OR_INF, NUMBER_OR_LIST, TEXT, PAIR, LIST, OBJECT, ANY, TEXTS = KINDS
 
 _CONVERTED: Mapping[str, Callable[[Any], Any]] = {BOOL: bool, WHOLE: int}
 

@@ -11,8 +11,8 @@ from typing import Any
 from zero_runtime.deepspeed.schema import (
     BOOL,
     NUMBER,
-    OBJECT,
     TEXT,
+    TEXTS,
     WHOLE,
     Reader,
     choice,
@@ -58,6 +58,7 @@ OFFLOAD_OPTIMIZER = {
     "convert_grad_on_cpu": idle(BOOL),
     "cpuadam_cores_perc": idle(NUMBER),
 }
+LEAF_MODULE = {name: mapped(TEXTS) for name in ("classes", "names", "name_suffixes")}
 # DeepSpeed accepts these keys with the prefix stage3_ and without it.
 _OF_STAGE_3 = {
     "prefetch_bucket_size": idle(WHOLE),
@@ -103,7 +104,7 @@ ZERO = {
     "log_trace_cache_warnings": idle(BOOL),
     "enable_sanity_checks": idle(BOOL),
     "save_muon_momentum_buffer_in_memory": idle(BOOL),
-    "leaf_module": idle(OBJECT),
+    "leaf_module": section(LEAF_MODULE),
     "zero_hpz_partition_size": mapped(WHOLE),
     "zero_quantized_weights": mapped(BOOL),
     "zero_quantized_nontrainable_weights": only(False, kind=BOOL, reason=_WHOLE_WEIGHTS),

@@ -157,6 +157,20 @@ def no_sync_alone(engine: Any, loss: Losses) -> None:
     engine.step()
 
 
+def coalesced(engine: Any, loss: Losses) -> None:
+    engine.runtime.reset_ledger()
+    with engine.coalesce_grad_reduction():
+        for index in range(3):
+            engine.backward(loss(index))
+        for refused in (engine.no_sync, engine.coalesce_grad_reduction):
+            with pytest.raises(CallOrderError, match="no_sync context"), refused():
+                pass
+        with pytest.raises(CallOrderError, match=r"illegal to call Engine\.step"):
+            engine.step()
+        assert {*engine.runtime.reset_ledger().data} <= {"all_gather"}
+    engine.step()
+
+
 def a_micro_batch_without_backward(engine: Any, loss: Losses) -> None:
     engine.backward(loss(0))
     engine.step()
@@ -232,6 +246,7 @@ FORMS = [
     Form(by_accelerate, 2, HALVES),
     Form(no_sync, 1, THREE),
     Form(no_sync_alone, 1, [(0, 1.0)]),
+    Form(coalesced, 1, THREE),
     Form(a_micro_batch_without_backward, 2, [(0, 0.5)]),
     Form(begun_anew, 1, [(2, 1.0)]),
     Form(failed, 2, HALVES),

@@ -28,11 +28,17 @@ def names() -> None:
     engine.monitor.write_events([("loss", 1.0, 1)])
     engine.empty_partition_cache()
     assert optimizer.optimizer.param_groups is optimizer.param_groups
-    assert (optimizer.overflow, optimizer.dynamic_loss_scale) == (False, True)
+    assert (optimizer.overflow, optimizer.dynamic_loss_scale, optimizer.needs_scaler()) == (False, True, True)
+    scaler = optimizer.loss_scaler
+    rule = (scaler.scale_factor, scaler.scale_window, scaler.min_scale, scaler.delayed_shift, scaler.cur_hysteresis)
+    assert rule == (2.0, 1000, 1.0, 1, 1)
+    assert (scaler.cur_iter, scaler.last_overflow_iter, scaler.consecutive_hysteresis) == (0, -1, False)
     engine.backward(engine(x).mean())
     engine.step()
     assert (optimizer.overflow, engine.skipped_steps, engine.was_step_applied()) == (True, 1, False)
-    scaler = optimizer.loss_scaler
+    assert (scaler.cur_iter, scaler.last_overflow_iter) == (1, 0)  # it follows the steps
+    with pytest.raises(AttributeError, match="cur_scale"):
+        scaler.cur_scale = 4.0
     assert scaler.loss_scale == scaler.cur_scale == optimizer.cur_scale == engine.cur_scale == 2.0**29
     assert engine.lr_scheduler.get_mom() == engine.get_mom() == [(0.9, 0.999)]
     engine.set_train_micro_batch_size(5)

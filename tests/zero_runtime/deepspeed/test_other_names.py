@@ -105,7 +105,7 @@ def adams() -> None:
 
     constants = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     offloaded = at_level(2) | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    cases: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], Any]] = [
+    cases: list[tuple[type[torch.optim.Optimizer], dict[str, Any], dict[str, Any], Any]] = [
         (FusedAdam, {}, at_level(1), AdamW),
         (FusedAdam, {"adam_w_mode": False}, at_level(3), Adam),
         (DeepSpeedCPUAdam, {}, offloaded, AdamW),
@@ -114,7 +114,10 @@ def adams() -> None:
     for made, switches, config, plain in cases:
         model, other = small_model(), small_model()
         optimizer = made(model.parameters(), **constants, **switches)
-        engine, *_ = initialize_quietly(model=model, optimizer=optimizer, config=config)
+        engine, view, *_ = initialize_quietly(model=model, optimizer=optimizer, config=config)
+        assert isinstance(optimizer, made)
+        assert isinstance(view.optimizer, FusedAdam)
+        assert isinstance(engine.optimizer, torch.optim.AdamW) == (plain is AdamW)
         expected = plain(other.parameters(), **constants)
         for step in range(3):
             engine.backward(mean_loss(engine, step))

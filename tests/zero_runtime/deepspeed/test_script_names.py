@@ -6,6 +6,7 @@ Values "of the real package" are those of DeepSpeed 0.19.8.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -87,6 +88,17 @@ def schedules() -> None:
             again.load_state_dict(state)
             assert again.get_last_lr() == engine.get_lr()
             engine.destroy()
+    cycle = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01}
+    section = {"type": "OneCycle", "params": {**cycle, "cycle_min_mom": [0.5, 0.75]}}
+    with pytest.raises(PlanError, match="expected one momentum for all groups"):
+        initialize_quietly(model=Small(), config=at_level(2, scheduler=section))
+    made, *_ = initialize_quietly(
+        model=Small(), lr_scheduler=lambda optimizer: lr_schedules.OneCycle(optimizer, **cycle), config=at_level(2)
+    )
+    made.backward(mean_loss(made))
+    made.step()
+    assert made.get_mom() == [(0.9 - (0.9 - 0.8) * (1 / 2000), 0.999)]
+    made.destroy()
 
 
 def weights_of_checkpoints(folder: str) -> None:
@@ -160,6 +172,7 @@ def optimizers() -> None:
         section = {"type": name, "params": constants}
         of_section, *_ = initialize_quietly(model=Small(), config=at_level(2, optimizer=section))
         for engine in (of_class, of_section):
+            assert isinstance(engine.optimizer, FusedLamb if name == "Lamb" else FusedLion)
             engine.backward(mean_loss(engine))
             engine.step()
             with engine.runtime.full_params() as full:
@@ -238,9 +251,8 @@ def test_an_import_of_the_package_imports_none_of_it() -> None:
     code = "import sys, zero_runtime.deepspeed; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = {name for name in run.stdout.split() if name.startswith(("zero_runtime", "torch"))}
-    assert found == {
-        *("zero_runtime", "zero_runtime.other_engine", "zero_runtime.deepspeed", "zero_runtime.deepspeed.absent")
-    }
+    own = ("zero_runtime", "zero_runtime.other_engine", "zero_runtime.deepspeed", "zero_runtime.deepspeed.absent")
+    assert found == {*own}
 
 
 def test_helpers_of_scripts() -> None:
@@ -267,6 +279,11 @@ def test_helpers_of_scripts() -> None:
         deepspeed.DeepSpeedConfig({"train_batchsize": 4})
     moved = deepspeed.runtime.utils.move_to_device({"a": [torch.ones(1), "b"]}, "meta")
     assert (moved["a"][0].is_meta, moved["a"][1]) == (True, "b")
+    base = torch.arange(8.0)
+    held = {"a": [base[:2], "b"], "c": (nn.Parameter(base[2:3]),)}
+    copies = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(held)
+    assert (copies["a"][0].tolist(), copies["a"][1], copies["c"][0].requires_grad) == ([0.0, 1.0], "b", False)
+    assert (copies["a"][0].untyped_storage().nbytes(), type(copies["c"])) == (8, tuple)
     assert deepspeed.zero.register_external_parameter(inside, inside.weight) is None
     parser = argparse.ArgumentParser()
     deepspeed.add_tuning_arguments(parser)
@@ -288,8 +305,44 @@ def test_a_schedule_fills_a_rate_that_is_a_tensor() -> None:
     assert found == [0.125, 0.125, 0.25]  # of the real package
 
 
+def test_schedules_have_the_attributes_of_the_real_package(caplog: pytest.LogCaptureFixture) -> None:
+    def two_groups(kind: type[torch.optim.Optimizer] = torch.optim.Adam) -> torch.optim.Optimizer:
+        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.2)]
+        return kind(groups, lr=0.1)
+
+    warmup = lr_schedules.WarmupLR(two_groups(), warmup_num_steps=1)
+    assert (warmup.min_lrs, warmup.max_lrs, warmup.warmup_num_steps, warmup.warmup_type) == (
+        [0, 0],
+        [0.1, 0.2],
+        2,
+        "log",
+    )
+    cosine = lr_schedules.WarmupCosineLR(two_groups(), 8, warmup_num_steps=4, warmup_type="other")
+    assert (cosine.get_lr_ratio(), cosine.warmup_type, "warmup_type 'other'" in caplog.text) == (0.0, "log", True)
+    cosine.step(1)
+    assert cosine.get_lr_ratio() == 0.5
+    with pytest.raises(AttributeError, match=r"WarmupCosineLR\.max_lrs: neither"):
+        _ = cosine.max_lrs
+    for kind, more in (("WarmupLR", {}), ("WarmupCosineLR", {"total_num_steps": 9})):
+        with pytest.raises(ValueError, match="expected a whole number, found null"):
+            getattr(lr_schedules, kind)(two_groups(), warmup_num_steps=None, **more)
+    optimizer = two_groups()
+    cycle = lr_schedules.OneCycle(optimizer, 0.1, [0.2, 0.4], 0.0, 2, cycle_min_mom=[0.5, 0.25], cycle_max_mom=0.75)
+    assert (cycle.max_lrs, cycle.get_mom()) == ([0.2, 0.4], [(0.75, 0.99), (0.75, 0.99)])
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.5, 0.99), (0.25, 0.99)]
+    cycle.step()
+    assert cycle.get_mom() == [(0.625, 0.99), (0.5, 0.99)]
+    with pytest.raises(ValueError, match="cycle_min_mom: expected one"):
+        lr_schedules.OneCycle(two_groups(), 0.1, 0.2, cycle_min_mom=[0.5, 0.5, 0.5])
+    without = lr_schedules.OneCycle(two_groups(torch.optim.SGD), 0.1, 0.2)
+    assert (without.get_mom(), "the momentum of SGD is not cycled" in caplog.text) == (None, True)
+
+
 def device() -> None:
     found = deepspeed.get_accelerator()
+    assert found.device_count() == 1
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    assert found.device_count() == 2
     assert found.supported_dtypes() == [torch.float32, torch.bfloat16, torch.float16]
     found.manual_seed_all(4)
     assert (found.initial_seed(), torch.rand(1)) == (4, torch.rand(1, generator=torch.Generator().manual_seed(4)))

@@ -20,6 +20,7 @@ from harness.small_engine import CLIP, WIDTH, Small, at_level, drawn, mean_loss,
 from torch import nn
 
 import zero_runtime.deepspeed as deepspeed
+from zero_runtime.deepspeed.leaf_modules import mark_leaf_modules
 from zero_runtime.errors import CallOrderError, PlanError
 
 
@@ -189,10 +190,15 @@ def different_ways() -> None:
     """Ranks that call different parts of a marked module train as one process that has both batches."""
     utils = deepspeed.utils
     for number in range(4):
-        for marks in ([Towers], ["Around"], [nn.ModuleList]):
+        for marks in ([Towers], ["Around"], [nn.ModuleList], {"classes": "Towers"}, {"name_suffixes": ["towers"]}):
             model, plain = Around(), Around()
-            assert len(utils.set_z3_leaf_modules(model, marks)) == 1
-            engine, *_ = initialize_quietly(model=model, config=at_level(number))
+            config = at_level(number)
+            if isinstance(marks, dict):
+                config["zero_optimization"] = {**config["zero_optimization"], "leaf_module": marks}
+            else:
+                assert len(utils.set_z3_leaf_modules(model, marks)) == 1
+            engine, *_ = initialize_quietly(model=model, config=config)
+            assert len(utils.get_z3_leaf_modules(model)) == 1
             optimizer = AdamW(plain.parameters(), lr=0.01, weight_decay=0.0)
             for step in range(3):
                 engine.backward(engine(torch.ones(1, WIDTH), (dist.get_rank() + step) % 2).mean())
@@ -206,7 +212,7 @@ def different_ways() -> None:
                     torch.testing.assert_close(values[name], param.detach(), rtol=1e-5, atol=1e-6)
             assert utils.z3_leaf_parameter(model.inner.towers[0].weight)
             with pytest.raises(PlanError, match="expected a model before initialize, which reads the marks"):
-                utils.unset_z3_leaf_modules(model, marks)
+                utils.unset_z3_leaf_modules(model, [nn.Module])
             engine.destroy()
 
 
@@ -222,6 +228,9 @@ def test_marks_are_set_and_returned_as_the_real_package_does() -> None:
     assert utils.set_z3_leaf_modules_by_name(model, ["inner.towers"]) == ([model.inner.towers], [])
     assert utils.set_z3_leaf_modules_by_suffix(model, ["towers", "no"], False, False) == ([model.inner.towers], ["no"])
     assert utils.get_z3_leaf_modules(model) == []
+    wanted = {"classes": ["No", "Towers"], "names": "inner.towers", "name_suffixes": ["none"]}
+    assert mark_leaf_modules(model, wanted) == ["zero_optimization.leaf_module: the model has no module No, none"]
+    assert utils.get_z3_leaf_modules(model) == [model.inner, model.inner.towers]
     with pytest.raises(ValueError, match="expected modules of the classes"):
         utils.set_z3_leaf_modules(model, [nn.Conv2d])
     with pytest.raises(ValueError, match=r"expected modules named \['no'\]"):

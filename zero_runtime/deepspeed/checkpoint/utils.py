@@ -1,4 +1,4 @@
-"""DeepSpeed's `checkpoint.utils`."""
+"""DeepSpeed's `checkpoint.utils`: copies of tensors, for torch.save."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ _CPU = torch.device("cpu")
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -> Any:
-    """The same dicts, lists and tuples with copies of the tensors, in memory that has nothing else, which torch.save
-    would write too. A read, so that sharded parameters raise."""
+    """The same lists, tuples and dicts with copies of their tensors on the device; other values as they are.
+
+    torch.save writes the whole storage of a tensor; a copy has one of its own size.
+    """
     if isinstance(item, torch.Tensor):
-        return item.detach().clone().to(device)
-    if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(one, device) for one in item)
+        return item.detach().to(device, copy=True)
     if isinstance(item, dict):
-        return type(item)({key: clone_tensors_for_torch_save(one, device) for key, one in item.items()})
+        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
+    if isinstance(item, (list, tuple)):
+        copies = [clone_tensors_for_torch_save(value, device) for value in item]
+        return copies if isinstance(item, list) else tuple(copies)
     return item

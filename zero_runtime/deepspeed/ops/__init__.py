@@ -6,6 +6,8 @@ from types import ModuleType
 
 from zero_runtime.deepspeed.absent import ABSENT_OF_OPS, submodule
 
+MODULES = ("adagrad", "adam", "lamb", "lion")
+
 
 def __getattr__(name: str) -> ModuleType:
-    return submodule(__name__, name, ("adagrad", "adam", "lamb", "lion"), ABSENT_OF_OPS)
+    return submodule(__name__, name, MODULES, ABSENT_OF_OPS)

@@ -15,39 +15,52 @@ from zero_runtime.errors import PlanError
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
-def FusedAdam(
-    params: Iterable[Any],
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    adam_w_mode: bool = True,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    set_grad_none: bool = True,
-) -> torch.optim.Optimizer:
-    """torch.optim.AdamW, or Adam if not `adam_w_mode`. DeepSpeed's signature and defaults."""
-    if amsgrad and not bias_correction:
-        raise PlanError("ops.adam: expected bias_correction=True beside amsgrad, found False; leave one out")
-    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    made = kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
-    for group in made.param_groups:
-        group["bias_correction"] = bias_correction  # for initialize; torch's own step does not read it
-    return made
+class _Adam(torch.optim.Adam):
+    """Adam, or AdamW if the weight decay is decoupled."""
+
+    def __init__(self, params: Iterable[Any], bias_correction: bool, **constants: Any) -> None:
+        if constants["amsgrad"] and not bias_correction:
+            raise PlanError("ops.adam: expected bias_correction=True beside amsgrad, found False; leave one out")
+        super().__init__(params, **constants)
+        for group in self.param_groups:
+            group["bias_correction"] = bias_correction  # for initialize; torch's own step does not read it
 
 
-def DeepSpeedCPUAdam(
-    model_params: Iterable[Any],
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    adamw_mode: bool = True,
-    fp32_optimizer_states: bool = True,
-) -> torch.optim.Optimizer:
+class FusedAdam(_Adam):
+    """AdamW, or Adam if not `adam_w_mode`. DeepSpeed's signature and defaults."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        constants: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        super().__init__(params, bias_correction, lr=lr, decoupled_weight_decay=adam_w_mode, **constants)
+
+
+class DeepSpeedCPUAdam(_Adam):
     """The same with the arguments of DeepSpeed's optimizer for offloaded states; offload is in the configuration."""
-    if not fp32_optimizer_states:
-        raise PlanError("ops.adam: expected fp32_optimizer_states=True, found False; the states here are fp32")
-    return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if not fp32_optimizer_states:
+            raise PlanError("ops.adam: expected fp32_optimizer_states=True, found False; the states here are fp32")
+        constants: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        super().__init__(model_params, bias_correction, lr=lr, decoupled_weight_decay=adamw_mode, **constants)
