@@ -71,6 +71,7 @@ UNSAID: Mapping[str, str] = {
     "data_types.param_dtype": "fp16 and bf16 say it",
     "data_types.buffer_dtype": "buffers keep their dtype",
     "dataloader_drop_last": "only full batches are made here",
+    "managed_gradient_accumulation": "micro-batches are counted here",
     "tensor_parallel.enabled": "its size says it",
     **dict.fromkeys((f"tensor_parallel.{key}" for key in _TP_SIZES), "layers are not divided"),
     **dict.fromkeys((f"zero_optimization.leaf_module.{key}" for key in _LEAVES), "a block is a unit here"),

@@ -158,11 +158,6 @@ REASONS: tuple[tuple[Kind, str, str], ...] = (
     # ---- refused rightly
     (Kind.rightly, r"ignore_unused_parameters: expected True", "an unused parameter counts as zero, and is no error"),
     (Kind.rightly, r"expected one folder and one tag on all ranks", "no folder would hold the whole checkpoint"),
-    (
-        Kind.rightly,
-        r"managed_gradient_accumulation: expected True",
-        "the engine counts, or the script says the boundary",
-    ),
     (Kind.rightly, r"gradient_allreduce_op: expected 'mean'", "the mean over the ranks; a sum is another loss"),
     (
         Kind.rightly,

@@ -34,7 +34,8 @@ class DropinConfig:
     """The settings that a configuration describes.
 
     idle: keys without effect. notes: sentences for the user on how the engine differs from DeepSpeed. older: older
-    names of keys, with the newer ones. fp32_buffers: whether floating buffers are cast to fp32. degrees: of tensor and
+    names of keys, with the newer ones. managed_accumulation: whether micro-batches are counted, or each call of `step`
+    ends a step. fp32_buffers: whether floating buffers are cast to fp32. degrees: of tensor and
     sequence parallelism. leaf_modules: by which classes and names initialize marks modules. `optimizer` and `schedule`
     are None if the configuration has no such section.
     """
@@ -51,6 +52,7 @@ class DropinConfig:
     fp32_buffers: bool
     casts_inputs: bool
     drop_last: bool
+    managed_accumulation: bool
     idle: tuple[str, ...]
     notes: tuple[str, ...]
     older: Mapping[str, str]
@@ -115,6 +117,7 @@ def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader, *
         fp32_buffers=precision.param != "fp32" and "buffer_dtype" in values.get("data_types", {}),
         casts_inputs=precision.param == "fp16" and values["fp16"].get("auto_cast", False),
         drop_last=values.get("dataloader_drop_last", False),
+        managed_accumulation=values.get("managed_gradient_accumulation", True),
         idle=tuple(reader.idle),
         notes=tuple(reader.notes),
         older=dict(reader.older),

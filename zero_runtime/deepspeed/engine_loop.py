@@ -105,20 +105,21 @@ class EngineLoop(EngineSettings):
         if self._inside_no_sync:
             raise CallOrderError("engine.step: It is illegal to call Engine.step() inside no_sync context manager")
         self._applied = False
-        if not self.is_gradient_accumulation_boundary():
+        if self.config.managed_accumulation and not self.is_gradient_accumulation_boundary():
             self._end_micro_step(self.micro_steps_in_step + 1)
             return
         check_writes(self.runtime)
-        self.allreduce_gradients()
+        samples = self._samples_of_step()
         self._stepping = True
         try:
+            self.allreduce_gradients()
             self.optimizer.step()
         except NonFiniteError:  # it dropped the gradients; after a PlanError, step may be called again
-            self._end_step()
+            self._end_step(samples)
             raise
         finally:
             self._stepping = False
-        self._end_step()
+        self._end_step(samples)
         assert self._report is not None
         self._applied = not self._report.skipped
         if self._report.skipped:
@@ -136,9 +137,14 @@ class EngineLoop(EngineSettings):
             raise CallOrderError("engine.step: expected engine.backward(loss) since the last step, found none")
         self.runtime.backwards.finish()
 
-    def _end_step(self) -> None:
+    def _samples_of_step(self) -> int:
+        micro_batches = self.gradient_accumulation_steps()
+        done = micro_batches if self.config.managed_accumulation else self.runtime.backwards.count
+        return self.train_batch_size() // micro_batches * done
+
+    def _end_step(self, samples: int) -> None:
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += samples
         self._end_micro_step(0)
 
     def _end_micro_step(self, in_step: int) -> None:
@@ -160,12 +166,20 @@ class EngineLoop(EngineSettings):
         return self._applied
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of its step."""
+        """Whether the current micro-batch is the last of its step. With managed_gradient_accumulation false, each call
+        of `step` ends one, so that this is known inside it alone."""
+        if not self.config.managed_accumulation:
+            return self._stepping
         counted = self.micro_steps_in_step + 1 >= self.gradient_accumulation_steps()
         return counted if self._told_boundary is None else self._told_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say, on every rank, whether the next backwards are of the last micro-batch of a step, instead of counting."""
+        if not self.config.managed_accumulation:
+            raise CallOrderError(
+                "engine.set_gradient_accumulation_boundary: expected managed_gradient_accumulation true, found false: "
+                "each call of step() is the boundary; leave one of the two out"
+            )
         self._told_boundary = is_boundary
 
     @contextmanager

@@ -147,6 +147,7 @@ _ACTING: dict[str, Key] = {
     "communication_data_type": mapped(TEXT),
     "data_types": section(_DATA_TYPES),
     "dataloader_drop_last": mapped(BOOL),
+    "managed_gradient_accumulation": mapped(BOOL),
     # The keys of `params` depend on the type; optimizer_section and schedules read them.
     "optimizer": section({"type": mapped(TEXT), "params": mapped(OBJECT), "legacy_fusion": idle(BOOL)}),
     "scheduler": section({"type": mapped(TEXT), "params": mapped(OBJECT)}),
@@ -192,7 +193,6 @@ def _absent(what: str) -> Key:
 
 _REFUSED: dict[str, Key] = {
     "gradient_allreduce_op": only("mean", kind=TEXT, reason="the engine averages over the ranks; sum in your loss"),
-    "managed_gradient_accumulation": only(True, kind=BOOL, reason="the engine counts the micro-batches itself"),
     "sparse_gradients": only(False, kind=BOOL, reason="the runtime's gradients are dense"),
     "pipeline": Key(ANY, only=(), reason="pipeline parallelism is not here; leave it out"),
     "amp": _absent("Apex' mixed precision (use fp16 or bf16)"),

@@ -1,9 +1,9 @@
 """Every form in which scripts write a step: one or several backwards, of the engine or of the loss, told or counted.
 
-DeepSpeed 0.19.8 on two CPU ranks gives the same weights at stages 1 to 3, with these exceptions. Stage 0 refuses every
-`loss.backward()`. Several backwards in one micro-batch keep the last alone at stages 1 and 2 unless the boundary is
-told, and a second loss with retain_graph is an error at stage 3. no_sync is refused at stages 2 and 3. Gradients
-written by hand count at stage 0 alone, where each rank keeps its own.
+DeepSpeed 0.19.8 on two CPU ranks gives the same weights at stages 1 to 3, but: stage 0 refuses `loss.backward()`, of
+several backwards in a micro-batch stages 1 and 2 keep the last unless the boundary is told, a second loss with
+retain_graph is an error at stage 3, no_sync is refused at stages 2 and 3, and gradients written by hand count at stage
+0 alone, where each rank keeps its own.
 """
 
 from __future__ import annotations
@@ -89,6 +89,15 @@ def several(engine: Any, loss: Losses) -> None:
     for index in range(3):
         engine.backward(loss(index))
     engine.step()
+
+
+def unmanaged(engine: Any, loss: Losses) -> None:
+    for index in range(3):
+        engine.backward(loss(index))
+    with pytest.raises(CallOrderError, match="managed_gradient_accumulation"):
+        engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+    assert engine.global_samples == 3 * 2 * WORLD * engine.global_steps
 
 
 def several_in_each_micro_batch(engine: Any, loss: Losses) -> None:
@@ -215,7 +224,6 @@ def by_hand(engine: Any, loss: Losses) -> None:
 
 def with_other_sizes(engine: Any, loss: Losses) -> None:
     engine.set_train_batch_size(8)
-    assert (engine.gradient_accumulation_steps(), engine.train_batch_size()) == (2, 8)
     of_engine(engine, loss)
 
 
@@ -227,6 +235,7 @@ class Form(NamedTuple):
     accumulation: int
     terms: Sequence[tuple[int, float]]
     stages: Sequence[int] = (0, 1, 2, 3)
+    managed: bool = True
 
 
 HALVES = [(0, 0.5), (1, 0.5)]
@@ -237,6 +246,7 @@ FORMS = [
     Form(of_scaled_loss, 2, HALVES),
     Form(of_output, 1, [(0, 1.0)]),
     Form(several, 1, THREE),
+    Form(unmanaged, 2, [(index, 0.5) for index in range(3)], managed=False),
     Form(several_in_each_micro_batch, 2, [(index, 0.5) for index in range(4)]),
     Form(of_both_kinds, 1, THREE),
     Form(two_of_one_graph, 1, [(0, 3.0)]),
@@ -278,6 +288,7 @@ def trained(form: Form, stage: int) -> dict[str, torch.Tensor]:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": form.accumulation,
+        "managed_gradient_accumulation": form.managed,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage},
@@ -390,9 +401,8 @@ def one_loss_of_two_engines(*, of_loss: bool) -> None:
 
 def engine_of(**more: Any) -> Any:
     sgd = {"type": "SGD", "params": {"lr": LR}}
-    return initialize_quietly(
-        model=Sum(), config={"train_batch_size": 2, "gradient_clipping": 0.0, "optimizer": sgd, **more}
-    )[0]
+    config = {"train_batch_size": 2, "gradient_clipping": 0.0, "optimizer": sgd, **more}
+    return initialize_quietly(model=Sum(), config=config)[0]
 
 
 def refused_forms() -> None:
