@@ -101,6 +101,7 @@ REASONS: tuple[tuple[Kind, str, str], ...] = (
     (Kind.harness, r"test_byte_cast", "asks for a compiled operator"),
     # ---- works here
     (Kind.beyond, r"test_(no_sync_ctxt|zero_coalesce).*\n.*DID NOT RAISE", "no_sync at every stage, also nested"),
+    (Kind.beyond, r"test_unmanaged_rejects.*\n.*DID NOT RAISE", "both go together here"),
     (Kind.beyond, r"TestIncorectAllgatherBucketSize.*\n.*DID NOT RAISE", "buckets need no common size"),
     (Kind.beyond, r"inputs with requires_grad=False is not supported for a leaf module", "they are supported"),
     (Kind.beyond, r"TestZero0DirectBackwardStillRaises.*\n.*DID NOT RAISE", "loss.backward() works at stage 0 too"),
@@ -192,6 +193,7 @@ REASONS: tuple[tuple[Kind, str, str], ...] = (
         r"test_existing_no_sync|CallOrderError: engine\.(step|no_sync|coalesce\w+): .*no_sync con",
         "as DeepSpeed does",
     ),
+    (Kind.rightly, r"set_gradient_accumulation_boundary: expected managed_", "as DeepSpeed does"),
     (Kind.rightly, r"step: the last backward ran inside no_sync", "as DeepSpeed does"),
     (Kind.rightly, r"Loss scaling is required with fp16", "gradients of an unscaled loss vanish in fp16, as there"),
     (Kind.rightly, r"allreduce_gradients: gradients are reduced in backward", "there is nothing to call"),

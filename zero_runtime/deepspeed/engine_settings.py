@@ -36,6 +36,10 @@ class EngineSettings:
         """Samples per micro-batch on one rank."""
         return self.config.batch.micro
 
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether micro-batches are counted; False: each call of `step` ends a step."""
+        return self.config.managed_accumulation
+
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per step."""
         return self.config.batch.accumulation

@@ -94,7 +94,7 @@ def several(engine: Any, loss: Losses) -> None:
 def unmanaged(engine: Any, loss: Losses) -> None:
     for index in range(3):
         engine.backward(loss(index))
-    with pytest.raises(CallOrderError, match="managed_gradient_accumulation"):
+    with pytest.raises(CallOrderError, match="managed_gradient_accumulation true, found false"):
         engine.set_gradient_accumulation_boundary(True)
     engine.step()
     assert engine.global_samples == 3 * 2 * WORLD * engine.global_steps
