@@ -37,6 +37,8 @@ def source_of(
 
     Refusal and PlanError if they cannot be read, or if they do not say how the model is divided.
     """
+    if path is not None and " " in str(path) and not path.exists():
+        raise Refusal([f"expected a file, found a command line; its place is: --args '{path}'"])
     line = CommandLine() if typed_line is None else read_line(typed_line)
     files = _files([path, line.file, line.flags.pop("config_file", None)])
     tool, launcher, config = (files.get(who) for who in (_TOOL, _ACCELERATE, _DEEPSPEED))

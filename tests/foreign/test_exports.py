@@ -151,11 +151,13 @@ def test_other_content_is_not_overwritten_and_missing_things_are_named(capsys: p
     assert cli.main(["export", "--to", "fsdp2"]) == 2
     assert cli.main(["export", "no-such-label", "--to", "fsdp2"]) == 2
     assert cli.main(["import", "missing.json"]) == 2
+    assert cli.main(["import", "torchrun train.py --bf16"]) == 2
     told = capsys.readouterr().err
     assert "is there, with another content      fix: --out FOLDER" in told
     assert "FSDP2 shards" in told
     assert "expected RUN" in told
     assert "found no file 'missing.json'" in told
+    assert "found a command line; its place is: --args 'torchrun train.py --bf16'" in told
 
 
 class Blocks(nn.Module):
