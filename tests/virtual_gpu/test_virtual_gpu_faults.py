@@ -31,11 +31,11 @@ ROWS = [
 ]
 SETTLED = "before the memory is unlocked, every unit has settled and the step has read its loss on the host"
 SETTLES = "host waits for event at copy_streams.py:wait < device_host.py:end_copies < device_host.py:settle"
-CLOSES = "host waits for device at copy_streams.py:close < host.py:close < runtime.py:close"
+CLOSES = "host waits for device at copy_streams.py:close < host.py:close < closed.py:hand_back"
 REDUNDANT = {
     SETTLES: "between two steps only a close settles units here, which waits for the device too: see the test of both",
     CLOSES: SETTLED,
-    "host waits for device at copy_streams.py:close < nvme.py:close < runtime.py:close": SETTLED,
+    "host waits for device at copy_streams.py:close < nvme.py:close < closed.py:hand_back": SETTLED,
     "host waits for device at copy_streams.py:close < host.py:close < speculation.py:close": SETTLED,
     "host waits for device at copy_streams.py:close < nvme.py:close < speculation.py:close": SETTLED,
     "host waits for device at copy_streams.py:close < offload.py:close < recompute.py:remove": SETTLED,
