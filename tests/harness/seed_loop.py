@@ -71,3 +71,15 @@ def run_script(folder: str, config: str, steps: int) -> dict[str, Any]:
     }
     engine.destroy()
     return found
+
+
+def unequal(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """The names of the tensors that differ."""
+    assert found.keys() == expected.keys()
+    return [name for name in found if not found[name].equal(expected[name])]
+
+
+def full_values(engine: Any) -> dict[str, Any]:
+    """A copy of each full weight. Every rank must call it."""
+    with engine.runtime.full_params() as values:
+        return {name: value.clone() for name, value in values.items()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.ranks import run_alone, run_ranks
-from harness.seed_loop import initialize_quietly
+from harness.seed_loop import full_values, initialize_quietly, unequal
 from torch import nn
 
 from zero_runtime.errors import ParameterReadError, PlanError
@@ -29,16 +29,6 @@ def at_level(number: int) -> dict[str, Any]:
 def mean_loss(model: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(dist.get_rank())
     return model(torch.randn(4, WIDTH, generator=generator)).square().mean()
-
-
-def unequal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    assert found.keys() == expected.keys()
-    return [name for name in found if not torch.equal(found[name], expected[name])]
-
-
-def full_values(engine: Any) -> dict[str, torch.Tensor]:
-    with engine.runtime.full_params() as values:
-        return {name: value.clone() for name, value in values.items()}
 
 
 class Written(nn.Module):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from harness.plain_optimizers import Adam, AdamW
 from harness.ranks import run_alone, run_ranks
-from harness.seed_loop import initialize_quietly
+from harness.seed_loop import full_values, initialize_quietly, unequal
 from torch import nn
 
 import zero_runtime
@@ -53,16 +53,6 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
         dist.all_reduce(param.grad)
     optimizer.step()
     return {name: param.grad.clone() for name, param in model.named_parameters()}
-
-
-def unequal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    assert found.keys() == expected.keys()
-    return [name for name in found if not torch.equal(found[name], expected[name])]
-
-
-def full_values(engine: Any) -> dict[str, torch.Tensor]:
-    with engine.runtime.full_params() as values:
-        return {name: value.clone() for name, value in values.items()}
 
 
 # ---- comm ----------------------------------------------------------------------------------------------------------
