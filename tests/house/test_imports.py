@@ -102,6 +102,7 @@ IMPORTERS = {
 # room, which every room may import.
 ROOMS = {
     "orchestrator": {
+        "wings": "",
         "exit_codes": "",
         "rounds": "",
         "text": "exit_codes",

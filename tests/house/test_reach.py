@@ -1,0 +1,87 @@
+"""The trunk: what a run and a sweep import without a wing. Its size only goes down.
+
+Imports inside functions count, and those for type checkers too. What a table names by a string is not followed: that
+is how the trunk reaches a wing.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterable
+from functools import cache
+
+from tests.house.test_imports import MODULES, ROOT, modules_imported
+
+# Modules that the processes of a run and of a sweep start with, the command line first.
+STARTS = (
+    "run",
+    "orchestrator.start",
+    "orchestrator.launch.controller",
+    "orchestrator.launch.rank",
+    "orchestrator.tracking.process",
+    "orchestrator.worker.train",
+)
+# The wings, as prefixes of module names.
+WINGS: tuple[str, ...] = ()
+# What a parameter passes between the plan and the step, in this order; a file may have left the list, none joins it
+# without another leaving.
+WAY = (
+    *("plan", "precision", "flat_layout", "wire", "unit_planner", "initial_values", "tensor_source", "settings"),
+    *("build", "unit", "unit_parameters", "unit_gradients", "guarded_parameter", "module_hooks", "backward_tracker"),
+    *("schedule", "collectives", "issuing", "gloo", "ledger", "optim.sharded", "optim.grad_norm", "runtime"),
+)
+# The most lines of code: without blank lines, comments and docstrings. A change may lower a number, and raises none.
+TRUNK, RUNTIME_TRUNK, ONE_PARAMETER, PRODUCT = 36_300, 16_400, 3_500, 47_750
+
+
+@cache
+def lines_of_code(module: str) -> int:
+    text = (ROOT / MODULES[module]).read_text()
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            lines.update(range(token.start[0], token.end[0] + 1) if token.type != tokenize.ENDMARKER else ())
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node, clean=False
+        ):
+            lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(lines)
+
+
+def code_of(modules: Iterable[str]) -> int:
+    return sum(map(lines_of_code, modules))
+
+
+@cache
+def trunk() -> dict[str, str]:
+    """Every module that STARTS import, each with the one that imported it first."""
+    reached = dict.fromkeys(STARTS, "a process")
+    waiting = list(STARTS)
+    while waiting:
+        module = waiting.pop(0)
+        package = module.rpartition(".")[0]
+        for needed in sorted(modules_imported(MODULES[module]) | ({package} & MODULES.keys())):
+            if needed not in reached:
+                reached[needed] = module
+                waiting.append(needed)
+    return reached
+
+
+def test_the_trunk_imports_no_wing() -> None:
+    in_wing = {module: by for module, by in trunk().items() if module.startswith(WINGS or ("?",))}
+    assert in_wing == {}, "a wing is named in a table and imported when it is used"
+
+
+def test_the_sizes_only_go_down() -> None:
+    runtime = [module for module in trunk() if module.startswith("zero_runtime")]
+    sizes = {
+        "trunk": code_of(trunk()),
+        "zero_runtime in it": code_of(runtime),
+        "the way of one parameter": code_of(f"zero_runtime.{name}" for name in WAY),
+        "product": code_of(MODULES),
+    }
+    budgets = dict(zip(sizes, (TRUNK, RUNTIME_TRUNK, ONE_PARAMETER, PRODUCT), strict=True))
+    assert all(sizes[name] <= most for name, most in budgets.items()), (sizes, budgets)
