@@ -1,6 +1,6 @@
 """Counts bytes of model states and elements sent per step for every row of the plan, next to the formulas.
 
-`python benchmarks/bytes_and_collectives.py [--world N]`; prints the table of docs/runtime.md.
+`python benchmarks/bytes_and_collectives.py [--world N]`; prints the table that benchmarks/results keeps.
 """
 
 from __future__ import annotations
