@@ -13,7 +13,7 @@ from zero_runtime.agreement import agree, trouble_of
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import PlanError
 from zero_runtime.flat_layout import FlatLayout
-from zero_runtime.inference import NO_OPTIMIZER, begin_inference, check_training
+from zero_runtime.generation.inference import NO_OPTIMIZER, begin_inference, check_training
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels.registration import VARIABLE, Chosen, chosen
 from zero_runtime.memory.model import UnitSize
@@ -23,6 +23,8 @@ from zero_runtime.offload.tier import StateTier, residence
 from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.optim.sharded import ShardedOptimizer
+from zero_runtime.parallel.tensor.refusals import check_divided
+from zero_runtime.parallel.tensor.slices import NOT_SPLIT, TensorSlices
 from zero_runtime.parameter_memory import check_parameters
 from zero_runtime.parameter_reads import refuse_owned
 from zero_runtime.phase_clock import PhaseClock
@@ -30,8 +32,6 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
 from zero_runtime.settings import RuntimeSettings, moves_of
 from zero_runtime.shard_location import OffloadedShards
-from zero_runtime.tensor_parallel.refusals import check_divided
-from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit import Unit
 from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units

@@ -17,10 +17,9 @@ from zero_runtime.agreed_parameters import AgreedParameters
 from zero_runtime.build import UnitBuilder, checked_plan, make_collectives
 from zero_runtime.closed import hand_back, retire
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError, RankError
-from zero_runtime.gather_turns import GatherTurns
-from zero_runtime.generation import unwrap_generate, wrap_generate
-from zero_runtime.group_batch import GroupBatch
-from zero_runtime.inference import NO_OPTIMIZER, refuse_training
+from zero_runtime.generation.gather_turns import GatherTurns
+from zero_runtime.generation.generate import unwrap_generate, wrap_generate
+from zero_runtime.generation.inference import NO_OPTIMIZER, refuse_training
 from zero_runtime.kernels.reference import root64
 from zero_runtime.ledger import Ledger
 from zero_runtime.module_hooks import ModuleHooks
@@ -30,20 +29,21 @@ from zero_runtime.optim.grad_norm import clip_coefficient, local_sum_of_squares
 from zero_runtime.optim.loss_scaler import LossScaler
 from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.own_device import make_current
+from zero_runtime.parallel.group_batch import GroupBatch
+from zero_runtime.parallel.sequence.axis import SequenceAxis
+from zero_runtime.parallel.sequence.division import DividedSequences
+from zero_runtime.parallel.tensor.axis import TensorAxis
+from zero_runtime.parallel.tensor.division import DividedModel
+from zero_runtime.parallel.tensor.plan import SplitPlan
+from zero_runtime.parallel.tensor.slices import NOT_SPLIT
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.schedule import Schedule
-from zero_runtime.sequence_parallel.axis import SequenceAxis
-from zero_runtime.sequence_parallel.division import DividedSequences
 from zero_runtime.settings import RuntimeSettings
 from zero_runtime.shared_backward import backward_through
 from zero_runtime.step_backwards import Collaborators, StepBackwards
 from zero_runtime.step_report import StepReport
-from zero_runtime.tensor_parallel.axis import TensorAxis
-from zero_runtime.tensor_parallel.division import DividedModel
-from zero_runtime.tensor_parallel.plan import SplitPlan
-from zero_runtime.tensor_parallel.slices import NOT_SPLIT
 from zero_runtime.unit import Unit
 
 __all__ = ["RuntimeSettings", "ZeroRuntime"]
@@ -167,8 +167,8 @@ class ZeroRuntime:
 
         Every rank must enter it, also one that makes no call, and must issue no collective inside but those of the
         model's calls. Ranks that have left it take part in the gathers of the others, and it ends on all together
-        (see [Note: gather turns] in gather_turns.py). `generate` of the model is inside it already. An error of one
-        rank is raised there, and as RankError on the others. With tensor or sequence parallelism, the ranks of a group
+        (see [Note: gather turns] in generation/). `generate` of the model is inside it already. An error of one rank is
+        raised there, and as RankError on the others. With tensor or sequence parallelism, the ranks of a group
         must make the same calls; a divided head returns all logits, and `generate` cannot divide sequences.
         """
         turns = nullcontext() if self._turns is None else self._turns.running()

@@ -12,8 +12,8 @@ from zero_runtime.offload.memory import Moves
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, OptimizerConfig
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
-from zero_runtime.sequence_parallel.division import SequenceParallel
-from zero_runtime.tensor_parallel.division import TensorParallel
+from zero_runtime.parallel.sequence.division import SequenceParallel
+from zero_runtime.parallel.tensor.division import TensorParallel
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.watch.watch import RankWatch
 from zero_runtime.wire import EXACT, Wire

@@ -21,9 +21,9 @@ from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Piece, Segment
 from zero_runtime.guarded_parameter import ClosedGuard, ParameterGuard
 from zero_runtime.initial_values import InitialValues
+from zero_runtime.parallel.tensor.joined import join_slices
 from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.shard_location import ON_DEVICE, OffloadedShards, ShardLocation
-from zero_runtime.tensor_parallel.joined import join_slices
 from zero_runtime.tensor_source import ReadInto, TensorSource, read_in_blocks, reads_from
 from zero_runtime.unit_gradients import GradState, UnitGradients
 from zero_runtime.unit_parameters import DataState, UnitParameters

@@ -14,8 +14,8 @@ from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Segment
 from zero_runtime.kernels import ops
 from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise_
+from zero_runtime.parallel.tensor.slices import TensorSlices
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.tensor_parallel.slices import TensorSlices
 from zero_runtime.unit_planner import UnitSpec
 from zero_runtime.wire import BITS, EXACT, Wire
 

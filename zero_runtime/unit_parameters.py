@@ -24,12 +24,12 @@ from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels import ops
 from zero_runtime.kernels.weight_codes import decode_weights, encode_weights
 from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise_
+from zero_runtime.parallel.tensor.joined import slice_of
+from zero_runtime.parallel.tensor.slices import TensorSlices
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import CODE_BITS, WEIGHT_BLOCK_NUMEL
 from zero_runtime.recorded_values import swap_content, values_of
 from zero_runtime.shard_location import ON_DEVICE, OffloadedShards, ShardLocation
-from zero_runtime.tensor_parallel.joined import slice_of
-from zero_runtime.tensor_parallel.slices import TensorSlices
 from zero_runtime.tensor_source import ReadInto
 from zero_runtime.unit_planner import UnitSpec
 from zero_runtime.wire import BITS, EXACT, Wire

@@ -39,9 +39,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
+from zero_runtime.parallel.tensor.slices import NOT_SPLIT, TensorSlices
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.recorded_values import RecordedTensor
-from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.workloads.data import IGNORED_LABEL, TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
 from orchestrator.workloads.sources import IntArray
+from zero_runtime.parallel.tensor.division import head_of
 from zero_runtime.runtime import ZeroRuntime
-from zero_runtime.tensor_parallel.division import head_of
 
 
 class MicroBatches:

@@ -34,8 +34,8 @@ from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.own_device import device_index, make_current
+from zero_runtime.parallel.sequence.division import SequenceParallel
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.sequence_parallel.division import SequenceParallel
 from zero_runtime.unit_planner import UnitRules
 from zero_runtime.watch.watch import RankWatch
 

@@ -10,17 +10,17 @@ from torch import nn
 
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.plan.tensor_messages import TensorMessages
-from zero_runtime.sequence_parallel.attention import check_model, traded_widths
-from zero_runtime.sequence_parallel.axis import AloneInSequence, SequenceAxis
-from zero_runtime.sequence_parallel.division import DividedSequences
-from zero_runtime.tensor_parallel.adapters import layer_path
-from zero_runtime.tensor_parallel.axis import AloneOnAxis, TensorAxis
-from zero_runtime.tensor_parallel.cross_entropy import NUMBERS_PER_TOKEN
-from zero_runtime.tensor_parallel.division import DividedModel, TensorParallel, head_of
-from zero_runtime.tensor_parallel.layers import HeadForward
-from zero_runtime.tensor_parallel.plan import SplitPlan, owner_of
-from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
-from zero_runtime.tensor_parallel.structure import Kind, linear_sizes
+from zero_runtime.parallel.sequence.attention import check_model, traded_widths
+from zero_runtime.parallel.sequence.axis import AloneInSequence, SequenceAxis
+from zero_runtime.parallel.sequence.division import DividedSequences
+from zero_runtime.parallel.tensor.adapters import layer_path
+from zero_runtime.parallel.tensor.axis import AloneOnAxis, TensorAxis
+from zero_runtime.parallel.tensor.cross_entropy import NUMBERS_PER_TOKEN
+from zero_runtime.parallel.tensor.division import DividedModel, TensorParallel, head_of
+from zero_runtime.parallel.tensor.layers import HeadForward
+from zero_runtime.parallel.tensor.plan import SplitPlan, owner_of
+from zero_runtime.parallel.tensor.slices import NOT_SPLIT, TensorSlices
+from zero_runtime.parallel.tensor.structure import Kind, linear_sizes
 from zero_runtime.unit_planner import block_modules
 
 

@@ -31,9 +31,9 @@ from orchestrator.workloads.data import IGNORED_LABEL as IGNORED_LABEL
 from zero_runtime.activations.tiled_loss import tiled_cross_entropy
 from zero_runtime.activations.tiled_vocabulary_loss import tiled_vocabulary_cross_entropy
 from zero_runtime.initial_values import parameters_on_meta
-from zero_runtime.sequence_parallel.axis import SequenceAxis
-from zero_runtime.tensor_parallel.cross_entropy import vocabulary_cross_entropy
-from zero_runtime.tensor_parallel.layers import HeadForward
+from zero_runtime.parallel.sequence.axis import SequenceAxis
+from zero_runtime.parallel.tensor.cross_entropy import vocabulary_cross_entropy
+from zero_runtime.parallel.tensor.layers import HeadForward
 
 # The least value of sizes, by the names that transformers gives them for all architectures.
 LEAST = {

@@ -39,8 +39,8 @@ PURE = (
     "memory.reserved",
     "memory.step_memory",
     "schedule",
-    "tensor_parallel.refusals",
-    "tensor_parallel.slices",
+    "parallel.tensor.refusals",
+    "parallel.tensor.slices",
     "timing.costs",
     "timing.data_sheet",
     "timing.segments",
@@ -94,7 +94,7 @@ IMPORTERS = {
         "orchestrator/workloads/tokenizer.py",
         "zero_runtime/integrations/pretrained.py",
         "zero_runtime/integrations/transformers.py",
-        "zero_runtime/sequence_parallel/attention.py",
+        "zero_runtime/parallel/sequence/attention.py",
     },
     "peft": {"orchestrator/workloads/adapters.py"},
 }
@@ -149,14 +149,12 @@ ROOMS = {
         "unit_planner": "dtypes pure recorded_values",
         "initial_values": "pure recorded_values",
         "guarded_parameter": "pure",
-        "group_batch": "pure",
-        "tensor_parallel": "group_batch pure unit_planner",
-        "sequence_parallel": "group_batch pure",
+        "parallel": "pure unit_planner",
         "group_shard": "collectives",
         "unit_parameters": "collectives dtypes group_shard guarded_parameter initial_values pure recorded_values "
-        "shard_location tensor_parallel tensor_source unit_planner",
+        "shard_location parallel tensor_source unit_planner",
         "unit_gradients": "collectives dtypes pure unit_planner",
-        "unit": "collectives guarded_parameter initial_values pure shard_location tensor_parallel tensor_source "
+        "unit": "collectives guarded_parameter initial_values pure shard_location parallel tensor_source "
         "unit_gradients "
         "unit_parameters unit_planner",
         "parameter_reads": "guarded_parameter pure unit",
@@ -167,22 +165,20 @@ ROOMS = {
         "module_hooks": "graph_entries nested_tensors parameter_reads pure skipped_modules unit users_backward",
         "step_backwards": "collectives module_hooks pure unit users_backward",
         "offload": "agreement collectives process_identity pure shard_location unit",
-        "optim": "collectives dtypes offload pure tensor_parallel unit",
-        "activations": "offload pure tensor_parallel unit_planner",
-        "gather_turns": "collectives pure unit unit_parameters",
-        "generation": "",
-        "inference": "offload pure",
-        "settings": "initial_values offload pure sequence_parallel tensor_parallel tensor_source watch",
+        "optim": "collectives dtypes offload pure parallel unit",
+        "activations": "offload pure parallel unit_planner",
+        "generation": "collectives offload pure unit unit_parameters",
+        "settings": "initial_values offload parallel pure tensor_source watch",
         "agreed_parameters": "pure",
-        "build": "agreement collectives inference initial_values offload optim parameter_memory parameter_reads "
+        "build": "agreement collectives generation initial_values offload optim parameter_memory parameter_reads "
         "phase_clock pure settings shard_location tensor_source unit unit_planner world",
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives offload optim pure unit",
         "accounting": "collectives offload optim pure settings unit",
         "closed": "offload optim pure unit",
-        "runtime": "accounting agreed_parameters build closed gather_turns generation group_batch inference ledger "
-        "module_hooks non_finite offload optim own_device phase_clock pure sequence_parallel settings step_backwards "
-        "step_report tensor_parallel unit whole_tensors",
+        "runtime": "accounting agreed_parameters build closed generation ledger "
+        "module_hooks non_finite offload optim own_device parallel phase_clock pure settings step_backwards "
+        "step_report unit whole_tensors",
         "memory": "accounting activations dtypes guarded_parameter ledger module_hooks offload pure runtime unit "
         "unit_planner",
         "timing": "activations collectives memory module_hooks pure runtime settings unit_planner",
@@ -191,7 +187,7 @@ ROOMS = {
         "unit_parameters",
         # accelerator, comm and zero are for DeepSpeed's paths, which name them once more
         "deepspeed": "accelerator agreement checkpoint closed comm dtypes offload optim own_device pure runtime "
-        "step_report tensor_parallel tensor_source unit unit_planner users_backward watch world zero",
+        "step_report parallel tensor_source unit unit_planner users_backward watch world zero",
         "accelerator": "",
         "checkpointing": "deepspeed",
         "comm": "deepspeed",
@@ -209,7 +205,7 @@ INTEGRATIONS = {
     "zero_runtime/deepspeed/json_text.py": {"hjson"},
     "zero_runtime/integrations/pretrained.py": {"transformers"},
     "zero_runtime/integrations/transformers.py": {"transformers"},
-    "zero_runtime/sequence_parallel/attention.py": {"transformers"},
+    "zero_runtime/parallel/sequence/attention.py": {"transformers"},
 }
 LIBRARIES = {"kernels": {"torch", "triton"}, "zero_runtime": {"torch", "numpy", "safetensors"}}
 

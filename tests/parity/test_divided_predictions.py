@@ -27,7 +27,7 @@ from orchestrator.worker.shapes import units_of
 from orchestrator.workloads.models import token_losses
 from zero_runtime.memory.census import take_census
 from zero_runtime.optim.configs import MuonConfig
-from zero_runtime.tensor_parallel.division import head_of
+from zero_runtime.parallel.tensor.division import head_of
 from zero_runtime.wire import Wire
 
 RANKS = 4

@@ -28,12 +28,12 @@ from test_wire import read_back
 from torch import nn
 
 from zero_runtime.memory.model import CollectiveCounts
+from zero_runtime.parallel.tensor.division import TensorParallel
+from zero_runtime.parallel.tensor.joined import join_slices, slice_of
+from zero_runtime.parallel.tensor.plan import SplitPlan
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.tensor_parallel.division import TensorParallel
-from zero_runtime.tensor_parallel.joined import join_slices, slice_of
-from zero_runtime.tensor_parallel.plan import SplitPlan
 from zero_runtime.wire import BLOCK_NUMEL, Wire, gathered, reduced
 
 DEGREE, DATA_WORLD = 2, 2

@@ -1,6 +1,6 @@
 """The tiled cross entropy of a head that a tensor-parallel group divides by the vocabulary.
 
-As tiled_loss.py, with the messages of tensor_parallel/cross_entropy.py: forward finds three numbers of each token,
+As tiled_loss.py, with the messages of parallel/tensor/cross_entropy.py: forward finds three numbers of each token,
 which are gathered once for all tiles, and backward computes each tile's logits again.
 """
 
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from zero_runtime.activations.tiled_loss import tiles
-from zero_runtime.tensor_parallel.axis import TensorAxis
-from zero_runtime.tensor_parallel.cross_entropy import joined_losses, labels_here, numbers_of, rows_here
+from zero_runtime.parallel.tensor.axis import TensorAxis
+from zero_runtime.parallel.tensor.cross_entropy import joined_losses, labels_here, numbers_of, rows_here
 
 
 def tiled_vocabulary_cross_entropy(

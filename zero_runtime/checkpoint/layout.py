@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from zero_runtime.errors import CheckpointError, brief
 from zero_runtime.optim.configs import MATRIX_STATES, MuonConfig
-from zero_runtime.tensor_parallel.slices import Split
+from zero_runtime.parallel.tensor.slices import Split
 
 FORMAT = "zero-lab checkpoint"
 VERSION = 1

@@ -20,7 +20,7 @@ from zero_runtime.kernels.settings import Muon, MuonNumbers
 from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.optim.matrix_owners import MatrixPart, OwnedMatrix, owned_matrices
 from zero_runtime.optim.rules import ElementwiseRule, Held, ShardSlice, StepNumbers, part_of, pieces_of
-from zero_runtime.tensor_parallel.joined import join_slices, slice_of
+from zero_runtime.parallel.tensor.joined import join_slices, slice_of
 from zero_runtime.unit import Unit
 
 SLICES = "matrix_all_gather"  # the kind of the message between the owners of a matrix's slices

@@ -7,7 +7,7 @@ from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import Batch, Measure, MeasureKind, Resources
 from orchestrator.config.strict import Broken
 from orchestrator.plan.rules.scene import Scene
-from zero_runtime.tensor_parallel.refusals import ALONE, refused_optimizer
+from zero_runtime.parallel.tensor.refusals import ALONE, refused_optimizer
 
 
 def tp_divides_the_ranks(scene: Scene, parallel: Parallel, resources: Resources) -> Broken | None:

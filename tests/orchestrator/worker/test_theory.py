@@ -21,7 +21,7 @@ from orchestrator.worker.setup import build_runtime
 from orchestrator.workloads.models import token_losses
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.optim.configs import MuonConfig
-from zero_runtime.tensor_parallel.division import head_of
+from zero_runtime.parallel.tensor.division import head_of
 from zero_runtime.wire import Wire
 
 LORA = Adapter(AdapterKind.lora, rank=4)

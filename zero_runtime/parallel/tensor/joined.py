@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zero_runtime.tensor_parallel.slices import Split
+from zero_runtime.parallel.tensor.slices import Split
 
 
 def slice_of(full: torch.Tensor, split: Split, rank: int) -> torch.Tensor:

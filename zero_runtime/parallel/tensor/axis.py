@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from zero_runtime.group_batch import GroupBatch
+from zero_runtime.parallel.group_batch import GroupBatch
 
 
 class SliceCollectives(Protocol):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from zero_runtime.errors import PlanError
-from zero_runtime.sequence_parallel.attention import InstalledAttention, check_model
-from zero_runtime.sequence_parallel.axis import SequenceAxis
+from zero_runtime.parallel.sequence.attention import InstalledAttention, check_model
+from zero_runtime.parallel.sequence.axis import SequenceAxis
 
 # Arguments of a forward that would need all of a sequence, and why.
 _WHOLE = {

@@ -11,9 +11,9 @@ from harness.divided import model_of
 from torch import nn
 
 from zero_runtime.errors import PlanError
-from zero_runtime.sequence_parallel.attention import divides_heads, traded_widths
-from zero_runtime.sequence_parallel.axis import AloneInSequence, SequenceAxis
-from zero_runtime.sequence_parallel.division import DividedSequences, SequenceParallel
+from zero_runtime.parallel.sequence.attention import divides_heads, traded_widths
+from zero_runtime.parallel.sequence.axis import AloneInSequence, SequenceAxis
+from zero_runtime.parallel.sequence.division import DividedSequences, SequenceParallel
 
 BATCH, TOKENS, SIZE = 2, 8, 3
 

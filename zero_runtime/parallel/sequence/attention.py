@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zero_runtime.errors import PlanError
-from zero_runtime.sequence_parallel.axis import SequenceAxis
+from zero_runtime.parallel.sequence.axis import SequenceAxis
 
 MODELS = (
     "gemma",

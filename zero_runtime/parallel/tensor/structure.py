@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from zero_runtime.errors import PlanError
-from zero_runtime.tensor_parallel.adapters import BASE, base_of, parts_of, refuse_undivided, unwrapped
+from zero_runtime.parallel.tensor.adapters import BASE, base_of, parts_of, refuse_undivided, unwrapped
 from zero_runtime.unit_planner import block_modules
 
 

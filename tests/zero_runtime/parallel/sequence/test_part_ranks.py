@@ -14,10 +14,10 @@ from harness.divided import batch_of, loss_sum, model_of
 from harness.outcomes import assert_death_is_named, rank_outcomes
 
 from zero_runtime.optim.configs import AdamWConfig
+from zero_runtime.parallel.sequence.division import SequenceParallel
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.sequence_parallel.division import SequenceParallel
 from zero_runtime.watch.watch import RankWatch
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zero_runtime.tensor_parallel.axis import TensorAxis
+from zero_runtime.parallel.tensor.axis import TensorAxis
 
 
 class _SumOfGradients(torch.autograd.Function):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zero_runtime.errors import PlanError
-from zero_runtime.tensor_parallel.axis import TensorAxis
+from zero_runtime.parallel.tensor.axis import TensorAxis
 
 NUMBERS_PER_TOKEN = 3
 

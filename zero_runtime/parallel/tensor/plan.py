@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from zero_runtime.errors import PlanError
-from zero_runtime.tensor_parallel.adapters import layer_path
-from zero_runtime.tensor_parallel.slices import Split, TensorSlices
-from zero_runtime.tensor_parallel.structure import Division, Kind, divisions_of, head_size, linear_sizes
+from zero_runtime.parallel.tensor.adapters import layer_path
+from zero_runtime.parallel.tensor.slices import Split, TensorSlices
+from zero_runtime.parallel.tensor.structure import Division, Kind, divisions_of, head_size, linear_sizes
 
 # Attributes of attention modules that count heads or elements of all heads: local in a divided module.
 _LOCAL_ATTRIBUTES = (

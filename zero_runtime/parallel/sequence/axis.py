@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from zero_runtime.errors import PlanError
-from zero_runtime.group_batch import GroupBatch
+from zero_runtime.parallel.group_batch import GroupBatch
 
 
 class PartCollectives(Protocol):

@@ -17,7 +17,7 @@ from harness.ranks import run_ranks
 
 from zero_runtime.accounting import predicted_state_bytes
 from zero_runtime.errors import CallOrderError, PlanError, RankError
-from zero_runtime.generation import StepwiseGenerate
+from zero_runtime.generation.generate import StepwiseGenerate
 from zero_runtime.kernels.weight_codes import decode_weights, encode_weights, record_bytes
 from zero_runtime.limits import ConfigError
 from zero_runtime.memory.census import take_census

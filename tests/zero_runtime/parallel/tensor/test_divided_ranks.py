@@ -19,12 +19,12 @@ from torch import nn
 
 from zero_runtime.errors import PlanError
 from zero_runtime.optim.configs import AdamWConfig
+from zero_runtime.parallel.tensor.axis import AloneOnAxis, TensorAxis
+from zero_runtime.parallel.tensor.cross_entropy import vocabulary_cross_entropy
+from zero_runtime.parallel.tensor.division import TensorParallel, head_of
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.tensor_parallel.axis import AloneOnAxis, TensorAxis
-from zero_runtime.tensor_parallel.cross_entropy import vocabulary_cross_entropy
-from zero_runtime.tensor_parallel.division import TensorParallel, head_of
 from zero_runtime.watch.watch import RankWatch
 
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ from zero_runtime.errors import PlanError
 from zero_runtime.limits import ConfigError
 from zero_runtime.optim.config_base import OptimizerConfig
 from zero_runtime.optim.configs import AdamW8bitConfig, AdamWConfig, LambConfig, MuonConfig, OneBitAdamConfig
+from zero_runtime.parallel.tensor.division import TensorParallel
+from zero_runtime.parallel.tensor.plan import plan_split
+from zero_runtime.parallel.tensor.refusals import check_divided
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.tensor_parallel.division import TensorParallel
-from zero_runtime.tensor_parallel.plan import plan_split
-from zero_runtime.tensor_parallel.refusals import check_divided
 
 THIRDS = {"num_attention_heads": 3, "intermediate_size": 42}
 SIXTHS = {"num_attention_heads": 6, "intermediate_size": 42}

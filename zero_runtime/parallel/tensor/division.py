@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from zero_runtime.errors import ParameterReadError, PlanError
-from zero_runtime.tensor_parallel.axis import TensorAxis
-from zero_runtime.tensor_parallel.layers import ColumnForward, ColumnInput, EmbeddingForward, HeadForward, RowForward
-from zero_runtime.tensor_parallel.plan import SplitPlan, owner_of, plan_split
-from zero_runtime.tensor_parallel.structure import Kind
+from zero_runtime.parallel.tensor.axis import TensorAxis
+from zero_runtime.parallel.tensor.layers import ColumnForward, ColumnInput, EmbeddingForward, HeadForward, RowForward
+from zero_runtime.parallel.tensor.plan import SplitPlan, owner_of, plan_split
+from zero_runtime.parallel.tensor.structure import Kind
 
 
 @dataclass(frozen=True)
