@@ -43,8 +43,8 @@ def unit_sizes(runtime: Accounted) -> list[UnitSize]:
             trainable=unit.trainable,
             state_bytes=runtime.optimizer.config.matrix_state_bytes if unit.matrices else None,
             is_root=runtime.model in unit.modules,
-            params_offloaded=unit.params_offloaded,
-            optimizer_offloaded=unit.states_offloaded,
+            params_offloaded=unit.parameters.params_offloaded,
+            optimizer_offloaded=unit.parameters.states_offloaded,
             separate_memory=separate,
         )
         for unit in runtime.units

@@ -213,7 +213,7 @@ class UnitBuilder:
             with residence(tier, unit, writes=True, fresh=True):
                 unit.materialize(initial, given)
         for unit in units:
-            unit.bind_initialized()
+            unit.parameters.bind_initialized()
         if settings.weights is not None:
             self._read(units, tier, settings.weights, given)
 
@@ -240,7 +240,7 @@ class UnitBuilder:
             if shapes.get(name) != source.shape(name):
                 wanted = list(shapes[name]) if name in shapes else "no parameter of this name"
                 raise PlanError(f"weights: expected {name}: {wanted}, found {list(source.shape(name))}")
-        initialized = {segment.name for unit in units for segment, param in unit.placed() if param.is_meta}
+        initialized = {segment.name for unit in units for segment, param in unit.parameters.placed() if param.is_meta}
         return frozenset(source.names()) & initialized
 
     def _read(self, units: Sequence[Unit], tier: StateTier, source: TensorSource, given: frozenset[str]) -> None:

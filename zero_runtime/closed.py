@@ -30,7 +30,7 @@ def hand_back(units: list[Unit], tier: StateTier, optimizer: ShardedOptimizer) -
     """
     try:
         for unit in units:
-            unit.free_grads()
+            unit.gradients.free()
         if sys.exc_info()[0] is None:
             _complete(units, optimizer)
     finally:

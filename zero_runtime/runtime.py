@@ -387,7 +387,7 @@ class ZeroRuntime:
     def zero_grad(self) -> None:
         """Drop all gradients since the last step, also those of other runtimes' backwards: the step begins anew."""
         for unit in self.units:
-            unit.free_grads()
+            unit.gradients.free()
         self.backwards.clear()
         self._expected = None
         self._loss.zero_()

@@ -142,7 +142,7 @@ class StepBackwards:
                     f"parameter {unit.layout.segments[index].name!r}: expected no gradient in .grad after a backward, "
                     "found one that was written by hand; it has no effect there: write gradients in place of a backward"
                 )
-            unit.add_grad(index, grad / parts)
+            unit.gradients.take(index, grad / parts, sums_locally=True)
             unit.params[index].grad = None
         self.has_foreign = self.has_foreign or bool(written)
 

@@ -99,6 +99,10 @@ class UnitGradients:
 
     # ---- local gradients ---------------------------------------------------------------------------------------------
 
+    def sum_gradients(self, *, over_ranks: bool) -> None:
+        """Whether gradients are summed over the ranks from the next backward on."""
+        self.sums_over_ranks = over_ranks
+
     def begin_backward(self) -> None:
         """Accept gradients again."""
         self._closed = False

@@ -99,6 +99,7 @@ class UnitParameters:
         self._slices = spec.slices
         self.pieces: dict[str, Piece] = {piece.name: piece for piece in layout.pieces(collectives.shard_rank)}
         self._bits = 0 if precision.weights is None else CODE_BITS[precision.weights]  # 0: not quantised
+        # Elements of param_shard: S, or bytes if it is quantised.
         self.stored_numel = layout.shard_numel if not self._bits else int(layout.shard_numel * precision.stored_bytes)
         self.param_dtype = torch.uint8 if self._bits else TORCH_DTYPE[precision.param]
         self.master_dtype = TORCH_DTYPE[precision.master]
@@ -130,9 +131,9 @@ class UnitParameters:
         self.param_is_slice = self._keeps_full and not self.casts
         separate = offloaded.separate_memory and offloaded.optimizer and not offloaded.params
         self.master_is_param = self.trainable and self.master_dtype == self.param_dtype and not separate
-        self.params_offloaded = offloaded.params
-        self.states_offloaded = offloaded.optimizer and self.trainable
-        self.master_offloaded = self.states_offloaded and not self.master_is_param
+        self.params_offloaded = offloaded.params  # param_shard has no memory on the device between its uses
+        self.states_offloaded = offloaded.optimizer and self.trainable  # the optimizer's
+        self.master_offloaded = self.states_offloaded and not self.master_is_param  # else as `params_offloaded`
 
     def _allocate(self) -> None:
         """Allocate the tensors. Offloaded shards get no memory here; their tier binds it while it is needed."""
@@ -162,6 +163,10 @@ class UnitParameters:
             self.master_shard = param if self.master_is_param else self.master_shard
         if master is not None:
             self.master_shard = master
+
+    def offload_to(self, location: ShardLocation) -> None:
+        """Store the offloaded shards in `location` from now on."""
+        self.location = location
 
     @property
     def is_quantized(self) -> bool:

@@ -225,7 +225,7 @@ def _frozen_elements(runtime: ZeroRuntime) -> tuple[int, int, str]:
     for unit in frozen:
         gathers = micro_batches * (1 + runtime.backward_reads(unit))
         held = unit.layout.padded_numel // group_ranks
-        one = gathered(wire, runtime.plan, held, group_ranks, unit.param_dtype.itemsize, trainable=False)
+        one = gathered(wire, runtime.plan, held, group_ranks, unit.parameters.param_dtype.itemsize, trainable=False)
         sent += gathers * one.elements
         total += gathers * unit.layout.numel * (group_ranks - 1)
     if not sent:
@@ -244,8 +244,8 @@ def _quantised_elements(runtime: ZeroRuntime, counts: memory_model.CollectiveCou
     groups = (collectives.shard_count, collectives.replica_count)
     for unit in (one for one in runtime.units if one.trainable):
         shard = unit.layout.shard_numel
-        gather = gathered(wire, runtime.plan, shard, groups[0], unit.param_dtype.itemsize, trainable=True)
-        reduction = reduced(wire, shard, *groups, unit.grad_dtype.itemsize)
+        gather = gathered(wire, runtime.plan, shard, groups[0], unit.parameters.param_dtype.itemsize, trainable=True)
+        reduction = reduced(wire, shard, *groups, unit.gradients.grad_dtype.itemsize)
         total += counts.gathers * gather.elements + counts.reductions * reduction.elements
     return total
 

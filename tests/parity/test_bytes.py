@@ -132,8 +132,8 @@ def _census_with_a_kept_gradient(case: Case) -> tuple[int, int, int]:
     runtime = build_runtime(case, 2)
     unit = runtime.units[0]
     backwards_of_step(runtime, case, 0)
-    unit._gradients.unsharded_grad = torch.zeros(unit.layout.padded_numel)
-    return take_census(runtime).grads, predicted_state_bytes(runtime).grads, unit.unsharded_grad.nbytes
+    unit.gradients.unsharded_grad = torch.zeros(unit.layout.padded_numel)
+    return take_census(runtime).grads, predicted_state_bytes(runtime).grads, unit.gradients.unsharded_grad.nbytes
 
 
 def test_a_full_gradient_that_is_not_freed_changes_the_count_but_not_the_prediction() -> None:

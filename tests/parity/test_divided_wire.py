@@ -189,7 +189,7 @@ def trained(runs: list[DividedRun]) -> list[tuple[dict[str, torch.Tensor], Sent,
 def closed_bytes(runtime: ZeroRuntime, run: DividedRun) -> int:
     counts, total = CollectiveCounts.of(runtime.plan, run.micro_batches), 0
     for unit in runtime.units:
-        shard, itemsize = unit.layout.shard_numel, unit.param_dtype.itemsize
+        shard, itemsize = unit.layout.shard_numel, unit.parameters.param_dtype.itemsize
         total += counts.gathers * gathered(run.wire, runtime.plan, shard, DATA_WORLD, itemsize, trainable=True).nbytes
         total += counts.reductions * reduced(run.wire, shard, DATA_WORLD, 1, 4).nbytes
     return total

@@ -81,7 +81,7 @@ def _compare(stage: int) -> float:
             states = {"master": unit.master_shard, **runtime.optimizer.states_of(unit)}
             plain = Plain(real, world, {name: _full(unit, state) for name, state in states.items()})
         grads = [torch.empty_like(real) for _ in range(world)]
-        dist.all_gather(grads, unit.unsharded_grad)
+        dist.all_gather(grads, unit.gradients.unsharded_grad)
         runtime.step(LR)
         if plain is not None:
             plain.step(step + 1, grads, decay)

@@ -236,7 +236,7 @@ def _peaks(names: list[str], prefetches: tuple[int, ...]) -> dict[tuple[str, int
                 with unsharded_peak(runtime.units) as peak:
                     runtime.backward(runtime.model.loss_of(runtime(ids_of(step, dist.get_rank()))))
                 runtime.step(LR)
-            whole = [unit.name for unit in runtime.units if unit.unsharded_param.untyped_storage().size()]
+            whole = [unit.name for unit in runtime.units if unit.parameters.unsharded_param.untyped_storage().size()]
             assert whole == []
             found[name, prefetch] = (peak.units, peak.counts)
             runtime.close()

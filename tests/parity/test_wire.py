@@ -69,7 +69,7 @@ def _closed(runtime: ZeroRuntime, case: Case, wire: Wire) -> int:
     counts = CollectiveCounts.of(runtime.plan, case.micro_batches)
     groups, total = (runtime.collectives.shard_count, runtime.collectives.replica_count), 0
     for unit in runtime.units:
-        shard, itemsize = unit.layout.shard_numel, unit.param_dtype.itemsize
+        shard, itemsize = unit.layout.shard_numel, unit.parameters.param_dtype.itemsize
         total += counts.gathers * gathered(wire, runtime.plan, shard, groups[0], itemsize, trainable=True).nbytes
         total += counts.reductions * reduced(wire, shard, *groups, 4).nbytes
     return total
@@ -100,10 +100,10 @@ def _gathers(case: Case, stage: int) -> None:
     for unit in runtime.units:
         shards = [torch.empty_like(unit.param_shard) for _ in range(case.world)]
         # The master is exact: what every rank computes with is read back from the codes of its rounded values.
-        dist.all_gather(shards, unit.master_shard.to(unit.param_dtype))
+        dist.all_gather(shards, unit.master_shard.to(unit.parameters.param_dtype))
         unit.wait_unshard()
-        wanted = torch.cat([read_back(shard, "int8") for shard in shards]).to(unit.param_dtype)
-        assert torch.equal(unit.unsharded_param, wanted.to(unit.unsharded_param.dtype))
+        wanted = torch.cat([read_back(shard, "int8") for shard in shards]).to(unit.parameters.param_dtype)
+        assert torch.equal(unit.parameters.unsharded_param, wanted.to(unit.parameters.unsharded_param.dtype))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -116,7 +116,7 @@ def _reduces(case: Case, stage: int, wire: Wire) -> list[float]:
     runtime = build(case, stage, wire)
     with runtime.no_sync():
         backwards_of_step(runtime, replace(case, micro_batches=1), 0)
-    local = {unit.name: unit.unsharded_grad.clone() for unit in runtime.units}
+    local = {unit.name: unit.gradients.unsharded_grad.clone() for unit in runtime.units}
     for unit in runtime.units:
         unit.begin_backward()
         unit.reduce_grad()
@@ -166,10 +166,10 @@ def _fed_back(case: Case) -> tuple[float, float, tuple[int, int]]:
                 sums.setdefault(unit.name, []).append(unit.full_of(unit.grad_shard))
             bytes_now = take_census(runtime).grads, predicted_state_bytes(runtime).grads
             for unit in runtime.units:  # no update: both runs have the same gradients
-                unit.free_grads()
+                unit.gradients.free()
             runtime.zero_grad()
         for unit in runtime.units:
-            kept = unit._gradients.errors
+            kept = unit.gradients.errors
             if kept is not None:
                 dist.all_reduce(kept)
                 errors[unit.name] = {

@@ -80,7 +80,7 @@ def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool 
         numel = unit.layout.shard_numel
         low, high = numel * place // places, numel * (place + 1) // places
         for state, shard in shards_of(runtime, unit).items():
-            for piece in unit.pieces:
+            for piece in unit.parameters.pieces.values():
                 # The overlap of this piece with the range [low, high) of the shard that this rank writes.
                 begin = max(piece.shard_offset, low)
                 end = min(piece.shard_offset + piece.numel, high)

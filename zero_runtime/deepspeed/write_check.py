@@ -41,8 +41,8 @@ def _differing(runtime: ZeroRuntime) -> list[str]:
         with residence(runtime.tier, unit):
             whole = unit.full_of(unit.weights_shard)
         with torch._C.DisableTorchFunctionSubclass():  # the guard's subject are the reads of others
-            for segment, param in unit.placed():
-                expected = whole[segment.name].to(unit.param_dtype).to(param.dtype)
+            for segment, param in unit.parameters.placed():
+                expected = whole[segment.name].to(unit.parameters.param_dtype).to(param.dtype)
                 if not torch.allclose(param.data, expected, rtol=0, atol=0, equal_nan=True):
                     found.append(segment.name)
     return found

@@ -71,7 +71,7 @@ class GatherTurns:
                     self._agree(_FAILED)
                 raise
             while (place := self._agree(_IDLE)) is not None:
-                self._units[place].join_gather()
+                self._units[place].parameters.join_gather()
         finally:
             self._running = False
             self._schedule.gather_by(None)
@@ -88,10 +88,10 @@ class GatherTurns:
         """Gather a unit that this rank needs; before that, take part in the gathers that other ranks need first."""
         own = next(place for place, unit in enumerate(self._units) if unit is scheduled)
         unit = self._units[own]
-        if unit.data_state is DataState.STALE:
+        if unit.parameters.state is DataState.STALE:
             while (place := self._agree(_FIRST_UNIT + own)) != own:
                 assert place is not None, "a rank that needs a unit was counted as idle"
-                self._units[place].join_gather()
+                self._units[place].parameters.join_gather()
         unit.wait_unshard()
 
     def _agree(self, answer: int) -> int | None:

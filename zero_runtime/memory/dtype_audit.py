@@ -106,20 +106,20 @@ def counts_now(runtime: ZeroRuntime) -> Iterator[DTypeCount]:
         for one in unit.params:
             yield _count(dtype_rules.GATHERED, unit, Stored.of(one))
         if unit.master_shard is not None:
-            own = param if unit.master_is_param else Stored.of(unit.master_shard)
+            own = param if unit.parameters.master_is_param else Stored.of(unit.master_shard)
             yield _count(dtype_rules.MASTER, unit, stored.get(MASTER) or own)
         for name, state in runtime.optimizer.tensors_of(unit).items():
             yield _count(name, unit, stored.get(name) or Stored.of(state))
         if unit.grad_shard is not None:
             yield _count(dtype_rules.GRADS, unit, Stored.of(unit.grad_shard))
-        if unit.reduced_in is not None:
-            yield _count(dtype_rules.REDUCED, unit, Stored(unit.layout.padded_numel, unit.reduced_in))
+        if unit.gradients.reduced_in is not None:
+            yield _count(dtype_rules.REDUCED, unit, Stored(unit.layout.padded_numel, unit.gradients.reduced_in))
 
 
 def _sums_now(units: Iterable[Unit]) -> Iterator[DTypeCount]:
     """The gradients of earlier micro-batches: full ones, or shards of their sum over the ranks."""
     for unit in units:
-        grad = unit.grad_shard if unit.unsharded_grad is None else unit.unsharded_grad
+        grad = unit.grad_shard if unit.gradients.unsharded_grad is None else unit.gradients.unsharded_grad
         if grad is not None:
             yield _count(dtype_rules.ACCUMULATED, unit, Stored.of(grad))
 

@@ -91,26 +91,30 @@ class HostLocation(Crossing):
         doubled: bool,
     ) -> None:
         # A master in the parameters' dtype is copied to the device directly, without a staging buffer.
-        super().__init__(unit, copies, staged=not unit.params_offloaded and unit.master_dtype != unit.param_dtype)
+        super().__init__(
+            unit,
+            copies,
+            staged=not unit.parameters.params_offloaded and unit.parameters.master_dtype != unit.parameters.param_dtype,
+        )
         self._states, self._worker = states, worker
         self._shards = self._allocate()
-        self._second = self._allocate() if doubled and unit.states_offloaded else {}  # for drafts
+        self._second = self._allocate() if doubled and unit.parameters.states_offloaded else {}  # for drafts
         self._bind(self._shards)
-        unit.offload_to(self)
+        unit.parameters.offload_to(self)
 
     def _allocate(self) -> dict[str, torch.Tensor]:
         unit, found = self.unit, {}
-        if unit.master_offloaded:
-            found[MASTER] = self._copies.on_host(unit.layout.shard_numel, unit.master_dtype)
-        if unit.states_offloaded:
+        if unit.parameters.master_offloaded:
+            found[MASTER] = self._copies.on_host(unit.layout.shard_numel, unit.parameters.master_dtype)
+        if unit.parameters.states_offloaded:
             for name, state in self._states.items():
                 found[name] = self._copies.on_host(state.numel(), state.dtype)
-        if unit.params_offloaded:
-            found[PARAM] = self._copies.on_host(unit.stored_numel, unit.param_dtype)
+        if unit.parameters.params_offloaded:
+            found[PARAM] = self._copies.on_host(unit.parameters.stored_numel, unit.parameters.param_dtype)
         return found
 
     def _bind(self, shards: dict[str, torch.Tensor]) -> None:
-        self.unit.bind_shards(shards.get(PARAM), shards.get(MASTER))
+        self.unit.parameters.bind_shards(shards.get(PARAM), shards.get(MASTER))
         for name in self._states.keys() & shards.keys():
             self._states[name] = shards[name]
 
@@ -139,7 +143,7 @@ class HostLocation(Crossing):
         """Update on the host in a separate thread or, if the states are on the device, immediately on the device."""
         self.end_bringing()
         self.drop()
-        if self.unit.states_offloaded:
+        if self.unit.parameters.states_offloaded:
             self.job = self._worker.submit(self._update, update, self._copies.here())
         else:
             self._update_on_device(update)
@@ -153,7 +157,7 @@ class HostLocation(Crossing):
 
     def _lent(self, shards: dict[str, torch.Tensor]) -> Shards:
         unit = self.unit
-        master = shards[PARAM if unit.master_is_param else MASTER]
+        master = shards[PARAM if unit.parameters.master_is_param else MASTER]
         param = shards.get(PARAM, master if self.staging is None else self.staging)
         return Shards(unit.layout, master, self.grad, param, {name: shards[name] for name in self._states})
 
@@ -190,7 +194,7 @@ class HostLocation(Crossing):
         """Only the parameters are offloaded: they, or a buffer for new ones, are on the device during the update."""
         unit, home = self.unit, self._shards[PARAM]
         lent = Shards.of(unit, self._states)
-        if unit.master_is_param:
+        if unit.parameters.master_is_param:
             param, event = self._copies.bring(home, self._moving)
             event.hold_device()
             lent.master_shard = param

@@ -55,7 +55,7 @@ class NvmeTier(StateTier):
             location = NvmeSharedLocation(self._slots, record, speculative=speculative)
         else:
             location = NvmeSeparateLocation(self._slots, record, self._copies, speculative=speculative)
-        record.unit.offload_to(location)
+        record.unit.parameters.offload_to(location)
         return location
 
     @property
@@ -96,14 +96,14 @@ class NvmeTier(StateTier):
     def _let_go(self, record: OffloadedUnit) -> None:
         """Wait for running updates and for a gather of this unit's offloaded parameters; drop reads prepared for it."""
         self._end_update()
-        if record.unit.params_offloaded:
+        if record.unit.parameters.params_offloaded:
             self._locations[record.name].end_bringing()
             record.unit.drop_full()
             self._locations[record.name].drop()
 
     def reader(self, unit: Unit, state: str) -> Callable[[int, int], torch.Tensor] | None:
         record = self._records.get(unit.name)
-        name = PARAM if state == MASTER and not unit.master_offloaded else state
+        name = PARAM if state == MASTER and not unit.parameters.master_offloaded else state
         if record is None or name not in record.regions:
             return None
         self._end_update()

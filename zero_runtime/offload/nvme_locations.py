@@ -21,8 +21,8 @@ class NvmeSharedLocation(ShardLocation):
         self._slots, self._record, self._unit = slots, record, record.unit
         # [S] param_dtype: the new parameters of a draft, since backward may still read the old ones.
         self.staging: torch.Tensor | None = None
-        if speculative and self._unit.states_offloaded and not record.holds_params:
-            self.staging = host_tensor(self._unit.layout.shard_numel, self._unit.param_dtype).zero_()
+        if speculative and self._unit.parameters.states_offloaded and not record.holds_params:
+            self.staging = host_tensor(self._unit.layout.shard_numel, self._unit.parameters.param_dtype).zero_()
 
     def begin_fetch(self) -> None:
         if self._record.holds_params:
@@ -68,13 +68,15 @@ class NvmeSeparateLocation(Crossing):
 
     def __init__(self, slots: Slots, record: OffloadedUnit, copies: Copies, *, speculative: bool) -> None:
         unit = record.unit
-        super().__init__(unit, copies, staged=not record.holds_params and (speculative or not unit.params_offloaded))
+        super().__init__(
+            unit, copies, staged=not record.holds_params and (speculative or not unit.parameters.params_offloaded)
+        )
         self._slots, self._record = slots, record
         self._after: CopyEvent | None = None
         self._home: torch.Tensor | None = None
-        if unit.params_offloaded and not record.holds_params:
-            self._home = copies.on_host(unit.stored_numel, unit.param_dtype)
-            unit.bind_shards(self._home, None)
+        if unit.parameters.params_offloaded and not record.holds_params:
+            self._home = copies.on_host(unit.parameters.stored_numel, unit.parameters.param_dtype)
+            unit.parameters.bind_shards(self._home, None)
 
     def offloaded_params(self) -> torch.Tensor | None:
         return self._slots.fetch_params(self._record) if self._record.holds_params else self._home
@@ -147,6 +149,6 @@ def _staged(record: OffloadedUnit, staging: torch.Tensor | None) -> torch.Tensor
     unit = record.unit
     if staging is None:
         return unit.param_shard
-    if unit.master_is_param:
+    if unit.parameters.master_is_param:
         staging.copy_(unit.param_shard)
     return staging

@@ -120,7 +120,7 @@ NOTHING_OFFLOADED = StateTier()
 
 def is_offloaded(unit: Unit) -> bool:
     """Whether some of the unit's shards are offloaded."""
-    return unit.params_offloaded or unit.states_offloaded
+    return unit.parameters.params_offloaded or unit.parameters.states_offloaded
 
 
 def residence(

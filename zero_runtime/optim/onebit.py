@@ -80,7 +80,7 @@ class OneBitRule:
         """Replace the momentum by the average over the ranks, as it is read back from signs."""
         unit, ranks, exp_avg = _unit(held), self._collectives.world, held.states["exp_avg"]
         kept = self._kept[unit.name]
-        assert unit.unsharded_grad is not None
+        assert unit.gradients.unsharded_grad is not None
         if self._collectives.shard_count == 1:
             kept.momentum = exp_avg
         elif not self._is_current:
@@ -88,7 +88,7 @@ class OneBitRule:
         beta1 = self._config.beta1 if numbers.momentum is None else numbers.momentum
         # From here on `lost` is this rank's momentum with what was lost before.
         kept.lost.add_(kept.momentum * beta1)
-        kept.lost.add_(unit.unsharded_grad.to(torch.float32) * (numbers.grad_scale * ((1 - beta1) * ranks)))
+        kept.lost.add_(unit.gradients.unsharded_grad.to(torch.float32) * (numbers.grad_scale * ((1 - beta1) * ranks)))
         size = packed_signs_numel(unit.layout.padded_numel // ranks)
         sent, received = (torch.empty(size * ranks, dtype=torch.uint8, device=unit.device) for _ in range(2))
         for place, (codes, values) in enumerate(zip(sent.chunk(ranks), kept.lost.chunk(ranks), strict=True)):

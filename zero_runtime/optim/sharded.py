@@ -126,7 +126,7 @@ class ShardedOptimizer:
         if over_ranks != self._sums_over_ranks:
             self._sums_over_ranks = over_ranks
             for unit in self._units:
-                unit.sum_gradients(over_ranks=over_ranks)
+                unit.gradients.sum_gradients(over_ranks=over_ranks)
 
     def check_rates(self, lr: float | Rates) -> None:
         """Raise PlanError if the rates are no rates, or do not fit the groups or the optimizer."""
@@ -235,13 +235,13 @@ def _rates(lr: float | Rates) -> Rates:
 
 def _where(unit: Unit) -> torch.device:
     """The device that updates the unit."""
-    return torch.device("cpu") if unit.states_offloaded else unit.device
+    return torch.device("cpu") if unit.parameters.states_offloaded else unit.device
 
 
 def _zeros(unit: Unit, held: HeldState) -> torch.Tensor:
     """One held state, all zeros; on the meta device if states are offloaded, to describe it to the tier."""
     assert unit.master_shard is not None
-    device = torch.device("meta") if unit.states_offloaded else unit.device
+    device = torch.device("meta") if unit.parameters.states_offloaded else unit.device
     return torch.zeros(unit.layout.shard_numel // held.per, dtype=TORCH_DTYPE[held.dtype], device=device)
 
 

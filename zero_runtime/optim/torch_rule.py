@@ -40,7 +40,7 @@ class TorchRule:
                 if numbers.step == 1:  # the step in which torch creates its states
                     self._take_states(held, run.start, run.stop, optimizer.state[shard])
             assert isinstance(held.unit, Unit), "offloaded shards have no torch optimizer"
-            held.unit.refresh_param_shard()
+            held.unit.parameters.refresh_param_shard()
 
     def counters(self, helds: Sequence[Held]) -> dict[str, float]:
         """Torch's own 0-dim states, by group: they depend only on the steps and rates. Reads them on the host."""

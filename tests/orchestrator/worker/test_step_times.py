@@ -142,7 +142,7 @@ def watch_gathers() -> None:
         return made[-1]
 
     def timed_ms(work: ReferenceWork) -> float | None:
-        states = [unit._parameters.state for unit in made[0].runtime.units]
+        states = [unit.parameters.state for unit in made[0].runtime.units]
         return None if work._memory is None else 1.0 + (DataState.UNSHARDING in states)
 
     train.build_runtime = built  # type: ignore[assignment]
