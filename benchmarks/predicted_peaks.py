@@ -156,11 +156,11 @@ def pairs(case: Case) -> set[tuple[Any, ...]]:
 # With outer sharding: both kinds, in groups of one and of two ranks, in every precision.
 OUTER = [
     Case("llama", 2, 3, "bf16", 2, "none", 1, "full", "none", 1, 1, "optim"),
-    Case("gpt2", 2, 3, "fp32", 1, "full", 2, "tiled", "none", 0, 1, "hpz"),
+    Case("gpt2", 2, 3, "fp32", 1, "full", 2, "tiled", "none", 0, 1, "optim"),
     Case("llama", 4, 3, "bf16", 1, "full", 2, "full", "none", 1, 2, "optim"),
     Case("gpt_neox", 4, 3, "fp32", 2, "none", 2, "full", "none", 2, 2, "optim"),
-    Case("gpt2", 4, 3, "bf16 in fp32", 4, "by_operation", 1, "tiled", "none", 1, 2, "hpz"),
-    Case("llama", 4, 3, "bf16_pure", 2, "every_nth", 5, "full", "none", 0, 2, "hpz"),
+    Case("gpt2", 4, 3, "bf16 in fp32", 4, "by_operation", 1, "tiled", "none", 1, 2, "optim"),
+    Case("llama", 4, 3, "bf16_pure", 2, "every_nth", 5, "full", "none", 0, 2, "optim"),
     Case("gpt_neox", 4, 3, "bf16", 2, "none", 2, "full", "optimizer nvme", 1, 2, "optim"),
     Case("gpt2", 4, 3, "bf16", 1, "none", 2, "tiled", "optimizer host", 1, 2, "optim"),
 ]

@@ -126,7 +126,7 @@ class Unit:
         The end of a step calls it, not the next forward: a parameter read between two steps would otherwise have old
         values, and a gather that the read itself starts would hang if only one rank reads.
         """
-        if self.parameters.group_shard is not None and self._plan.exchanges_after_step:
+        if self.parameters.group_shard is not None:
             self.parameters.renew_group()
         if not self._plan.keeps_full_params or self.parameters.location is not ON_DEVICE:
             return
@@ -169,7 +169,7 @@ class Unit:
         parameters = self.parameters
         parameters.end_gather()
         if parameters.group_shard is not None:
-            parameters.end_exchange(stale=self.trainable and self._plan.group_is_stale_after(after))
+            parameters.end_exchange(stale=self.trainable and after is Phase.STEP)
         if parameters.state is not DataState.UNSHARDED or not self._plan.releases_params_after(after):
             return
         if not self.trainable and self._plan.keeps_full_params:

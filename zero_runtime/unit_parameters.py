@@ -100,6 +100,7 @@ class UnitParameters:
         self.pieces: dict[str, Piece] = {piece.name: piece for piece in layout.pieces(collectives.shard_rank)}
         self._bits = 0 if precision.weights is None else CODE_BITS[precision.weights]  # 0: not quantised
         # Elements of param_shard: S, or bytes if it is quantised.
+        self.is_quantized = self._bits > 0
         self.stored_numel = layout.shard_numel if not self._bits else int(layout.shard_numel * precision.stored_bytes)
         self.param_dtype = torch.uint8 if self._bits else TORCH_DTYPE[precision.param]
         self.master_dtype = TORCH_DTYPE[precision.master]
@@ -167,10 +168,6 @@ class UnitParameters:
     def offload_to(self, location: ShardLocation) -> None:
         """Store the offloaded shards in `location` from now on."""
         self.location = location
-
-    @property
-    def is_quantized(self) -> bool:
-        return self._bits > 0
 
     # ---- initial values ----------------------------------------------------------------------------------------------
 
@@ -423,8 +420,6 @@ class UnitParameters:
         self.unsharded_param = self.param_shard = self._empty(0, self._compute_dtype)
         self.master_shard = None
         return is_whole
-
-    # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def move(self, to: DataState) -> None:
         """Enter a state; UnitStateError if the current state does not lead there."""

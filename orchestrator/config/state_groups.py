@@ -34,7 +34,7 @@ class Zero:
     of its result. `shard_ranks`: shard over groups of this many ranks and replicate across the groups; null shards over
     all ranks (with tensor parallelism, over those that hold the same slice). `outer_sharding`: with groups in stage 3,
     shard gradients, masters and optimizer states over all ranks, while each group holds the parameters. optim exchanges
-    new parameters between the groups once a step, hpz in each forward; null replicates across the groups.
+    new parameters between the groups once a step; null replicates across the groups.
     `reduce_at_boundary`: in stages 2 and 3 too, keep full gradients over the micro-batches and reduce them once.
     `unit_numel`: the most elements of a unit, which is gathered and reduced together; only a unit that cannot be split
     is larger. null makes one unit of each block.

@@ -82,13 +82,11 @@ def problems_of(config: RunConfig) -> list[str]:
         found.append("precision.keep_dtype: DeepSpeed casts every parameter      fix: precision.keep_dtype=[]")
     if config.zero.stage < 3 and config.zero.shard_ranks is not None:
         found.append("zero.shard_ranks: DeepSpeed's MiCS needs stage 3      fix: zero.shard_ranks=null")
-    if config.zero.outer_sharding == "optim":
+    if config.zero.outer_sharding is not None:
         found.append(
             "zero.outer_sharding=optim: DeepSpeed exchanges parameters in each forward      fix: "
-            "zero.outer_sharding=hpz   or   zero.outer_sharding=null"
+            "zero.outer_sharding=null"
         )
-    if config.zero.outer_sharding == "hpz" and config.zero.shard_ranks == 1:
-        found.append("zero.shard_ranks=1: DeepSpeed has no second partition of one rank      fix: zero.shard_ranks=2")
     if config.offload.ratio != 1 and config.zero.stage < 3:
         found.append("offload.ratio: DeepSpeed offloads a part at stage 3 only      fix: offload.ratio=1.0")
     if config.zero.stage == 0 and config.offload.optimizer is not Tier.DEVICE:
@@ -183,8 +181,7 @@ def _zero(config: RunConfig) -> dict[str, Any]:
     offload, folder = config.offload, config.offload.folder
     found: dict[str, Any] = {"stage": config.zero.stage, "overlap_comm": True, "contiguous_gradients": True}
     if config.zero.shard_ranks is not None:
-        key = "mics_shard_size" if config.zero.outer_sharding is None else "zero_hpz_partition_size"
-        found[key] = config.zero.shard_ranks
+        found["mics_shard_size"] = config.zero.shard_ranks
     found |= {"zero_quantized_weights": True} if config.zero.wire.gather else {}
     found |= {"zero_quantized_gradients": True} if config.zero.wire.reduce else {}
     nvme = {"nvme_path": folder}

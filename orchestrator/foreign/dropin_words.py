@@ -83,10 +83,9 @@ def _groups_first(words: dict[str, str]) -> dict[str, str]:
 
 
 def _zero(plan: ZeroPlan, wire: Wire) -> dict[str, str]:
-    plain = replace(plan, shard_ranks=None, outer_sharding=None)
+    plain = replace(plan, shard_ranks=None)
     level = next(one for one in range(4) if ZeroPlan.from_stage(one) == plain)
     shard = {} if plan.shard_ranks is None else {"zero.shard_ranks": as_word(plan.shard_ranks)}
-    shard |= {} if plan.outer_sharding is None else {"zero.outer_sharding": plan.outer_sharding}
     return {"zero": f"stage{level}"} | shard | _differing("zero", values_of(wire), values_of(EXACT))
 
 

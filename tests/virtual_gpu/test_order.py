@@ -17,7 +17,7 @@ from harness.virtual_gpu.row import Row
 
 from zero_runtime.plan import OuterSharding
 
-KINDS: tuple[OuterSharding, ...] = ("optim", "hpz")
+KINDS: tuple[OuterSharding, ...] = ("optim",)
 STAGES = [Row(stage=stage) for stage in (0, 1, 2, 3)]
 OFFLOADED = [
     *(Row(stage=stage, offload="optimizer") for stage in (0, 1, 2, 3)),
@@ -64,8 +64,8 @@ OUTER = [
     Row(shard_ranks=4, outer_sharding="optim", offload="optimizer", speculative="right"),
     Row(shard_ranks=4, outer_sharding="optim", frozen=True, tied=True),
     Row(shard_ranks=4, outer_sharding="optim", precision="fp32"),
-    Row(shard_ranks=4, outer_sharding="hpz", precision="fp16", skips=True, steps=5),
-    Row(shard_ranks=8, outer_sharding="hpz", world=64, rank=37),
+    Row(shard_ranks=4, outer_sharding="optim", precision="fp16", skips=True, steps=5),
+    Row(shard_ranks=8, outer_sharding="optim", world=64, rank=37),
 ]
 OTHERS = [
     *(Row(stage=stage, micro_batches=3) for stage in (0, 1, 2, 3)),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 
 from zero_runtime.flat_layout import FlatLayout
-from zero_runtime.plan import Partition, Phase, ZeroPlan
+from zero_runtime.plan import Partition, ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 
 ADAM_BYTES = 8.0  # bytes per element of exp_avg and exp_avg_sq in fp32; other states: see OptimizerConfig.state_bytes
@@ -325,10 +325,7 @@ class CollectiveCounts:
         micro-batch if gradients are sharded and are not kept unsharded until the last micro-batch (`no_sync`)."""
         gathers = 2 * micro_batches if plan.params is Partition.SHARDED else int(plan.optimizer is Partition.SHARDED)
         every = plan.reduces_every_backward and not reduces_at_boundary
-        exchanges = None
-        if plan.outer_sharding is not None:
-            exchanges = micro_batches if plan.group_is_stale_after(Phase.BACKWARD) else 1
-        return cls(gathers, micro_batches if every else 1, exchanges)
+        return cls(gathers, micro_batches if every else 1, None if plan.outer_sharding is None else 1)
 
     @property
     def across(self) -> int:

@@ -57,13 +57,12 @@ class TimedUnit(CountedUnit):
 
     def reshard(self, after: Phase) -> None:
         super().reshard(after)
-        if self._plan.outer_sharding is not None and self.trainable and self._plan.group_is_stale_after(after):
+        if self._plan.outer_sharding is not None and self.trainable and after is Phase.STEP:
             self._exchanged = False
 
     def renew(self) -> None:
         super().renew()
-        if self._plan.exchanges_after_step:
-            self._exchange()
+        self._exchange()
 
     def _exchange(self) -> None:
         """Gather the parameters of a group from the other groups, unless they are current."""

@@ -132,7 +132,7 @@ GROUPS = [
 ROWS = [row for group in GROUPS for row in group]
 SHORT_ROWS = [group[5 * index % len(group)] for index, group in enumerate(GROUPS)]
 HYBRID = [Row(stage, precision, shard_ranks=2) for stage in (1, 2, 3) for precision in (BF16, PAPER)]
-HYBRID += [replace(HYBRID[-1], outer_sharding="optim"), Row(3, BF16, shard_ranks=1, outer_sharding="hpz")]
+HYBRID += [replace(HYBRID[-1], outer_sharding="optim"), Row(3, BF16, shard_ranks=1, outer_sharding="optim")]
 
 
 def _audit_rows(folder: Path, rows: list[Row]) -> list[dict[str, dict[str, int]]]:
