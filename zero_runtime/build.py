@@ -13,18 +13,15 @@ from zero_runtime.agreement import agree, trouble_of
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import PlanError
 from zero_runtime.flat_layout import FlatLayout
-from zero_runtime.generation.inference import NO_OPTIMIZER, begin_inference, check_training
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels.registration import VARIABLE, Chosen, chosen
 from zero_runtime.memory.model import UnitSize
 from zero_runtime.offload.open import offloaded_shards, open_tier
 from zero_runtime.offload.preflight import check_offload
 from zero_runtime.offload.tier import StateTier, residence
-from zero_runtime.optim.configs import OptimizerConfig
+from zero_runtime.optim.configs import OptimizerConfig, SgdConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.optim.sharded import ShardedOptimizer
-from zero_runtime.parallel.tensor.refusals import check_divided
-from zero_runtime.parallel.tensor.slices import NOT_SPLIT, TensorSlices
 from zero_runtime.parameter_memory import check_parameters
 from zero_runtime.parameter_reads import refuse_owned
 from zero_runtime.phase_clock import PhaseClock
@@ -32,11 +29,15 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
 from zero_runtime.settings import RuntimeSettings, moves_of
 from zero_runtime.shard_location import OffloadedShards
+from zero_runtime.slices import WHOLE, Slices
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit import Unit
 from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
+from zero_runtime.wings import BEGIN_INFERENCE, load
 from zero_runtime.wire import check_scaled
 from zero_runtime.world import world_size
+
+NO_OPTIMIZER: OptimizerConfig = SgdConfig()  # of a runtime for inference: keeps no state, and has no unit to update
 
 
 class BuiltUnits(NamedTuple):
@@ -122,13 +123,13 @@ def checked_plan(
     refuse_owned(model)
     check_parameters(model)
     tensor = settings.tensor_parallel
-    check_divided(tensor.degree, optimizer, precision)
+    tensor.check(optimizer, precision)
     if settings.sequence_parallel.degree > 1:
         settings.sequence_parallel.check(model, ranks=tensor.data_world(world_size()), tensor_degree=tensor.degree)
     if optimizer is None:
-        plan = begin_inference(model, plan, precision, settings.offload, settings.wire)
+        plan = load(BEGIN_INFERENCE)(model, plan, precision, settings.offload, settings.wire)
     else:
-        check_training(precision)
+        precision.check_training()
     check_together(plan, precision, optimizer or NO_OPTIMIZER, settings, device_type)
     return plan
 
@@ -146,7 +147,7 @@ class UnitBuilder:
         settings: RuntimeSettings,
         collectives: Collectives,
         device: torch.device,
-        slices: TensorSlices = NOT_SPLIT,
+        slices: Slices = WHOLE,
     ) -> None:
         self._plan = plan
         self._slices = slices
@@ -155,12 +156,12 @@ class UnitBuilder:
         self._collectives = collectives
         self._device = device
 
-    def build(self, model: nn.Module, config: OptimizerConfig) -> BuiltUnits:
+    def build(self, model: nn.Module, config: OptimizerConfig | None) -> BuiltUnits:
         """Plan the units, then fill them one after another, so that at most one is unsharded at a time.
 
         The optimizer is created in between, so that it can refuse a setting before the model's parameters are replaced.
         """
-        settings = self._settings
+        settings, config = self._settings, config or NO_OPTIMIZER
         specs = plan_units(
             model,
             UnitRules(

@@ -66,7 +66,7 @@ def watch_parameters(model: nn.Module, units: Iterable[Unit], on_read: OnRead) -
         if watched:
             module._parameters = WatchedParameters(table, watched, on_read)
     for unit in units:
-        unit.parameters.guard_with(ParameterGuard(unit, partial(on_read, unit)))
+        unit.guard_with(ParameterGuard(unit, partial(on_read, unit)))
 
 
 def unwatch_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
@@ -75,4 +75,4 @@ def unwatch_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
         if isinstance(module._parameters, WatchedParameters):
             module._parameters = dict(module._parameters)
     for unit in units:
-        unit.parameters.guard_with(None)
+        unit.guard_with(None)

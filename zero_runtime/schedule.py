@@ -18,6 +18,7 @@ because they may fall between different gathers on different ranks. Standard lib
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 from zero_runtime.plan import Phase, ZeroPlan
@@ -36,6 +37,14 @@ class ScheduledUnit(Protocol):
     def reduce_grad(self) -> None: ...
     def wait_reduce(self) -> None: ...
     def send_grad(self) -> None: ...
+
+
+class UnevenCalls(Protocol):
+    """Gathers of ranks whose calls without gradients differ. running: a context of such calls, which all ranks enter;
+    compare: called after other calls. See [Note: gather turns] in generation/."""
+
+    def running(self) -> AbstractContextManager[None]: ...
+    def compare(self) -> None: ...
 
 
 class Ahead(NamedTuple):

@@ -18,10 +18,9 @@ from torch import nn
 
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import UnitStateError
-from zero_runtime.flat_layout import FlatLayout, Segment
-from zero_runtime.guarded_parameter import ClosedGuard
+from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.guarded_parameter import ClosedGuard, ParameterGuard
 from zero_runtime.initial_values import InitialValues
-from zero_runtime.parallel.tensor.joined import join_slices
 from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.shard_location import ON_DEVICE, OffloadedShards
 from zero_runtime.tensor_source import ReadInto, TensorSource, read_in_blocks, reads_from
@@ -147,7 +146,7 @@ class Unit:
 
     def wait_renewed(self) -> None:
         """Block until what `renew` started has ended. Training needs no call of it. Measurements do: what is sent
-        between two timed steps would be in the time of neither."""
+        between two timed steps would be in the time of neither. Starts nothing."""
         self.parameters.end_gather()
         self.parameters.end_exchange(stale=False)
 
@@ -186,6 +185,10 @@ class Unit:
         if self.parameters.state is DataState.UNSHARDED:
             self.parameters.make_stale()
 
+    def guard_with(self, guard: ParameterGuard | None) -> None:
+        """Install a guard that closes the parameters whenever the full copy is freed or stale; None removes it."""
+        self.parameters.guard_with(guard)
+
     def name_of(self, param: nn.Parameter) -> str:
         """The full name of one of this unit's parameters."""
         return next(segment.name for segment, own in self.parameters.placed() if own is param)
@@ -195,7 +198,7 @@ class Unit:
     def local_grad(self, name: str) -> torch.Tensor | None:
         """This rank's own gradient of one parameter while it waits for its reduction, else None; may be a view."""
         found = self.gradients.local(name)
-        return None if found is None else self._full(*found)
+        return None if found is None else self.slices.join(*found)
 
     def begin_backward(self) -> None:
         """Accept gradients again, after the reduction of an earlier backward."""
@@ -221,7 +224,7 @@ class Unit:
                 "module, or give the parameter to a module that is called"
             )
         if name in self.slices.summed:
-            param.grad = self._collectives.sum_over_slices_(param.grad.contiguous())
+            param.grad = self.slices.sum_(param.grad.contiguous())
         self.gradients.take(index, param.grad, sums_locally=sums_locally)
         param.grad = None
 
@@ -291,14 +294,7 @@ class Unit:
         """
         full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.device)
         self._collectives.all_gather_uncounted(full, shard.to(self.device))
-        return {segment.name: self._full(segment, segment.of(full)) for segment in self.layout.segments}
-
-    def _full(self, segment: Segment, own: torch.Tensor) -> torch.Tensor:
-        """The full tensor of a parameter from the slices of it, of which `own` [numel] is this rank's. A collective."""
-        split = self.slices.splits.get(segment.name)
-        if split is None:
-            return own.view(segment.shape)
-        return join_slices(self._collectives.gather_slices(own, counted=False), split)
+        return {segment.name: self.slices.join(segment, segment.of(full)) for segment in self.layout.segments}
 
     def fill_weights(self, names: Sequence[str], read_into: ReadInto) -> None:
         """Fill this rank's shard of the parameters in `names`; the full copy becomes stale."""
@@ -332,12 +328,6 @@ class Unit:
             "grads": [one for one in grads if one is not None],
             "optimizer": [] if parameters.master_shard is None else [parameters.master_shard],
         }
-
-    def wait_messages(self) -> None:
-        """Block until no gather or exchange of parameters is under way. Starts none."""
-        self.parameters.end_gather()
-        if self.parameters.group_shard is not None:
-            self.parameters.group_shard.wait()
 
     def message_tensors(self) -> list[torch.Tensor]:
         """Tensors of collectives under way. Those that are states too are in `state_tensors`."""

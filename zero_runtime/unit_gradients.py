@@ -14,7 +14,6 @@ from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Segment
 from zero_runtime.kernels import ops
 from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise_
-from zero_runtime.parallel.tensor.slices import TensorSlices
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.unit_planner import UnitSpec
 from zero_runtime.wire import BITS, EXACT, Wire
@@ -91,7 +90,11 @@ class UnitGradients:
         # Each parameter's elements of unsharded_grad. One call makes all views, in less time than a slice for each.
         self._flats: Sequence[torch.Tensor] = ()
         self._sizes = _sizes(layout)
-        self._counted = _counted(layout, collectives, spec.slices)
+        # The ranges [start, stop) of the shard whose squares this rank adds; see [Note: each element once].
+        part_numel = layout.shard_numel // collectives.replica_count
+        low = collectives.replica_rank * part_numel
+        pieces = layout.pieces(collectives.shard_rank)
+        self._counted = spec.slices.counted(pieces, low, low + part_numel)
         self._closed = False  # reduced in the current backward, so that another gradient of it would be lost
         self._reducing: Reduction | None = None
         self._squares: torch.Tensor | None = None  # result of `squares`, kept for a gradient that was sent away
@@ -341,23 +344,6 @@ class UnitGradients:
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
-
-
-def _counted(layout: FlatLayout, collectives: Collectives, slices: TensorSlices) -> list[tuple[int, int]]:
-    """The ranges [start, stop) of the shard whose squares this rank adds; see [Note: each element once]."""
-    part_numel = layout.shard_numel // collectives.replica_count
-    low = collectives.replica_rank * part_numel
-    if slices.rank == 0:
-        return [(low, low + part_numel)]
-    ranges: list[tuple[int, int]] = []
-    for piece in layout.pieces(collectives.shard_rank):
-        start, stop = max(piece.shard_offset, low), min(piece.shard_offset + piece.numel, low + part_numel)
-        if start >= stop or not slices.counts_here(piece.name):
-            continue
-        if ranges and ranges[-1][1] == start:
-            start = ranges.pop()[0]
-        ranges.append((start, stop))
-    return ranges
 
 
 def _sizes(layout: FlatLayout) -> list[int]:

@@ -24,8 +24,6 @@ from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels import ops
 from zero_runtime.kernels.weight_codes import decode_weights, encode_weights
 from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise_
-from zero_runtime.parallel.tensor.joined import slice_of
-from zero_runtime.parallel.tensor.slices import TensorSlices
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import CODE_BITS, WEIGHT_BLOCK_NUMEL
 from zero_runtime.recorded_values import swap_content, values_of
@@ -206,8 +204,7 @@ class UnitParameters:
     def _take_values(self, segment: Segment, param: nn.Parameter, initial: InitialValues) -> None:
         """Copy one parameter's values into the full tensor and into the master, which gets them before rounding."""
         values = initial.draw(segment.name, param) if param.is_meta else self._handed_over(segment.name, param)
-        split = self._slices.splits.get(segment.name)
-        own = (values if split is None else slice_of(values, split, self._slices.rank)).reshape(-1)
+        own = self._slices.cut(segment.name, values).reshape(-1)
         segment.of(self.unsharded_param).copy_(own)
         piece = self.pieces.get(segment.name)
         if self.master_shard is not None and piece is not None:
@@ -255,7 +252,7 @@ class UnitParameters:
         for name in names:
             piece = self.pieces.get(name)
             if piece is not None:
-                fill_local(self._slices, name, piece.start, piece.of(shard), read_into)
+                self._slices.fill(name, piece.start, piece.of(shard), read_into)
 
     def fill_codes(self, names: Iterable[str], read_into: ReadInto) -> None:
         """Like `fill` for a quantised param_shard: each piece is read as fp32 values and encoded."""
@@ -442,9 +439,3 @@ class UnitParameters:
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
-
-
-def fill_local(slices: TensorSlices, name: str, start: int, target: torch.Tensor, read_into: ReadInto) -> None:
-    """Fill the 1-D `target` with elements of this rank's tensor of a parameter, from its element `start` on."""
-    for span in slices.spans(name, start, start + target.numel()):
-        read_into(name, span.full, target[span.local - start : span.local - start + span.numel])

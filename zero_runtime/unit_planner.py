@@ -39,9 +39,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
-from zero_runtime.parallel.tensor.slices import NOT_SPLIT, TensorSlices
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.recorded_values import RecordedTensor
+from zero_runtime.slices import WHOLE, Slices
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class UnitRules:
     unit_numel: int | None = None
     keep_dtype: tuple[str, ...] = ()
     matrices: tuple[str, ...] | None = None
-    slices: TensorSlices = NOT_SPLIT
+    slices: Slices = WHOLE
 
     def __post_init__(self) -> None:
         if self.unit_numel is not None and self.unit_numel < 1:
@@ -93,7 +93,7 @@ class UnitSpec:
     precision: MixedPrecision
     shared: bool
     matrices: bool = False
-    slices: TensorSlices = NOT_SPLIT
+    slices: Slices = WHOLE
 
     @property
     def numel(self) -> int:

@@ -29,6 +29,7 @@ CONVERTED_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}
 CONVERTED_BYTES = 17  # values in fp32, their padded copy, quotients and codes in fp32, and a mask
 SIGNS_BYTES = 8  # of an element of the unit whose signs are averaged: two tensors of fp32
 ERROR_BYTES = 4  # of an element's error feedback
+_EXACT_WORDS = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,10 @@ class Wire:
         if self != EXACT and plan.optimizer is Partition.REPLICATED:
             key = "gather_dtype" if self.gather else "reduce_dtype"
             rule = f"zero.{key} needs sharded optimizer states: without them every rank sums the full gradients"
-            fix = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
-            limits.refuse(rule, "replicated ones", fix)
+            limits.refuse(rule, "replicated ones", _EXACT_WORDS)
         elif self != EXACT and plan.outer_sharding is not None:
             rule = "zero.outer_sharding sends exact messages: zero.gather_dtype and zero.reduce_dtype must be null"
-            fix = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
-            limits.refuse(rule, f"{self.gather or 'null'} and {self.reduce or 'null'}", fix)
+            limits.refuse(rule, f"{self.gather or 'null'} and {self.reduce or 'null'}", _EXACT_WORDS)
         limits.conclude()
 
     def check_inference(self) -> None:
@@ -69,8 +68,7 @@ class Wire:
         if self != EXACT:
             key, found = ("gather_dtype", self.gather) if self.gather else ("reduce_dtype", self.reduce)
             rule = f"zero.{key} is for training; precision.weights quantises the weights and messages of inference"
-            fix = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
-            limits.refuse(rule, f"zero.{key}={found}", fix)
+            limits.refuse(rule, f"zero.{key}={found}", _EXACT_WORDS)
         limits.conclude()
 
     def check_precision(self, plan: ZeroPlan, precision: MixedPrecision) -> None:

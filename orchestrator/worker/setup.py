@@ -18,7 +18,7 @@ from orchestrator.launch.environment import set_kernel_cache
 from orchestrator.machine.energy import EnergyCounter, gpu_counters, package_counters
 from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.records.run_record import scratch_path
-from orchestrator.worker.sliced import check_sequences, messages_of, slices_of, tensor_parallel
+from orchestrator.wings import load
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model
 from zero_runtime.activations.recompute import Recomputation
@@ -34,10 +34,12 @@ from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.own_device import device_index, make_current
-from zero_runtime.parallel.sequence.division import SequenceParallel
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.slices import WHOLE
 from zero_runtime.unit_planner import UnitRules
 from zero_runtime.watch.watch import RankWatch
+
+_DIVIDED = "orchestrator.worker.sliced"  # tensor and sequence parallelism, for runs that divide
 
 
 def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
@@ -88,13 +90,13 @@ def build_data(config: RunConfig) -> TokenData:
 def unit_rules(config: RunConfig, model: nn.Module) -> UnitRules:
     """The settings that decide the units of the full model. PlanError if its layers or sequences are not divided."""
     precision = config.precision
-    check_sequences(config, model)
+    divided = config.parallel.group > 1
     return UnitRules(
         precision.mixed,
         config.zero.unit_numel,
         tuple(precision.keep_dtype),
         config.optimizer.rule.matrix_patterns,
-        slices_of(config, model),
+        load(f"{_DIVIDED}:slices_of")(config, model) if divided else WHOLE,
     )
 
 
@@ -120,7 +122,9 @@ def build_runtime(
     """
     assert config.batch.accumulation is not None
     model, initialise = build_deferred(config)
-    tensor = messages_of(config, model)
+    tensor, divisions = TensorMessages(), {}
+    if config.parallel.group > 1:
+        tensor, divisions = load(f"{_DIVIDED}:messages_of")(config, model), load(f"{_DIVIDED}:divisions_of")(config)
     recomputation = Recomputation(model, config.recompute, device)
     precision = config.precision
     settings = RuntimeSettings(
@@ -136,8 +140,7 @@ def build_runtime(
         offload=offload_plan(config.offload, config.output),
         stop_asked=stop_asked,
         wire=config.zero.wire,
-        tensor_parallel=tensor_parallel(config),
-        sequence_parallel=SequenceParallel(config.parallel.sp),
+        **divisions,
     )
     with ExitStack() as stack:
         if config.model.path is not None:

@@ -4,6 +4,7 @@ sequences divided for a trace."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,15 +13,15 @@ from orchestrator.config.schema import Device, RunConfig
 from orchestrator.plan.tensor_messages import TensorMessages
 from zero_runtime.parallel.sequence.attention import check_model, traded_widths
 from zero_runtime.parallel.sequence.axis import AloneInSequence, SequenceAxis
-from zero_runtime.parallel.sequence.division import DividedSequences
+from zero_runtime.parallel.sequence.division import DividedSequences, SequenceParallel
 from zero_runtime.parallel.tensor.adapters import layer_path
 from zero_runtime.parallel.tensor.axis import AloneOnAxis, TensorAxis
 from zero_runtime.parallel.tensor.cross_entropy import NUMBERS_PER_TOKEN
 from zero_runtime.parallel.tensor.division import DividedModel, TensorParallel, head_of
 from zero_runtime.parallel.tensor.layers import HeadForward
 from zero_runtime.parallel.tensor.plan import SplitPlan, owner_of
-from zero_runtime.parallel.tensor.slices import NOT_SPLIT, TensorSlices
 from zero_runtime.parallel.tensor.structure import Kind, linear_sizes
+from zero_runtime.slices import WHOLE, Slices
 from zero_runtime.unit_planner import block_modules
 
 
@@ -29,9 +30,19 @@ def tensor_parallel(config: RunConfig) -> TensorParallel:
     return TensorParallel(config.parallel.tp, tuple(config.parallel.patterns), gathers_logits=False)
 
 
-def slices_of(config: RunConfig, model: nn.Module) -> TensorSlices:
-    """What the first rank of a group holds of a full model. PlanError, with degrees that do, if tp does not divide."""
-    return NOT_SPLIT if config.parallel.tp == 1 else tensor_parallel(config).plan(model).slices(0)
+def divisions_of(config: RunConfig) -> dict[str, Any]:
+    """The runtime's settings of both divisions, by name."""
+    return {"tensor_parallel": tensor_parallel(config), "sequence_parallel": SequenceParallel(config.parallel.sp)}
+
+
+def slices_of(config: RunConfig, model: nn.Module) -> Slices:
+    """What the first rank of a group holds of a full model.
+
+    PlanError, with degrees that do, if tp does not divide its layers, or sp not its sequences or heads.
+    """
+    if config.parallel.sp > 1:
+        check_model(model, config.parallel.sp)
+    return WHOLE if config.parallel.tp == 1 else tensor_parallel(config).plan(model).slices(0)
 
 
 def divide(config: RunConfig, model: nn.Module) -> HeadForward | None:
@@ -46,12 +57,6 @@ def divide(config: RunConfig, model: nn.Module) -> HeadForward | None:
     axis = TensorAxis((AloneOnAxis if on_cuda else _Messages)(settings.degree))
     DividedModel(model, settings.plan(model), axis, gathers_logits=settings.gathers_logits)
     return head_of(model)
-
-
-def check_sequences(config: RunConfig, model: nn.Module) -> None:
-    """Raise PlanError, with degrees that do, if sp does not divide a model's sequences or heads."""
-    if config.parallel.sp > 1:
-        check_model(model, config.parallel.sp)
 
 
 def divide_sequences(config: RunConfig, model: nn.Module) -> SequenceAxis | None:

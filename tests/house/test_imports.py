@@ -40,7 +40,6 @@ PURE = (
     "memory.step_memory",
     "schedule",
     "parallel.tensor.refusals",
-    "parallel.tensor.slices",
     "timing.costs",
     "timing.data_sheet",
     "timing.segments",
@@ -118,7 +117,7 @@ ROOMS = {
         "report": "charts config exit_codes records rounds text",
         "launch": "config machine plan records report rounds text tracking",
         "slurm": "config launch machine records tracking",
-        "worker": "compose config launch machine plan records rounds text workloads",
+        "worker": "compose config launch machine plan records rounds text wings workloads",
         "commands": "compose config exit_codes foreign launch machine plan records report slurm text tracking worker "
         "workloads",
         "cli": "commands compose config exit_codes machine records slurm text",
@@ -129,6 +128,7 @@ ROOMS = {
         "shipped": "",
     },
     "zero_runtime": {
+        "wings": "",
         "dtypes": "",
         "process_identity": "",
         "own_device": "pure",
@@ -146,16 +146,17 @@ ROOMS = {
         "agreement": "collectives pure",
         "recorded_values": "pure",
         "parameter_memory": "pure recorded_values",
-        "unit_planner": "dtypes pure recorded_values",
+        "slices": "pure tensor_source",
+        "unit_planner": "dtypes pure recorded_values slices",
         "initial_values": "pure recorded_values",
         "guarded_parameter": "pure",
-        "parallel": "pure unit_planner",
+        "divisions": "collectives pure slices",
+        "parallel": "activations collectives divisions pure slices unit_planner",
         "group_shard": "collectives",
         "unit_parameters": "collectives dtypes group_shard guarded_parameter initial_values pure recorded_values "
-        "shard_location parallel tensor_source unit_planner",
+        "shard_location tensor_source unit_planner",
         "unit_gradients": "collectives dtypes pure unit_planner",
-        "unit": "collectives guarded_parameter initial_values pure shard_location parallel tensor_source "
-        "unit_gradients "
+        "unit": "collectives guarded_parameter initial_values pure shard_location tensor_source unit_gradients "
         "unit_parameters unit_planner",
         "parameter_reads": "guarded_parameter pure unit",
         "users_backward": "unit",
@@ -165,26 +166,25 @@ ROOMS = {
         "module_hooks": "graph_entries nested_tensors parameter_reads pure skipped_modules unit users_backward",
         "step_backwards": "collectives module_hooks pure unit users_backward",
         "offload": "agreement collectives process_identity pure shard_location unit",
-        "optim": "collectives dtypes offload pure parallel unit",
-        "activations": "offload pure parallel unit_planner",
+        "optim": "collectives dtypes offload pure slices unit",
+        "activations": "offload pure unit_planner",
         "generation": "collectives offload pure unit unit_parameters",
-        "settings": "initial_values offload parallel pure tensor_source watch",
+        "settings": "divisions initial_values offload pure tensor_source watch",
         "agreed_parameters": "pure",
-        "build": "agreement collectives generation initial_values offload optim parameter_memory parameter_reads "
-        "phase_clock pure settings shard_location tensor_source unit unit_planner world",
+        "build": "agreement collectives initial_values offload optim parameter_memory parameter_reads phase_clock "
+        "pure settings shard_location slices tensor_source unit unit_planner wings world",
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives offload optim pure unit",
         "accounting": "collectives offload optim pure settings unit",
         "closed": "offload optim pure unit",
-        "runtime": "accounting agreed_parameters build closed generation ledger "
-        "module_hooks non_finite offload optim own_device parallel phase_clock pure settings step_backwards "
-        "step_report unit whole_tensors",
+        "runtime": "accounting agreed_parameters build closed divisions ledger module_hooks non_finite offload optim "
+        "own_device phase_clock pure settings step_backwards step_report unit whole_tensors wings",
         "memory": "accounting activations dtypes guarded_parameter ledger module_hooks offload pure runtime unit "
         "unit_planner",
         "timing": "activations collectives memory module_hooks pure runtime settings unit_planner",
         "profiler": "accounting memory phase_clock runtime timing",
-        "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit "
-        "unit_parameters",
+        "checkpoint": "agreement collectives offload optim process_identity pure runtime slices tensor_source unit "
+        "wings",
         # accelerator, comm and zero are for DeepSpeed's paths, which name them once more
         "deepspeed": "accelerator agreement checkpoint closed comm dtypes offload optim own_device pure runtime "
         "step_report parallel tensor_source unit unit_planner users_backward watch world zero",

@@ -29,7 +29,6 @@ from torch import nn
 
 from zero_runtime.memory.model import CollectiveCounts
 from zero_runtime.parallel.tensor.division import TensorParallel
-from zero_runtime.parallel.tensor.joined import join_slices, slice_of
 from zero_runtime.parallel.tensor.plan import SplitPlan
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -43,12 +42,12 @@ BOTH = Wire("int8", "int4", error_feedback=True)
 def slices_of(full: torch.Tensor, name: str, plan: SplitPlan) -> list[torch.Tensor]:
     """What the ranks of a group hold of a parameter, flattened; one tensor for a replicated one."""
     split = plan.splits.get(name)
-    return [full.reshape(-1)] if split is None else [slice_of(full, split, rank).view(-1) for rank in range(DEGREE)]
+    return [full.reshape(-1)] if split is None else [split.cut(full, rank).view(-1) for rank in range(DEGREE)]
 
 
 def joined(slices: list[torch.Tensor], name: str, plan: SplitPlan, like: torch.Tensor) -> torch.Tensor:
     split = plan.splits.get(name)
-    return slices[0].view(like.shape) if split is None else join_slices(torch.stack(slices), split)
+    return slices[0].view(like.shape) if split is None else split.join(torch.stack(slices))
 
 
 def rounded(values: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -85,10 +85,6 @@ class FakeUnit:
     shared: bool = False
     uses: int = 0
 
-    @property
-    def parameters(self) -> FakeUnit:
-        return self
-
     def guard_with(self, guard: ParameterGuard | None) -> None:
         if guard is not None:
             guard.open()

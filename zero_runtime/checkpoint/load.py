@@ -31,7 +31,6 @@ from zero_runtime.optim.sharded import ToldState
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.tensor_source import ReadInto, TensorSource, read_in_blocks
 from zero_runtime.unit import Unit
-from zero_runtime.unit_parameters import fill_local
 
 
 class CheckpointReader:
@@ -316,7 +315,7 @@ def fill_state(unit: Unit, shard: ToldState, names: Sequence[str], read_into: Re
         # READ_NUMEL is a multiple of the block size, so every write begins at a block.
         for start in range(piece.start, piece.stop, READ_NUMEL) if piece.name in names else ():
             values = torch.zeros(min(READ_NUMEL, piece.stop - start))  # padding of slices is not read
-            fill_local(unit.slices, piece.name, start, values, read_into)
+            unit.slices.fill(piece.name, start, values, read_into)
             shard.write(piece.shard_offset + start - piece.start, values)
 
 

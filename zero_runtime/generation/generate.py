@@ -35,12 +35,12 @@ class StepwiseGenerate:
         return getattr, (self._module, "generate")
 
 
-def wrap_generate(model: nn.Module, around: Callable[[], AbstractContextManager[None]]) -> list[nn.Module]:
-    """Replace `generate` of the model and of its parts that have one; returns those modules."""
+def wrap_generate(model: nn.Module, around: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Replace `generate` of the model and of its parts that have one; returns what restores them, idempotent."""
     found = [module for module in model.modules() if callable(getattr(module, "generate", None))]
     for module in found:
         module.__dict__["generate"] = StepwiseGenerate(module, around)
-    return found
+    return functools.partial(unwrap_generate, found)
 
 
 def unwrap_generate(modules: list[nn.Module]) -> None:

@@ -7,12 +7,9 @@ from torch import nn
 from zero_runtime.errors import CallOrderError
 from zero_runtime.limits import Broken, ConfigError
 from zero_runtime.offload.plan import OffloadPlan, Tier
-from zero_runtime.optim.configs import OptimizerConfig, SgdConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.wire import EXACT, Wire
-
-NO_OPTIMIZER: OptimizerConfig = SgdConfig()  # keeps no state, and has no unit to update
 
 
 def begin_inference(
@@ -36,13 +33,6 @@ def begin_inference(
         )
     model.requires_grad_(False)
     return plan if precision.weights is None else plan.freeing_params()
-
-
-def check_training(precision: MixedPrecision) -> None:
-    """ConfigError if the weights are to be quantised: an update would be lost in the rounding to codes."""
-    if precision.weights is not None:
-        rule = "precision.weights is for inference: updates are smaller than the distance of two codes"
-        raise ConfigError([Broken(rule, f"precision.weights={precision.weights}", ("precision.weights=null",))])
 
 
 def refuse_training(call: str) -> None:

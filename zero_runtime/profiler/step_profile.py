@@ -80,7 +80,7 @@ def _counted(runtime: ZeroRuntime, step: Step) -> dict[str | None, ModuleFlops]:
 def _end_messages(runtime: ZeroRuntime) -> None:
     """See [Note: no message across the end of a profile]."""
     for unit in runtime.units:
-        unit.wait_messages()
+        unit.wait_renewed()
 
 
 def _activities(device: torch.device) -> list[ProfilerActivity]:

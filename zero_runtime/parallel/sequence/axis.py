@@ -9,41 +9,30 @@ parts, which is its own inverse and therefore its own backward.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from zero_runtime.divisions import SequencePart
 from zero_runtime.errors import PlanError
 from zero_runtime.parallel.group_batch import GroupBatch
+from zero_runtime.parallel.sequence.messages import PartMessages
 
 
-class PartCollectives(Protocol):
-    """The interface of `Collectives` that an axis uses."""
-
-    sequence_degree: int
-    sequence_rank: int
-
-    def trade_parts(self, received: torch.Tensor, sent: torch.Tensor) -> None: ...
-
-
-class SequenceAxis:
+class SequenceAxis(SequencePart):
     """The ranks that hold the parts of one sequence. They are given the same batch, which `batch` checks.
 
     All of them must run the same layers in the same order, since each attention exchanges. With a degree of 1 every
     part is the whole.
     """
 
-    def __init__(self, collectives: PartCollectives) -> None:
+    def __init__(self, collectives: PartMessages | AloneInSequence) -> None:
         self.rank = collectives.sequence_rank
         self.degree = collectives.sequence_degree
         self.batch = GroupBatch("parallel.sp", self.rank, self.degree)
         self._collectives = collectives
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's part of token ids or labels [B, T]: a view [B, T/degree]. PlanError if T does not divide.
-
-        Labels must have been shifted before: `labels[b, i]` is the target of `input_ids[b, i]`.
-        """
         if self.degree == 1:
             return values
         self._check_length(values.shape[1])
@@ -95,7 +84,7 @@ class _Trade(torch.autograd.Function):
     [Note: parts and heads]."""
 
     @staticmethod
-    def forward(ctx: Any, sent: torch.Tensor, collectives: PartCollectives) -> torch.Tensor:
+    def forward(ctx: Any, sent: torch.Tensor, collectives: PartMessages | AloneInSequence) -> torch.Tensor:
         ctx.collectives = collectives
         received = torch.empty_like(sent)
         collectives.trade_parts(received, sent)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from zero_runtime.collectives import Collectives
+from zero_runtime.divisions import SequencePart, WholeSequences
 from zero_runtime.errors import PlanError
 from zero_runtime.parallel.sequence.attention import InstalledAttention, check_model
 from zero_runtime.parallel.sequence.axis import SequenceAxis
+from zero_runtime.parallel.sequence.messages import PartMessages
 
 # Arguments of a forward that would need all of a sequence, and why.
 _WHOLE = {
@@ -24,7 +28,7 @@ _WHOLE = {
 
 
 @dataclass(frozen=True)
-class SequenceParallel:
+class SequenceParallel(WholeSequences):
     """Settings of sequence parallelism.
 
     degree: number of consecutive ranks that hold the parts of the same sequences, and exchange them for heads.
@@ -55,6 +59,12 @@ class SequenceParallel:
             )
         check_model(model, self.degree)
 
+    def part(self, collectives: Collectives) -> SequencePart:
+        return SequencePart() if self.degree == 1 else SequenceAxis(PartMessages(collectives))
+
+    def install(self, model: nn.Module, part: SequencePart) -> DividedSequences | None:
+        return DividedSequences(model, part) if isinstance(part, SequenceAxis) else None
+
 
 class DividedSequences:
     """The installed forward and attention of a model. It is called with full sequences, and returns its part.
@@ -64,6 +74,7 @@ class DividedSequences:
     """
 
     def __init__(self, model: nn.Module, axis: SequenceAxis) -> None:
+        self.batch = axis.batch
         self._model = model
         self._attention = InstalledAttention(model, axis)
         own: dict[str, Any] = {"forward": PartForward(model.forward, axis)}
@@ -72,6 +83,9 @@ class DividedSequences:
         # What other code has set on this instance; None for what is of the class.
         self._installed = {name: (one, vars(model).get(name)) for name, one in own.items()}
         vars(model).update(own)
+
+    def full_logits(self) -> AbstractContextManager[None]:
+        return nullcontext()  # each rank has all logits of its part
 
     def remove(self) -> None:
         """Restore the model's own forward, `generate` and attention. Idempotent."""

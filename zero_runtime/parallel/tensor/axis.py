@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from zero_runtime.parallel.group_batch import GroupBatch
-
-
-class SliceCollectives(Protocol):
-    """The interface of `Collectives` that an axis uses."""
-
-    tensor_degree: int
-    tensor_rank: int
-
-    def sum_over_slices_(self, values: torch.Tensor) -> torch.Tensor: ...
-
-    def gather_slices(self, values: torch.Tensor, *, counted: bool = True) -> torch.Tensor: ...
+from zero_runtime.parallel.tensor.messages import GATHER, SliceMessages
 
 
 class TensorAxis:
@@ -27,7 +16,7 @@ class TensorAxis:
     All of them must run the same layers in the same order, since each sum and gather is a collective.
     """
 
-    def __init__(self, collectives: SliceCollectives) -> None:
+    def __init__(self, collectives: SliceMessages | AloneOnAxis) -> None:
         self.rank = collectives.tensor_rank
         self.degree = collectives.tensor_degree
         self.batch = GroupBatch("parallel.tp", self.rank, self.degree)
@@ -39,11 +28,11 @@ class TensorAxis:
 
     def check_batch(self) -> bool:
         """`GroupBatch.check_group` by a message that is not counted as one of a step."""
-        return self.batch.check_group(partial(self._collectives.gather_slices, counted=False))
+        return self.batch.check_group(partial(self.gather, counted=False))
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks, [degree, *shape]."""
-        return self._collectives.gather_slices(values)
+    def gather(self, values: torch.Tensor, *, counted: bool = True, kind: str = GATHER) -> torch.Tensor:
+        """The tensors of all ranks, [degree, *shape]. counted: as a message of a training step of this kind."""
+        return self._collectives.gather_slices(values, counted=counted, kind=kind)
 
 
 class AloneOnAxis:
@@ -55,5 +44,5 @@ class AloneOnAxis:
     def sum_over_slices_(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
-    def gather_slices(self, values: torch.Tensor, *, counted: bool = True) -> torch.Tensor:
+    def gather_slices(self, values: torch.Tensor, *, counted: bool = True, kind: str = GATHER) -> torch.Tensor:
         return values.new_empty((self.tensor_degree, *values.shape))

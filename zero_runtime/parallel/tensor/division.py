@@ -9,15 +9,22 @@ from typing import Any
 
 from torch import nn
 
+from zero_runtime.collectives import Collectives
+from zero_runtime.divisions import LayerDivision, WholeLayers
 from zero_runtime.errors import ParameterReadError, PlanError
+from zero_runtime.optim.config_base import OptimizerConfig
 from zero_runtime.parallel.tensor.axis import TensorAxis
 from zero_runtime.parallel.tensor.layers import ColumnForward, ColumnInput, EmbeddingForward, HeadForward, RowForward
+from zero_runtime.parallel.tensor.messages import SliceMessages
 from zero_runtime.parallel.tensor.plan import SplitPlan, owner_of, plan_split
+from zero_runtime.parallel.tensor.refusals import check_divided
+from zero_runtime.parallel.tensor.slices import TensorSlices
 from zero_runtime.parallel.tensor.structure import Kind
+from zero_runtime.precision import MixedPrecision
 
 
 @dataclass(frozen=True)
-class TensorParallel:
+class TensorParallel(WholeLayers):
     """Settings of tensor parallelism.
 
     degree: number of consecutive ranks that hold the slices of one model. patterns: see `divisions_of`. gathers_logits:
@@ -34,13 +41,20 @@ class TensorParallel:
             raise PlanError(f"parallel.tp: expected at least 1, found {self.degree}; use parallel.tp=1")
 
     def data_world(self, world: int) -> int:
-        """Number of ranks along the data axis. PlanError if the degree does not divide the ranks."""
         if world % self.degree:
             raise PlanError(
                 f"parallel.tp={self.degree}: expected a divisor of the {world} ranks; start a multiple of "
                 f"{self.degree} ranks, or use parallel.tp=1"
             )
         return world // self.degree
+
+    def check(self, optimizer: OptimizerConfig | None, precision: MixedPrecision) -> None:
+        check_divided(self.degree, optimizer, precision)
+
+    def division(self, model: nn.Module, *, trains: bool) -> LayerDivision:
+        if self.degree == 1:
+            return LayerDivision()
+        return SplitLayers(self.plan(model, trains=trains), gathers_logits=self.gathers_logits)
 
     def plan(self, model: nn.Module, *, trains: bool = True) -> SplitPlan:
         """The plan of this division for a full model. PlanError if it trains with dropout: masks would differ."""
@@ -62,11 +76,27 @@ def _refuse_dropout(model: nn.Module) -> None:
                 )
 
 
+class SplitLayers(LayerDivision):
+    """A plan, the axis of the ranks that hold its slices, and the forwards that compute with them."""
+
+    def __init__(self, plan: SplitPlan, *, gathers_logits: bool) -> None:
+        self._plan, self._gathers_logits = plan, gathers_logits
+        self._axis: TensorAxis | None = None
+
+    def slices(self, collectives: Collectives) -> TensorSlices:
+        self._axis = TensorAxis(SliceMessages(collectives))
+        return self._plan.slices(collectives.tensor_rank, self._axis)
+
+    def install(self, model: nn.Module) -> DividedModel:
+        assert self._axis is not None, "`slices` comes first"
+        return DividedModel(model, self._plan, self._axis, gathers_logits=self._gathers_logits)
+
+
 class DividedModel:
     """The installed forwards and sizes. The model's parameters must be slices when a forward runs."""
 
     def __init__(self, model: nn.Module, plan: SplitPlan, axis: TensorAxis, *, gathers_logits: bool) -> None:
-        self.axis = axis
+        self.axis, self.batch = axis, axis.batch
         self._modules = dict(model.named_modules())
         self._installed: list[nn.Module] = []
         self._heads: list[HeadForward] = []

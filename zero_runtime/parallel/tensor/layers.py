@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from zero_runtime.parallel.tensor.axis import TensorAxis
+from zero_runtime.parallel.tensor.cross_entropy import vocabulary_cross_entropy
+from zero_runtime.parallel.tensor.tiled_cross_entropy import tiled_vocabulary_cross_entropy
 
 
 class _SumOfGradients(torch.autograd.Function):
@@ -167,3 +169,13 @@ class HeadForward:
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         logits = F.linear(self.summed_input(values), self._module.weight, self._module.bias)
         return _Gather.apply(logits, self.axis, self.vocabulary) if self.gathers else logits
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, *, ignored: int) -> torch.Tensor:
+        """`vocabulary_cross_entropy` of this rank's own logits."""
+        return vocabulary_cross_entropy(logits, labels, self.axis, vocabulary=self.vocabulary, ignored=ignored)
+
+    def tiled_loss(self, hidden: torch.Tensor, labels: torch.Tensor, *, tile: int, ignored: int) -> torch.Tensor:
+        """The same loss of the head's input, with the logits of at most `tile` tokens at a time."""
+        hidden, module = self.summed_input(hidden), self._module
+        settings = {"vocabulary": self.vocabulary, "tile": tile, "ignored": ignored}
+        return tiled_vocabulary_cross_entropy(hidden, module.weight, module.bias, labels, self.axis, **settings)

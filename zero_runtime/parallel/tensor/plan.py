@@ -13,6 +13,7 @@ from torch import nn
 
 from zero_runtime.errors import PlanError
 from zero_runtime.parallel.tensor.adapters import layer_path
+from zero_runtime.parallel.tensor.axis import TensorAxis
 from zero_runtime.parallel.tensor.slices import Split, TensorSlices
 from zero_runtime.parallel.tensor.structure import Division, Kind, divisions_of, head_size, linear_sizes
 
@@ -49,9 +50,9 @@ class SplitPlan:
     attributes: Mapping[str, Mapping[str, int]]
     vocabulary: int | None
 
-    def slices(self, rank: int) -> TensorSlices:
-        """What this rank of a tensor-parallel group holds."""
-        return TensorSlices(rank, self.degree, self.splits, self.summed)
+    def slices(self, rank: int, axis: TensorAxis | None = None) -> TensorSlices:
+        """What this rank of a tensor-parallel group holds. axis: the group, if there are ranks."""
+        return TensorSlices(rank, self.degree, self.splits, self.summed, axis)
 
 
 def plan_split(model: nn.Module, degree: int, patterns: tuple[str, ...] = ()) -> SplitPlan:

@@ -26,14 +26,12 @@ def check_divided(degree: int, optimizer: OptimizerConfig | None, precision: Mix
     """
     if degree == 1:
         return
-    broken = [*refused_weights(degree, precision)]
-    if optimizer is not None:
-        broken += refused_optimizer(degree, optimizer)
+    broken = [*refused_weights(degree, precision), *refused_optimizer(degree, optimizer)]
     if broken:
         raise ConfigError(broken)
 
 
-def refused_optimizer(degree: int, optimizer: OptimizerConfig) -> Iterator[Broken]:
+def refused_optimizer(degree: int, optimizer: OptimizerConfig | None) -> Iterator[Broken]:
     """The rule that an optimizer breaks which gives slices and replicated parameters one scale."""
     if degree > 1 and isinstance(optimizer, OneBitAdamConfig):
         why = "sends signs with one scale for slices and replicated parameters"

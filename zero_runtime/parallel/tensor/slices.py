@@ -1,4 +1,4 @@
-"""Which elements of a parameter each rank of a tensor-parallel group holds. Standard library only.
+"""Which elements of a parameter each rank of a tensor-parallel group holds.
 
 [Note: slices]
 A split parameter is divided along one dimension. If it holds several matrices one after another along that dimension
@@ -10,20 +10,16 @@ have no gradient, and belong to no element of the full parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
+import torch
 
-class SliceSpan(NamedTuple):
-    """`numel` consecutive elements, from `full` on of the flattened full parameter and from `local` on of the flattened
-    slice of `rank`."""
-
-    rank: int
-    full: int
-    local: int
-    numel: int
+from zero_runtime.flat_layout import Piece, Segment
+from zero_runtime.parallel.tensor.axis import TensorAxis
+from zero_runtime.parallel.tensor.messages import GATHER
+from zero_runtime.slices import Slices, SliceSpan
 
 
 @dataclass(frozen=True)
@@ -67,6 +63,30 @@ class Split:
         own = self.local_parts[part]
         return min(max(self.parts[part] - rank * own, 0), own)
 
+    def cut(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+        """This rank's slice of a full tensor, of `local_shape`; a copy that the caller owns. Padding is zero."""
+        found = full.new_zeros(self.local_shape)
+        start = local = 0
+        for part, (size, own) in enumerate(zip(self.parts, self.local_parts, strict=True)):
+            valid = self.valid(rank, part)
+            source = full.narrow(self.dim, start + min(rank * own, size), valid)
+            found.narrow(self.dim, local, valid).copy_(source)
+            start, local = start + size, local + own
+        return found
+
+    def join(self, slices: torch.Tensor) -> torch.Tensor:
+        """The full tensor, of `shape`, from the flattened slices of all ranks, [degree, local_numel]; a copy."""
+        full = slices.new_empty(self.shape)
+        for rank, flat in enumerate(slices):
+            own_slice = flat.view(self.local_shape)
+            start = local = 0
+            for part, (size, own) in enumerate(zip(self.parts, self.local_parts, strict=True)):
+                valid = self.valid(rank, part)
+                target = full.narrow(self.dim, start + min(rank * own, size), valid)
+                target.copy_(own_slice.narrow(self.dim, local, valid))
+                start, local = start + size, local + own
+        return full
+
     def spans_of_slice(self, rank: int, start: int, stop: int) -> Iterator[SliceSpan]:
         """Where elements [start, stop) of this rank's flattened slice are in the full parameter; without padding."""
         width = self.local_shape[self.dim] * self._inner
@@ -102,33 +122,51 @@ class Split:
 
 
 @dataclass(frozen=True)
-class TensorSlices:
-    """What one rank of a tensor-parallel group holds of a model's parameters.
+class TensorSlices(Slices):
+    """What one rank of a tensor-parallel group holds: slices of the parameters in `splits`, and all of the others.
 
-    splits: by the name of the parameter; all others are replicated. summed: replicated parameters that are used by
-    divided computations, so that their gradients are summed over the group.
+    axis: the group, for sums and gathers; None where no ranks are.
     """
 
-    rank: int = 0
-    degree: int = 1
     splits: Mapping[str, Split] = field(default_factory=dict)
-    summed: frozenset[str] = frozenset()
+    axis: TensorAxis | None = field(default=None, compare=False)
 
     def local_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of this rank's tensor of a parameter of this full shape."""
         split = self.splits.get(name)
         return tuple(shape) if split is None else split.local_shape
 
     def counts_here(self, name: str) -> bool:
-        """Whether a sum over all ranks takes this rank's elements: of replicas, only those of the first rank count."""
         return self.rank == 0 or name in self.splits
 
+    def counted(self, pieces: Sequence[Piece], low: int, high: int) -> list[tuple[int, int]]:
+        if self.rank == 0:
+            return [(low, high)]
+        ranges: list[tuple[int, int]] = []
+        for piece in pieces:
+            start, stop = max(piece.shard_offset, low), min(piece.shard_offset + piece.numel, high)
+            if start >= stop or not self.counts_here(piece.name):
+                continue
+            if ranges and ranges[-1][1] == start:
+                start = ranges.pop()[0]
+            ranges.append((start, stop))
+        return ranges
+
     def spans(self, name: str, start: int, stop: int) -> Iterator[SliceSpan]:
-        """Where elements [start, stop) of this rank's flattened tensor are in the full parameter; without padding."""
         split = self.splits.get(name)
-        if split is None:
-            return iter((SliceSpan(self.rank, start, start, stop - start),))
-        return split.spans_of_slice(self.rank, start, stop)
+        return super().spans(name, start, stop) if split is None else split.spans_of_slice(self.rank, start, stop)
 
+    def cut(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        split = self.splits.get(name)
+        return full if split is None else split.cut(full, self.rank)
 
-NOT_SPLIT = TensorSlices()
+    def join(self, segment: Segment, own: torch.Tensor) -> torch.Tensor:
+        split = self.splits.get(segment.name)
+        return super().join(segment, own) if split is None else split.join(self.gather(own, counted=False))
+
+    def sum_(self, values: torch.Tensor) -> torch.Tensor:
+        assert self.axis is not None
+        return self.axis.sum_(values)
+
+    def gather(self, values: torch.Tensor, *, counted: bool = True, kind: str = GATHER) -> torch.Tensor:
+        assert self.axis is not None
+        return self.axis.gather(values, counted=counted, kind=kind)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from harness.divided import batch_of, loss_sum, model_of
 from harness.outcomes import assert_death_is_named, rank_outcomes
+from harness.ranks import run_ranks
 
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.parallel.sequence.division import SequenceParallel
@@ -35,6 +36,19 @@ class DyingForward:
         if dist.get_rank() == KILLED and self._count == KILLED_AT:
             os.kill(os.getpid(), signal.SIGKILL)
         return self._forward(*args, **kwargs)
+
+
+def left_after_closing() -> set[str]:
+    """Which methods the model still has on the instance."""
+    model = model_of("llama")
+    settings = RuntimeSettings(sequence_parallel=SequenceParallel(2))
+    runtime = ZeroRuntime(model, ZeroPlan.from_stage(3), MixedPrecision(), AdamWConfig(), settings, CPU)
+    runtime.close()
+    return vars(model).keys() & {"forward", "generate"}
+
+
+def test_a_closed_runtime_leaves_the_models_own_forward_and_generate() -> None:
+    assert run_ranks(left_after_closing, 2) == [set()] * 2
 
 
 def train_until_killed(watch: RankWatch, stage: int) -> None:

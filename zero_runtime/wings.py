@@ -1,0 +1,23 @@
+"""The table of the runtime's wings: what each adds to the trunk, by name.
+
+A wing is a folder here that may import the rest of the runtime (the trunk), and that the trunk never imports: it asks
+this table for a name, and the wing's module is imported when the name is used.
+"""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import Any
+
+BEGIN_INFERENCE = "zero_runtime.generation.inference:begin_inference"
+REFUSE_TRAINING = "zero_runtime.generation.inference:refuse_training"
+TURNS = "zero_runtime.generation.gather_turns:GatherTurns"
+WRAP_GENERATE = "zero_runtime.generation.generate:wrap_generate"
+HEAD_OF = "zero_runtime.parallel.tensor.division:head_of"
+REFUSED_OPTIMIZER = "zero_runtime.parallel.tensor.refusals:refused_optimizer"
+SPLIT = "zero_runtime.parallel.tensor.slices:Split"
+
+
+def load(place: str) -> Any:
+    """The object that "package.module:attribute" names."""
+    return resolve_name(place)
