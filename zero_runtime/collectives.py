@@ -22,6 +22,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+Wait = Callable[[], Any]  # lets the current stream wait for a collective, or the host where none is
+
+
 def _starting(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Start:
     def start() -> Started:
         work = collective(*args, **kwargs, async_op=True)
@@ -246,48 +249,41 @@ class Collectives(CollectiveIssuer):
         Reduce-scatter over the shard group, then all-reduce over the replicas of the shard. The rest of `full` has no
         defined contents afterwards.
         """
-        if self._shards_across:
-            return self._reduce_across(full, shard, unit)
-        if self.shard_count == 1:
-            if full.data_ptr() != shard.data_ptr():
-                shard.copy_(full)
-            return self.all_reduce_replicas(shard, unit)
-        self.ledger.record("reduce_scatter", unit, (self.shard_count - 1) * shard.numel(), full.dtype)
-        scatter = self._start("reduce_scatter", unit, full, self.summing(shard, full, self.groups.reduce))
-        if self.replica_count == 1:
-            return Pending(partial(self._blocking, *scatter))
-        if _on_cuda(shard):
-            return Pending(self._all_reduce_behind(scatter[1], shard, unit), held=(full, shard))
-        # The all-reduce needs the result of the reduce-scatter, and only a host that waits for it can start it then.
-        wait = partial(self._blocking, *scatter)
-        return Pending(wait, then=lambda: self.all_reduce_replicas(shard, unit).wait())
-
-    def _reduce_across(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
-        """As `reduce`, by a reduce-scatter over the shard group into a part of `full`, and one across the groups."""
-        held = self.held_part(full)
-        scatter: tuple[int, Callable[[], Any]] | None = None
+        part = self.held_part(full) if self._shards_across else shard
         if self.group_ranks > 1:
-            self.ledger.record("reduce_scatter", unit, (self.group_ranks - 1) * held.numel(), full.dtype)
-            scatter = self._start("reduce_scatter", unit, full, self.summing(held, full, self.groups.reduce))
+            self.ledger.record("reduce_scatter", unit, (self.group_ranks - 1) * part.numel(), full.dtype)
+            scatter = self._start("reduce_scatter", unit, full, self.summing(part, full, self.groups.reduce))
+            if self.group_count == 1:
+                return Pending(partial(self._blocking, *scatter))
+            if not _on_cuda(shard):
+                # What follows needs the result of the reduce-scatter, and only a host that waits for it can start it.
+                wait = partial(self._blocking, *scatter)
+                return Pending(wait, then=lambda: self._reduce_between(full, part, shard, unit).wait())
+            return self._reduce_between(full, part, shard, unit, after=scatter[1])
+        if part is shard and full.data_ptr() != shard.data_ptr():
+            shard.copy_(full)
+        return self._reduce_between(full, part, shard, unit)
 
-        def across() -> Start:
-            self.ledger.record("outer_reduce_scatter", unit, (self.group_count - 1) * shard.numel(), full.dtype)
-            return self.summing(shard, held, self.groups.replica)
+    def _reduce_between(
+        self, full: torch.Tensor, part: torch.Tensor, shard: torch.Tensor, unit: str, after: Wait | None = None
+    ) -> Pending:
+        """Sum over the shard groups: an all-reduce of the shard, or with outer sharding a reduce-scatter of `part`.
 
-        if scatter is None:
-            return Pending(self.issue("outer_reduce_scatter", unit, held, across()), held=(full, shard))
-        if _on_cuda(shard):
-            start = self._behind("reduce", scatter[1], across(), shard.device)
-            return Pending(self.issue("outer_reduce_scatter", unit, held, start), held=(full, shard))
-        wait = partial(self._blocking, *scatter)
-        return Pending(wait, then=lambda: self.issue("outer_reduce_scatter", unit, held, across())())
+        after: what waits for the collective from `full` that fills `part` on the device.
+        """
+        if after is None and not self._shards_across:
+            return self.all_reduce_replicas(shard, unit)
+        kind = "outer_reduce_scatter" if self._shards_across else "all_reduce"
+        if self._shards_across:
+            self.ledger.record(kind, unit, (self.group_count - 1) * shard.numel(), part.dtype)
+            start = self.summing(shard, part, self.groups.replica)
+        else:
+            start = self._counted_all_reduce(shard, unit)
+        if after is not None:
+            start = self._behind("reduce", after, start, shard.device)
+        return Pending(self.issue(kind, unit, part, start), held=(full, shard))
 
-    def _all_reduce_behind(self, wait_scatter: Callable[[], Any], shard: torch.Tensor, unit: str) -> Callable[[], None]:
-        """Issue the all-reduce over the replicas of `shard` behind its reduce-scatter; returns what waits for it."""
-        start = self._behind("reduce", wait_scatter, self._counted_all_reduce(shard, unit), shard.device)
-        return self.issue("all_reduce", unit, shard, start)
-
-    def _behind(self, kind: str, wait_first: Callable[[], Any], start: Start, device: torch.device) -> Start:
+    def _behind(self, kind: str, wait_first: Wait, start: Start, device: torch.device) -> Start:
         """Issues a collective behind another of its `kind`, for whose end `wait_first` lets the current stream wait.
 
         [Note: one collective behind another]

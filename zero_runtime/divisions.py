@@ -6,7 +6,6 @@ consecutive ranks then holds slices of one model, or parts of the same sequences
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -19,19 +18,13 @@ from zero_runtime.precision import MixedPrecision
 from zero_runtime.slices import WHOLE, Slices
 
 
-class BatchCheck(Protocol):
-    """Compares what the ranks of a group were given since the last step."""
-
-    def difference(self, device: torch.device) -> torch.Tensor: ...
-    def check(self, difference: float, gather_objects: Callable[[Any], list[Any]]) -> None: ...
-
-
 class Divided(Protocol):
-    """What a division has installed in a model, until `remove`. full_logits: a context in which a head that keeps this
+    """What a division has installed in a model, until `remove`. batch: compares what the ranks of a group were given
+    since the last step (parallel/group_batch.py). full_logits: a context in which a head that keeps this
     rank's logits returns all of them."""
 
     @property
-    def batch(self) -> BatchCheck: ...
+    def batch(self) -> Any: ...
     def full_logits(self) -> AbstractContextManager[None]: ...
     def remove(self) -> None: ...
 

@@ -95,11 +95,6 @@ class FlatLayout:
         """S, the number of elements of one shard."""
         return self.padded_numel // self.shard_count
 
-    @property
-    def padding_numel(self) -> int:
-        """Number of elements of the flat tensor that belong to no parameter."""
-        return self.padded_numel - self.numel
-
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The padding as ranges [start, stop) of the flat tensor, in order."""

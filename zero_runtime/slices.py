@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -50,12 +50,14 @@ class Slices:
 
     rank, degree: this rank's place in its group, and the group's size. splits: the divided parameters by name. summed:
     replicated parameters that divided computations use, so that their gradients are summed over the group.
+    axis: the group, for sums and gathers of these two (parallel/tensor/axis.py).
     """
 
     rank: int = 0
     degree: int = 1
     splits: Mapping[str, DividedParameter] = field(default_factory=dict)
     summed: frozenset[str] = frozenset()
+    axis: Any = field(default=None, compare=False)
 
     def local_shape(self, _name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of this rank's tensor of a parameter of this full shape."""
@@ -80,14 +82,6 @@ class Slices:
     def join(self, segment: Segment, own: torch.Tensor) -> torch.Tensor:
         """The full tensor of a parameter, of which `own` [numel] is this rank's part. A collective if it is divided."""
         return own.view(segment.shape)
-
-    def sum_(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a contiguous tensor over the group, in place."""
-        return values
-
-    def gather(self, values: torch.Tensor, *, counted: bool = True, kind: str = "") -> torch.Tensor:
-        """The tensors of all ranks of the group, [degree, *shape]. A collective, counted as a message of this kind."""
-        return values[None]
 
     def fill(self, name: str, start: int, target: torch.Tensor, read_into: ReadInto) -> None:
         """Fill the 1-D `target` with elements of this rank's tensor of a parameter, from its element `start` on.

@@ -224,7 +224,7 @@ class Unit:
                 "module, or give the parameter to a module that is called"
             )
         if name in self.slices.summed:
-            param.grad = self.slices.sum_(param.grad.contiguous())
+            param.grad = self.slices.axis.sum_(param.grad.contiguous())
         self.gradients.take(index, param.grad, sums_locally=sums_locally)
         param.grad = None
 
@@ -337,6 +337,6 @@ class Unit:
     def free(self) -> None:
         """Free every tensor. Parameters become tensors of their own if their full values are here, else reads raise."""
         self.gradients.free()
-        self.gradients.errors = None
+        self.gradients.coded = None  # it keeps errors between steps
         if not self.parameters.free():
             ClosedGuard({segment.name: param for segment, param in self.parameters.placed()})

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from zero_runtime.codec import Codec
 from zero_runtime.collectives import Collectives, Pending
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import UnitStateError
@@ -22,15 +23,14 @@ from zero_runtime.group_shard import GroupShard
 from zero_runtime.guarded_parameter import ParameterGuard
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels import ops
-from zero_runtime.kernels.weight_codes import decode_weights, encode_weights
-from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise_
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.precision import CODE_BITS, WEIGHT_BLOCK_NUMEL
+from zero_runtime.precision import WEIGHT_BLOCK_NUMEL
 from zero_runtime.recorded_values import swap_content, values_of
 from zero_runtime.shard_location import ON_DEVICE, OffloadedShards, ShardLocation
 from zero_runtime.tensor_source import ReadInto
 from zero_runtime.unit_planner import UnitSpec
-from zero_runtime.wire import BITS, EXACT, Wire
+from zero_runtime.wings import SENT_CODES, STORED_CODES, load
+from zero_runtime.wire import EXACT, Wire
 
 
 class DataState(Enum):
@@ -55,10 +55,7 @@ _NEXT = {
 
 
 class Gather(NamedTuple):
-    """A gather under way, from `shard` [S] to `full` [P], both param_dtype. Both must live until it ends.
-
-    With quantised gathers both are bytes: codes and scales of one shard, and those of all shards after each other.
-    """
+    """A gather under way, from `shard` [S] to `full` [P], both as `Codec` sends them. Both must live until it ends."""
 
     pending: Pending
     shard: torch.Tensor
@@ -96,25 +93,29 @@ class UnitParameters:
         self.layout = layout
         self._slices = spec.slices
         self.pieces: dict[str, Piece] = {piece.name: piece for piece in layout.pieces(collectives.shard_rank)}
-        self._bits = 0 if precision.weights is None else CODE_BITS[precision.weights]  # 0: not quantised
-        # Elements of param_shard: S, or bytes if it is quantised.
-        self.is_quantized = self._bits > 0
-        self.stored_numel = layout.shard_numel if not self._bits else int(layout.shard_numel * precision.stored_bytes)
-        self.param_dtype = torch.uint8 if self._bits else TORCH_DTYPE[precision.param]
+        self.is_quantized = precision.weights is not None
+        numel = layout.shard_numel  # S
+        self.stored_numel = int(numel * precision.stored_bytes) if self.is_quantized else numel  # of param_shard
+        self.param_dtype = torch.uint8 if self.is_quantized else TORCH_DTYPE[precision.param]
         self.master_dtype = TORCH_DTYPE[precision.master]
         self.state = DataState.UNSHARDED
         self.location: ShardLocation = ON_DEVICE
         self._compute_dtype = TORCH_DTYPE[precision.compute or precision.param]
         self._keeps_full = plan.keeps_full_params
         self._has_group_shard = plan.outer_sharding is not None
-        gathers = wire.gathers(plan, trainable=spec.trainable) and collectives.shard_count > 1
-        self._wire_bits = BITS[wire.gather] if gathers and wire.gather else None  # of a gathered element, if quantised
         self._collectives = collectives
         self._device = device
         self.gather: Gather | None = None  # under way
         self._guard: ParameterGuard | None = None
         self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # meta parameters and the views to bind them to
         self._decide_aliases(offloaded)
+        self._codec = Codec()
+        sends_codes = wire.gathers(plan, trainable=spec.trainable) and collectives.shard_count > 1
+        if self.is_quantized:
+            self._codec = load(STORED_CODES)(precision.weights)
+        elif sends_codes:
+            self._codec = load(SENT_CODES)(wire.gather, self.param_dtype, layout.shard_count)
+        self._is_direct = not (self.casts or sends_codes)  # shards are gathered into the full copy itself
         self._allocate()
 
     def _decide_aliases(self, offloaded: OffloadedShards) -> None:
@@ -191,15 +192,14 @@ class UnitParameters:
                 elif segment.name in self._slices.splits:
                     segment.of(self.unsharded_param).zero_()  # the padding of a slice, which no source fills
                 self._bind(segment, param)
-            if self._bits:
-                encode_weights(self._own_slice(), self.param_shard, bits=self._bits)
-                return  # the full copy is freed now, and a gathered one is decoded
             if not self.param_is_slice:
-                self.param_shard.copy_(self._own_slice())
+                self._codec.keep(self._own_slice(), self.param_shard)
+            if self.is_quantized:
+                return  # the full copy is freed now, and a gathered one is decoded
             if self.casts:  # a gathered copy would be rounded to param_dtype too
                 self.unsharded_param.copy_(self.unsharded_param.to(self.param_dtype))
-            if self._wire_bits is not None and self._keeps_full:  # and quantised
-                self._quantise_full(self._wire_bits)
+            if self._keeps_full:  # and quantised
+                self._codec.round_(self.unsharded_param)
 
     def _take_values(self, segment: Segment, param: nn.Parameter, initial: InitialValues) -> None:
         """Copy one parameter's values into the full tensor and into the master, which gets them before rounding."""
@@ -264,7 +264,7 @@ class UnitParameters:
             values = torch.zeros(-(-piece.numel // WEIGHT_BLOCK_NUMEL) * WEIGHT_BLOCK_NUMEL, device=self._device)
             read_into(name, piece.start, values[: piece.numel])
             start, stop = (self._code_offset(piece.shard_offset + at) for at in (0, values.numel()))
-            encode_weights(values, self.param_shard[start:stop], bits=self._bits)
+            self._codec.keep(values, self.param_shard[start:stop])
 
     def _code_offset(self, element: int) -> int:
         return element * self.stored_numel // self.layout.shard_numel
@@ -272,7 +272,7 @@ class UnitParameters:
     def decoded_shard(self) -> torch.Tensor:
         """[S] fp32: the values of a quantised param_shard, a copy."""
         values = self._empty(self.layout.shard_numel, torch.float32)
-        decode_weights(self.param_shard, values, bits=self._bits)
+        self._codec.decode(values, self.param_shard)
         return values
 
     def refresh_param_shard(self) -> None:
@@ -291,14 +291,13 @@ class UnitParameters:
         self.move(DataState.UNSHARDING)
         with torch.no_grad():
             fetched = self.location.fetch()
-            shard = self.param_shard if fetched is None else fetched
+            sent = self.param_shard if fetched is None else fetched
             self._fill_storage()
-            if self._wire_bits is not None:
-                self._start_quantised(shard, self._wire_bits)
-                return
-            full = self._gathered() if self.casts else self.unsharded_param
-            pending = self._gather_into(full, shard, lasting=not self.casts)
-            self.gather = Gather(pending, shard, full)
+            full = self.unsharded_param
+            if not self._is_direct:
+                sent = self._codec.encode(sent)
+                full = self._of_all_ranks(sent)
+            self.gather = Gather(self._gather_into(full, sent, lasting=self._is_direct), sent, full)
 
     def _gather_into(self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool) -> Pending:
         """Start filling `full` [P] param_dtype from the shards, or from what the ranks of a group hold of them."""
@@ -307,48 +306,14 @@ class UnitParameters:
             shard, after = self.group_shard.values, self.group_shard.ready()
         return self._collectives.all_gather(full, shard, self.name, lasting=lasting, after=after)
 
-    def _start_quantised(self, shard: torch.Tensor, bits: int) -> None:
-        """See [Note: quantised collectives] in wire.py."""
-        codes = self._empty(packed_numel(shard.numel(), bits), torch.uint8)
-        quantise_(codes, shard, bits)
-        full = self._empty(codes.numel() * self.layout.shard_count, torch.uint8)
-        pending = self._collectives.all_gather(full, codes, self.name, lasting=False)
-        self.gather = Gather(pending, codes, full)
-
-    def _quantise_full(self, bits: int) -> None:
-        """Give the full copy, shard by shard, the values that a quantised gather would."""
-        for shard in range(self.layout.shard_count):
-            values = self.layout.shard_of(self.unsharded_param, shard)
-            codes = self._empty(packed_numel(values.numel(), bits), torch.uint8)
-            quantise_(codes, values, bits)
-            rounded = self._empty(values.numel(), self.param_dtype)
-            dequantise_(rounded, codes, bits)
-            values.copy_(rounded)
-
-    def _end_quantised(self, gather: Gather, bits: int) -> None:
-        """Every shard, this rank's included, gets the values of its codes, rounded to param_dtype."""
-        with torch.no_grad():
-            for shard, codes in enumerate(gather.full.chunk(self.layout.shard_count)):
-                values = self.layout.shard_of(self.unsharded_param, shard)
-                if self.casts:
-                    rounded = self._empty(values.numel(), self.param_dtype)
-                    dequantise_(rounded, codes, bits)
-                    values.copy_(rounded)
-                else:
-                    dequantise_(values, codes, bits)
-
     def end_gather(self) -> None:
         """Block until a gather that is under way has filled unsharded_param; a no-op without one."""
         if self.gather is None:
             return
         self.gather.pending.wait()
-        if self._bits:
+        if not self._is_direct:
             with torch.no_grad():
-                decode_weights(self.gather.full, self.unsharded_param, bits=self._bits)
-        elif self._wire_bits is not None:
-            self._end_quantised(self.gather, self._wire_bits)
-        elif self.casts:
-            self.unsharded_param.copy_(self.gather.full)
+                self._codec.decode(self.unsharded_param, self.gather.full)
         self.gather = None
         self.location.drop()
         self.move(DataState.UNSHARDED)
@@ -358,9 +323,8 @@ class UnitParameters:
         self.end_gather()
         with torch.no_grad():
             fetched = self.location.fetch()
-            shard = self.param_shard if fetched is None else fetched
-            full = self._gathered()
-            self._gather_into(full, shard, lasting=False).wait()
+            sent = self._codec.encode(self.param_shard if fetched is None else fetched)
+            self._gather_into(self._of_all_ranks(sent), sent, lasting=False).wait()
             self.location.drop()
 
     def renew_group(self) -> None:
@@ -430,9 +394,9 @@ class UnitParameters:
         if storage.size() == 0:
             storage.resize_(self.layout.padded_numel * self.unsharded_param.element_size())
 
-    def _gathered(self) -> torch.Tensor:
-        """A buffer for the shards of all ranks, in the dtype in which they are stored."""
-        return self._empty(self.stored_numel * self.layout.shard_count, self.param_dtype)
+    def _of_all_ranks(self, sent: torch.Tensor) -> torch.Tensor:
+        """A buffer for what all ranks send of their shards."""
+        return self._empty(sent.numel() * self.layout.shard_count, sent.dtype)
 
     def _own_slice(self) -> torch.Tensor:
         return self.layout.shard_of(self.unsharded_param, self._collectives.shard_rank)

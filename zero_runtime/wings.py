@@ -11,10 +11,13 @@ from typing import Any
 
 BEGIN_INFERENCE = "zero_runtime.generation.inference:begin_inference"
 REFUSE_TRAINING = "zero_runtime.generation.inference:refuse_training"
+STORED_CODES = "zero_runtime.quantised.codes:StoredCodes"
 TURNS = "zero_runtime.generation.gather_turns:GatherTurns"
 WRAP_GENERATE = "zero_runtime.generation.generate:wrap_generate"
 HEAD_OF = "zero_runtime.parallel.tensor.division:head_of"
 REFUSED_OPTIMIZER = "zero_runtime.parallel.tensor.refusals:refused_optimizer"
+QUANTISED_SUMS = "zero_runtime.quantised.sums:QuantisedSums"
+SENT_CODES = "zero_runtime.quantised.codes:SentCodes"
 SPLIT = "zero_runtime.parallel.tensor.slices:Split"
 
 

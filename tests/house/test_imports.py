@@ -153,9 +153,11 @@ ROOMS = {
         "divisions": "collectives pure slices",
         "parallel": "activations collectives divisions pure slices unit_planner",
         "group_shard": "collectives",
-        "unit_parameters": "collectives dtypes group_shard guarded_parameter initial_values pure recorded_values "
-        "shard_location tensor_source unit_planner",
-        "unit_gradients": "collectives dtypes pure unit_planner",
+        "codec": "",
+        "quantised": "codec collectives pure",
+        "unit_parameters": "codec collectives dtypes group_shard guarded_parameter initial_values pure "
+        "recorded_values shard_location tensor_source unit_planner wings",
+        "unit_gradients": "collectives dtypes pure unit_planner wings",
         "unit": "collectives guarded_parameter initial_values pure shard_location tensor_source unit_gradients "
         "unit_parameters unit_planner",
         "parameter_reads": "guarded_parameter pure unit",

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness.models import TinyTransformer
+from harness.models import TinyTransformer, batch, token_loss_sum
 from harness.oracle import ADAMW, LR, Case
 from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step, full_tensors
@@ -111,6 +111,19 @@ def test_every_rank_computes_with_the_values_of_the_codes(stage: int) -> None:
     run_ranks(_gathers, 2, Case(2, precision=BF16), stage)
 
 
+def _unequal_calls(case: Case) -> list[float]:
+    """The losses of calls without gradients, of which rank 0 makes one more than the others."""
+    runtime = build(case, 3, Wire("int8"))
+    with runtime.uneven_forwards():
+        calls = range(1 if dist.get_rank() else 2)
+        return [float(token_loss_sum(runtime.model, *batch(case.model, 0, 0, 0))) for _ in calls]
+
+
+def test_ranks_that_join_a_gather_of_codes_send_codes() -> None:
+    first, second = run_ranks(_unequal_calls, 2, Case(2))
+    assert first == second * 2
+
+
 def _reduces(case: Case, stage: int, wire: Wire) -> list[float]:
     """Checks the sums of one step's gradients; returns the largest error of each unit, divided by its bound."""
     runtime = build(case, stage, wire)
@@ -169,7 +182,7 @@ def _fed_back(case: Case) -> tuple[float, float, tuple[int, int]]:
                 unit.gradients.free()
             runtime.zero_grad()
         for unit in runtime.units:
-            kept = unit.gradients.errors
+            kept = unit.gradients.kept[0]
             if kept is not None:
                 dist.all_reduce(kept)
                 errors[unit.name] = {

@@ -291,8 +291,7 @@ class _Strict:
         divides = len(parts) == 1 or all(size % max(degree, 1) == 0 for size in parts)
         if degree < 2 or not 0 <= dim < len(shape) or sum(parts) != shape[dim] or not divides:
             raise self.fail(f"a division of the shape {list(shape)}", f"{dict(found)}")
-        split: DividedParameter = load(SPLIT)(shape, dim, parts, degree)
-        return split
+        return load(SPLIT)(shape, dim, parts, degree)
 
     def _buffer(self, entry: Mapping[str, Any]) -> BufferEntry:
         shape = tuple(int(size) for size in self.take(entry, "shape", list))

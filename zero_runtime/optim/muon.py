@@ -89,9 +89,9 @@ class MuonRule:
         own = [direction for name, direction in directions.items() if name in self._splits]
         if not own:  # a rank that owns none: its group takes part, as all groups do in the same order
             nothing = torch.zeros(1, dtype=self._dtype, device=device)
-            self._slices.gather(nothing, counted=False, kind=SLICES)
+            self._slices.axis.gather(nothing, counted=False, kind=SLICES)
             return directions
-        slices = self._slices.gather(torch.cat(own), kind=SLICES)
+        slices = self._slices.axis.gather(torch.cat(own), kind=SLICES)
         found, start = dict(directions), 0
         for name, direction in directions.items():
             if name in self._splits:

@@ -59,15 +59,10 @@ class GroupBatch:
     def difference(self, device: torch.device) -> torch.Tensor:
         """This rank's term, 0-dim fp64, of a sum over all ranks that is zero if the ranks of each group noted the same
         since the last call."""
-        self._fingerprint = self._conclude(device)
+        seen, self._seen = self._seen, None  # the fingerprint is an integer below 2**31, equal where the same was noted
+        bits = torch.zeros((), device=device) if seen is None else (seen ^ (seen >> 32)) & (2**_BITS - 1)
+        self._fingerprint = bits.to(torch.float64)
         return self._fingerprint * (self._degree - 1) if self._rank == 0 else -self._fingerprint
-
-    def _conclude(self, device: torch.device) -> torch.Tensor:
-        """0-dim fp64: an integer below 2**31 that is equal on ranks that noted the same since the last call."""
-        seen, self._seen = self._seen, None
-        if seen is None:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return ((seen ^ (seen >> 32)) & (2**_BITS - 1)).to(torch.float64)
 
     def check(self, difference: float, gather_objects: Callable[[Any], list[Any]]) -> None:
         """Raise PlanError on every rank unless `difference`, summed over all ranks, is zero; then a collective.

@@ -17,8 +17,6 @@ from functools import cached_property
 import torch
 
 from zero_runtime.flat_layout import Piece, Segment
-from zero_runtime.parallel.tensor.axis import TensorAxis
-from zero_runtime.parallel.tensor.messages import GATHER
 from zero_runtime.slices import Slices, SliceSpan
 
 
@@ -123,13 +121,9 @@ class Split:
 
 @dataclass(frozen=True)
 class TensorSlices(Slices):
-    """What one rank of a tensor-parallel group holds: slices of the parameters in `splits`, and all of the others.
-
-    axis: the group, for sums and gathers; None where no ranks are.
-    """
+    """What one rank of a tensor-parallel group holds: slices of the parameters in `splits`, and all of the others."""
 
     splits: Mapping[str, Split] = field(default_factory=dict)
-    axis: TensorAxis | None = field(default=None, compare=False)
 
     def local_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         split = self.splits.get(name)
@@ -161,12 +155,4 @@ class TensorSlices(Slices):
 
     def join(self, segment: Segment, own: torch.Tensor) -> torch.Tensor:
         split = self.splits.get(segment.name)
-        return super().join(segment, own) if split is None else split.join(self.gather(own, counted=False))
-
-    def sum_(self, values: torch.Tensor) -> torch.Tensor:
-        assert self.axis is not None
-        return self.axis.sum_(values)
-
-    def gather(self, values: torch.Tensor, *, counted: bool = True, kind: str = GATHER) -> torch.Tensor:
-        assert self.axis is not None
-        return self.axis.gather(values, counted=counted, kind=kind)
+        return super().join(segment, own) if split is None else split.join(self.axis.gather(own, counted=False))
