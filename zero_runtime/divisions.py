@@ -23,8 +23,8 @@ class Divided(Protocol):
     since the last step (parallel/group_batch.py). full_logits: a context in which a head that keeps this
     rank's logits returns all of them."""
 
-    @property
-    def batch(self) -> Any: ...
+    batch: Any
+
     def full_logits(self) -> AbstractContextManager[None]: ...
     def remove(self) -> None: ...
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from zero_runtime.codec import Codec
 from zero_runtime.collectives import Collectives, Pending
+from zero_runtime.deferred_values import swap_content, values_of
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Piece, Segment
@@ -25,7 +26,6 @@ from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels import ops
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import WEIGHT_BLOCK_NUMEL
-from zero_runtime.recorded_values import swap_content, values_of
 from zero_runtime.shard_location import ON_DEVICE, OffloadedShards, ShardLocation
 from zero_runtime.tensor_source import ReadInto
 from zero_runtime.unit_planner import UnitSpec
@@ -94,8 +94,8 @@ class UnitParameters:
         self._slices = spec.slices
         self.pieces: dict[str, Piece] = {piece.name: piece for piece in layout.pieces(collectives.shard_rank)}
         self.is_quantized = precision.weights is not None
-        numel = layout.shard_numel  # S
-        self.stored_numel = int(numel * precision.stored_bytes) if self.is_quantized else numel  # of param_shard
+        # Of param_shard: S elements, or bytes of codes.
+        self.stored_numel = int(layout.shard_numel * (precision.stored_bytes if self.is_quantized else 1))
         self.param_dtype = torch.uint8 if self.is_quantized else TORCH_DTYPE[precision.param]
         self.master_dtype = TORCH_DTYPE[precision.master]
         self.state = DataState.UNSHARDED

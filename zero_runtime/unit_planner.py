@@ -37,10 +37,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from zero_runtime.deferred_values import DeferredTensor
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
-from zero_runtime.recorded_values import RecordedTensor
 from zero_runtime.slices import WHOLE, Slices
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def block_modules(model: nn.Module) -> list[nn.Module]:
 
 def _refuse_unsupported(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        plain = type(param) in (nn.Parameter, FakeTensor) or isinstance(param, RecordedTensor)
+        plain = type(param) in (nn.Parameter, FakeTensor) or isinstance(param, DeferredTensor)
         if not plain:  # dry runs use fake parameters
             raise PlanError(
                 f"parameter {name!r} is a {type(param).__name__}: expected a plain nn.Parameter; "

@@ -21,12 +21,13 @@ from zero_runtime.deepspeed.zero_names import (
     unregister_external_parameter,
     unwrap_model_for_generation,
 )
+from zero_runtime.deferred_values import values_of
 from zero_runtime.errors import ParameterReadError, PlanError, some
 from zero_runtime.memory.live_estimate import (
     estimate_zero2_model_states_mem_needs_all_live,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from zero_runtime.recorded_values import RecordedTensor, record_again, recording, take_values, values_of
+from zero_runtime.recorded_values import RecordedTensor, record_again, recording, take_values
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.world import is_joined, world_size
 

@@ -24,7 +24,7 @@ STARTS = (
     "orchestrator.worker.train",
 )
 # The wings, as prefixes of module names.
-WINGS: tuple[str, ...] = ("zero_runtime.generation", "zero_runtime.quantised")
+WINGS: tuple[str, ...] = ("zero_runtime.generation", "zero_runtime.quantised", "zero_runtime.recorded_values")
 # What a parameter passes between the plan and the step, in this order; a file may have left the list, none joins it
 # without another leaving.
 WAY = (

@@ -18,8 +18,7 @@ class QuantisedSums:
 
     def __init__(self, wire: Wire, unit: str, layout: FlatLayout, collectives: Collectives) -> None:
         self.errors: torch.Tensor | None = None
-        assert wire.reduce is not None
-        self._bits, self._feeds_back = BITS[wire.reduce], wire.error_feedback
+        self._bits, self._feeds_back = BITS[wire.reduce or ""], wire.error_feedback
         self._unit, self._layout, self._collectives = unit, layout, collectives
 
     def start(self, full: torch.Tensor, out: torch.Tensor) -> tuple[Pending, torch.Tensor, torch.Tensor]:
