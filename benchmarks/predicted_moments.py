@@ -53,7 +53,7 @@ from zero_runtime.checkpoint.hugging_face.gathered import save_gathered_weights 
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder  # noqa: E402
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint  # noqa: E402
 from zero_runtime.collectives import Collectives  # noqa: E402
-from zero_runtime.integrations.pretrained import weights_of  # noqa: E402
+from zero_runtime.deepspeed.integrations.pretrained import weights_of  # noqa: E402
 from zero_runtime.memory.census import take_census  # noqa: E402
 from zero_runtime.runtime import ZeroRuntime  # noqa: E402
 from zero_runtime.tensor_source import TensorSource  # noqa: E402

@@ -17,13 +17,13 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.text.units import spans
 from orchestrator.workloads.companions import write_companions
 from zero_runtime.checkpoint.background import BackgroundSaver
-from zero_runtime.checkpoint.foreign.formats import foreign_reader
-from zero_runtime.checkpoint.foreign.source import ForeignCheckpoint, load_foreign
 from zero_runtime.checkpoint.hugging_face.gathered import save_gathered_weights
 from zero_runtime.checkpoint.layout import step_name
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.retention import Retention, Skipped, clear_leftovers, newest_good_together, open_together
 from zero_runtime.checkpoint.save import SaveSettings
+from zero_runtime.deepspeed.foreign_checkpoints.formats import foreign_reader
+from zero_runtime.deepspeed.foreign_checkpoints.source import ForeignCheckpoint, load_foreign
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import CheckpointError
 from zero_runtime.runtime import ZeroRuntime

@@ -79,7 +79,7 @@ PLUGIN = "orchestrator/plugins/hydra_plugins/zlab_launcher/__init__.py"
 IMPORTERS = {
     "torch.distributed": {
         "zero_runtime/collectives.py",
-        "zero_runtime/comm.py",
+        "zero_runtime/deepspeed/comm.py",
         "zero_runtime/gloo.py",
         "zero_runtime/own_device.py",
         "zero_runtime/world.py",
@@ -92,8 +92,8 @@ IMPORTERS = {
     "transformers": {
         "orchestrator/workloads/models.py",
         "orchestrator/workloads/tokenizer.py",
-        "zero_runtime/integrations/pretrained.py",
-        "zero_runtime/integrations/transformers.py",
+        "zero_runtime/deepspeed/integrations/pretrained.py",
+        "zero_runtime/deepspeed/integrations/transformers.py",
         "zero_runtime/sequence_parallel/attention.py",
     },
     "peft": {"orchestrator/workloads/adapters.py"},
@@ -189,26 +189,19 @@ ROOMS = {
         "profiler": "accounting memory phase_clock runtime timing",
         "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit "
         "unit_parameters",
-        # accelerator, comm and zero are for DeepSpeed's paths, which name them once more
-        "deepspeed": "accelerator agreement checkpoint closed comm dtypes offload optim own_device pure runtime "
-        "step_report tensor_parallel tensor_source unit unit_planner users_backward watch world zero",
-        "accelerator": "",
-        "checkpointing": "deepspeed",
-        "comm": "deepspeed",
-        "ops": "deepspeed",
-        "utils": "deepspeed",
-        "zero": "comm deepspeed memory pure recorded_values runtime world",
-        "integrations": "checkpoint deepspeed initial_values pure",
-        "other_engine": "",
-        "zero_runtime": "other_engine",  # imports the others lazily, by name
+        "deepspeed": "agreement checkpoint closed dtypes initial_values memory offload optim own_device pure "
+        "recorded_values runtime step_report tensor_parallel tensor_source unit unit_planner "
+        "users_backward watch world",
+        "import_finders": "",
+        "zero_runtime": "import_finders",  # imports the others lazily, by name
     },
 }
 # Libraries that a floor may import in addition to the standard library and the floors below it.
 # The files that are exempt: they integrate another library, and are imported only where a script names them.
 INTEGRATIONS = {
     "zero_runtime/deepspeed/json_text.py": {"hjson"},
-    "zero_runtime/integrations/pretrained.py": {"transformers"},
-    "zero_runtime/integrations/transformers.py": {"transformers"},
+    "zero_runtime/deepspeed/integrations/pretrained.py": {"transformers"},
+    "zero_runtime/deepspeed/integrations/transformers.py": {"transformers"},
     "zero_runtime/sequence_parallel/attention.py": {"transformers"},
 }
 LIBRARIES = {"kernels": {"torch", "triton"}, "zero_runtime": {"torch", "numpy", "safetensors"}}

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from harness.ranks import run_alone, run_ranks
 from harness.seed_loop import initialize_quietly
 from torch import nn
-from zero_runtime.ops.adam import FusedAdam
 
 import zero_runtime
+from zero_runtime.ops.adam import FusedAdam
 
 STAGES = (0, 1, 2, 3)
 UNIT = 2.0**-24

@@ -35,4 +35,4 @@ def reset() -> None:
 
 
 def __getattr__(name: str) -> NoReturn:
-    raise missing("zero_runtime.checkpointing", name, ABSENT_OF_CHECKPOINTING)
+    raise missing(__name__, name, ABSENT_OF_CHECKPOINTING)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_runtime.other_engine import TOLD, OtherEngineFinder
+from zero_runtime.import_finders import TOLD, OtherEngineFinder
 
 # The script of a user who changed the first line; the stub stands for DeepSpeed's package.
 _SCRIPT = """

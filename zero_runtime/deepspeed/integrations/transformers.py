@@ -12,10 +12,10 @@ from typing import Any
 
 import transformers
 
+from zero_runtime.deepspeed.integrations.arguments import ZeroArguments
+from zero_runtime.deepspeed.integrations.pretrained import from_pretrained
+from zero_runtime.deepspeed.integrations.trainer import ZeroTrainer
 from zero_runtime.deepspeed.json_text import load
-from zero_runtime.integrations.arguments import ZeroArguments
-from zero_runtime.integrations.pretrained import from_pretrained
-from zero_runtime.integrations.trainer import ZeroTrainer
 
 __all__ = [
     "HfDeepSpeedConfig",

@@ -19,9 +19,9 @@ from zero_runtime.deepspeed.config import read_config
 from zero_runtime.deepspeed.engine import Engine
 from zero_runtime.deepspeed.entry import initialize
 from zero_runtime.deepspeed.full_state import full_state
+from zero_runtime.deepspeed.integrations.trainer_config import as_mapping, engine_config
 from zero_runtime.deepspeed.schedules import JsonSchedule
 from zero_runtime.errors import PlanError
-from zero_runtime.integrations.trainer_config import as_mapping, engine_config
 
 STATES = "zero"  # the folder of the engine's checkpoint inside one of the Trainer's
 _SCHEDULER = "scheduler.pt"

@@ -14,11 +14,11 @@ import torch
 from foreign.small_dcp import DATA, NAMES, SAVED, read_all, write_dcp
 from torch.distributed.checkpoint import metadata as dcp
 
-from zero_runtime.checkpoint.foreign.archive import check_archive
-from zero_runtime.checkpoint.foreign.dcp import METADATA, open_dcp
-from zero_runtime.checkpoint.foreign.deepspeed import open_deepspeed
-from zero_runtime.checkpoint.foreign.pickled import StandIn, read_pickle
 from zero_runtime.checkpoint.load import CheckpointReader
+from zero_runtime.deepspeed.foreign_checkpoints.archive import check_archive
+from zero_runtime.deepspeed.foreign_checkpoints.dcp import METADATA, open_dcp
+from zero_runtime.deepspeed.foreign_checkpoints.deepspeed import open_deepspeed
+from zero_runtime.deepspeed.foreign_checkpoints.pickled import StandIn, read_pickle
 from zero_runtime.errors import CheckpointError
 
 MADE = Path(__file__).resolve().parents[3] / "foreign" / "deepspeed"  # by tests/foreign/make_deepspeed.py

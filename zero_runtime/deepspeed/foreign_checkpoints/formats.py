@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from zero_runtime.checkpoint.foreign.dcp import is_dcp, open_dcp
-from zero_runtime.checkpoint.foreign.deepspeed import is_deepspeed, open_deepspeed
-from zero_runtime.checkpoint.foreign.source import ForeignCheckpoint
+from zero_runtime.deepspeed.foreign_checkpoints.dcp import is_dcp, open_dcp
+from zero_runtime.deepspeed.foreign_checkpoints.deepspeed import is_deepspeed, open_deepspeed
+from zero_runtime.deepspeed.foreign_checkpoints.source import ForeignCheckpoint
 
 
 def foreign_reader(path: Path) -> Callable[[Iterable[str]], ForeignCheckpoint] | None:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from zero_runtime import comm
+from zero_runtime.deepspeed import comm
 from zero_runtime.deepspeed.absent import ABSENT_OF_ZERO, missing
 from zero_runtime.deepspeed.entry import init_distributed, own_device
 from zero_runtime.deepspeed.live_engines import owned
@@ -210,4 +210,4 @@ def _changed(found: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 
 
 def __getattr__(name: str) -> NoReturn:
-    raise missing("zero_runtime.zero", name, ABSENT_OF_ZERO)
+    raise missing(__name__, name, ABSENT_OF_ZERO)

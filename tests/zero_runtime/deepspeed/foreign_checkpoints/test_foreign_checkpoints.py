@@ -20,9 +20,9 @@ from harness.ranks import run_ranks
 from safetensors.torch import load_file
 from torch import nn
 
-from zero_runtime.checkpoint.foreign.dcp import METADATA, is_dcp, open_dcp
-from zero_runtime.checkpoint.foreign.deepspeed import is_deepspeed, open_deepspeed
-from zero_runtime.checkpoint.foreign.source import ForeignCheckpoint, load_foreign
+from zero_runtime.deepspeed.foreign_checkpoints.dcp import METADATA, is_dcp, open_dcp
+from zero_runtime.deepspeed.foreign_checkpoints.deepspeed import is_deepspeed, open_deepspeed
+from zero_runtime.deepspeed.foreign_checkpoints.source import ForeignCheckpoint, load_foreign
 from zero_runtime.errors import CheckpointError
 from zero_runtime.optim.configs import AdamWConfig, OptimizerConfig, SgdConfig
 from zero_runtime.plan import ZeroPlan

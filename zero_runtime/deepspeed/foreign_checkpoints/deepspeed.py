@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from zero_runtime.checkpoint.files import opened, read_small_file
-from zero_runtime.checkpoint.foreign.pickled import StandIn, field
-from zero_runtime.checkpoint.foreign.source import Chunk, ForeignCheckpoint, Shape, of_tensor
 from zero_runtime.checkpoint.layout import MASTER
+from zero_runtime.deepspeed.foreign_checkpoints.pickled import StandIn, field
+from zero_runtime.deepspeed.foreign_checkpoints.source import Chunk, ForeignCheckpoint, Shape, of_tensor
 from zero_runtime.errors import CheckpointError, brief
 
 LATEST = "latest"

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zero_runtime.deepspeed.integrations.trainer_config import as_mapping
 from zero_runtime.errors import PlanError
-from zero_runtime.integrations.trainer_config import as_mapping
 
 
 class ZeroArguments:

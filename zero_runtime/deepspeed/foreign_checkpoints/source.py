@@ -17,9 +17,9 @@ import torch
 
 from zero_runtime.agreement import agree, trouble_of
 from zero_runtime.checkpoint.compatibility import check_shapes, kept_buffers
-from zero_runtime.checkpoint.foreign.archive import check_archive
 from zero_runtime.checkpoint.layout import MASTER
 from zero_runtime.checkpoint.load import fill
+from zero_runtime.deepspeed.foreign_checkpoints.archive import check_archive
 from zero_runtime.errors import CheckpointError, brief
 from zero_runtime.optim.configs import TorchConfig
 from zero_runtime.runtime import ZeroRuntime

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_runtime.checkpoint.files import opened, read_small_file
-from zero_runtime.checkpoint.foreign.archive import check_archive
-from zero_runtime.checkpoint.foreign.pickled import StandIn, field, read_pickle
-from zero_runtime.checkpoint.foreign.source import Chunk, ForeignCheckpoint, Shape
 from zero_runtime.checkpoint.layout import MASTER
+from zero_runtime.deepspeed.foreign_checkpoints.archive import check_archive
+from zero_runtime.deepspeed.foreign_checkpoints.pickled import StandIn, field, read_pickle
+from zero_runtime.deepspeed.foreign_checkpoints.source import Chunk, ForeignCheckpoint, Shape
 from zero_runtime.errors import CheckpointError, brief
 
 METADATA = ".metadata"
