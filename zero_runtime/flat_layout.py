@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 # A shard's size is a multiple of this, so that every shard starts at a 64-byte boundary in dtypes of 16 bits or more.
 SHARD_ALIGNMENT_NUMEL = 32
+READ_NUMEL = 4 << 20  # elements read from a source at a time: bounds the memory needed in addition to the shards
 
 
 class Flat(Protocol):

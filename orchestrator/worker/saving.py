@@ -17,16 +17,14 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.text.units import spans
 from orchestrator.workloads.companions import write_companions
 from zero_runtime.checkpoint.background import BackgroundSaver
-from zero_runtime.checkpoint.hugging_face.gathered import save_gathered_weights
 from zero_runtime.checkpoint.layout import step_name
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.retention import Retention, Skipped, clear_leftovers, newest_good_together, open_together
 from zero_runtime.checkpoint.save import SaveSettings
-from zero_runtime.deepspeed.foreign_checkpoints.formats import foreign_reader
-from zero_runtime.deepspeed.foreign_checkpoints.source import ForeignCheckpoint, load_foreign
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import CheckpointError
 from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.wings import FOREIGN_READER, LOAD_FOREIGN, WRITE_WEIGHTS_FOLDER, load
 
 AUTO, NONE = "auto", "none"
 
@@ -93,7 +91,8 @@ class Saving:
             clear_leftovers(self._attempt.checkpoints)
         checkpoint = self._own() if self._restarted else None
         if checkpoint is None:
-            reader = None if self._config.resume in (AUTO, NONE) else foreign_reader(Path(self._config.resume))
+            named = self._config.resume not in (AUTO, NONE)
+            reader = load(FOREIGN_READER)(Path(self._config.resume)) if named else None
             if reader is not None:
                 return self._take_over(reader)
             checkpoint = self._chosen()
@@ -116,12 +115,12 @@ class Saving:
             self._tell("resumed", step=progress.step, path=str(checkpoint.path), **missing)
         return progress
 
-    def _take_over(self, reader: Callable[[Iterable[str]], ForeignCheckpoint]) -> Progress:
+    def _take_over(self, reader: Callable[[Iterable[str]], Any]) -> Progress:
         """Loads another library's states and its number of updates, which Adam's bias correction needs.
 
         Steps, data and schedule start again: its checkpoint has none of ours.
         """
-        foreign = load_foreign(self._runtime, reader)
+        foreign = load(LOAD_FOREIGN)(self._runtime, reader)
         self.first_update = self._runtime.updates
         if self._rank == 0:
             self._tell("resumed", step=0, path=str(foreign.path), kind=foreign.kind, updates=foreign.updates)
@@ -240,7 +239,7 @@ class Saving:
         dtype = str(self._config.weights)
         if self._config.weights is WeightsExport.none:
             return
-        save_gathered_weights(self._runtime, self._attempt.weights, dtype=TORCH_DTYPE[dtype])
+        load(WRITE_WEIGHTS_FOLDER)(self._runtime, self._attempt.weights, dtype=TORCH_DTYPE[dtype])
         if self._rank == 0:
             write_companions(self._attempt.weights, self._run, dtype)
 

@@ -22,9 +22,7 @@ from orchestrator.worker.sliced import check_sequences, messages_of, slices_of, 
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model
 from zero_runtime.activations.recompute import Recomputation
-from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.collectives import Collectives
-from zero_runtime.deepspeed.integrations.pretrained import weights_of
 from zero_runtime.dtypes import short_name
 from zero_runtime.initial_values import Initialise
 from zero_runtime.kernels.registration import prepare
@@ -38,6 +36,7 @@ from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.sequence_parallel.division import SequenceParallel
 from zero_runtime.unit_planner import UnitRules
 from zero_runtime.watch.watch import RankWatch
+from zero_runtime.wings import READ_WEIGHTS_FOLDER, load
 
 
 def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
@@ -141,8 +140,8 @@ def build_runtime(
     )
     with ExitStack() as stack:
         if config.model.path is not None:
-            folder = stack.enter_context(WeightsFolder(config.model.path))
-            settings = replace(settings, weights=weights_of(folder, model))
+            weights = stack.enter_context(load(READ_WEIGHTS_FOLDER)(config.model.path, model))
+            settings = replace(settings, weights=weights)
         runtime = ZeroRuntime(
             model,
             config.zero.plan,

@@ -9,9 +9,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from zero_runtime.checkpoint.hugging_face.source import Renamed
 from zero_runtime.initial_values import parameters_on_meta
-from zero_runtime.tensor_source import TensorSource
+from zero_runtime.tensor_source import Renamed, TensorSource
 
 ALL_LINEAR = "all-linear"  # PEFT's name for all linear layers except the head
 ADAPTER = "adapter_model"  # start of the name of the weights file in a PEFT folder

@@ -129,6 +129,7 @@ ROOMS = {
         "shipped": "",
     },
     "zero_runtime": {
+        "wings": "",
         "dtypes": "",
         "process_identity": "",
         "own_device": "pure",

@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from zero_runtime.flat_layout import READ_NUMEL
 from zero_runtime.memory.counted_unit import Book, Copying, CountedUnit, CountRules
 from zero_runtime.memory.model import UnitSize
 from zero_runtime.offload.memory import Moves, largest_read
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 
-READ_NUMEL = 4 << 20  # elements read from a source at a time: bounds the memory needed in addition to the shards
 READ_BYTES = 4  # of an element, at most
 DRAWN_BYTES = 4  # models are built in fp32
 RANDOM_STATE_BYTES = 5056  # of the CPU's generator, which is restored after each parameter

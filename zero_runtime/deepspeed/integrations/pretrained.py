@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from zero_runtime.checkpoint.hugging_face.source import Renamed, WeightsFolder, match_names
+from zero_runtime.checkpoint.hugging_face.names import weights_for
+from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.deepspeed.pending_weights import expect_weights
 from zero_runtime.errors import PlanError
 from zero_runtime.initial_values import parameters_on_meta
-
-# Tensors that older versions of transformers saved although models compute them: causal masks, rotary frequencies.
-_NEEDED_BY_NONE = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.attention\.(masked_)?bias$")
 
 
 def from_pretrained(model_class: Any, folder: str | Path, **settings: Any) -> Any:
@@ -40,45 +33,5 @@ def from_pretrained(model_class: Any, folder: str | Path, **settings: Any) -> An
     with parameters_on_meta():
         model = model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
     WeightsFolder(path).close()  # raises now, not in initialize, if a file is missing or damaged
-    expect_weights(model, partial(_opened, path))
+    expect_weights(model, partial(weights_for, path))
     return model.eval()
-
-
-@contextmanager
-def _opened(path: Path, model: nn.Module) -> Iterator[Renamed]:
-    with WeightsFolder(path) as folder:
-        yield weights_of(folder, model)
-
-
-def weights_of(folder: WeightsFolder, model: nn.Module) -> Renamed:
-    """The folder's weights under the names of `model`, an architecture of transformers or PEFT's wrapper of one.
-
-    A folder may use any name of a tied weight, may hold the bare model, whose names lack the head model's prefix, and
-    contains no adapters, which get no values. The model's persistent buffers are filled here. CheckpointError if a
-    weight is missing or left over.
-    """
-    inner = next((module for module in model.modules() if hasattr(type(module), "base_model_prefix")), model)
-    prefix = f"{getattr(inner, 'base_model_prefix', '')}."
-    names: dict[int, list[str]] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
-        if "lora_" not in name and not _is_dropped(model, name):
-            # The names under which a folder may store this tensor.
-            plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-            names.setdefault(id(tensor), []).extend([name, plain, plain.removeprefix(prefix), f"{prefix}{plain}"])
-    own = {aliases[0]: aliases for aliases in names.values()}
-    known = {alias for aliases in own.values() for alias in aliases}
-    unused = (*_NEEDED_BY_NONE, *(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()))
-    theirs = [
-        name for name in folder.names() if name in known or not any(re.search(pattern, name) for pattern in unused)
-    ]
-    matches = match_names(own, theirs, str(folder.path))
-    buffers = dict(model.named_buffers())
-    for name in matches.keys() & buffers.keys():
-        buffers[name].copy_(folder.read(matches[name], 0, buffers[name].numel()).view(buffers[name].shape))
-    return Renamed(folder, {name: alias for name, alias in matches.items() if name not in buffers})
-
-
-def _is_dropped(model: nn.Module, name: str) -> bool:
-    """Whether the name belongs to a buffer that is not saved with the model."""
-    path, _, key = name.rpartition(".")
-    return key in model.get_submodule(path)._non_persistent_buffers_set

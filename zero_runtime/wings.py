@@ -1,0 +1,21 @@
+"""The table of the wings: what the runtime reaches by name alone, and imports when it is used.
+
+A wing may import the rest of the runtime, which never imports a wing; see orchestrator/wings/__init__.py.
+"""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import Any
+
+# What opens another library's checkpoint in a folder, or None, and what loads it into a runtime.
+FOREIGN_READER = "zero_runtime.deepspeed.foreign_checkpoints.formats:foreign_reader"
+LOAD_FOREIGN = "zero_runtime.deepspeed.foreign_checkpoints.source:load_foreign"
+# A folder of weights as a source for a model, and the writer of one.
+READ_WEIGHTS_FOLDER = "zero_runtime.checkpoint.hugging_face.names:weights_for"
+WRITE_WEIGHTS_FOLDER = "zero_runtime.checkpoint.hugging_face.gathered:save_gathered_weights"
+
+
+def load(place: str) -> Any:
+    """The object that "package.module:attribute" names."""
+    return resolve_name(place)
