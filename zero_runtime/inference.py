@@ -30,10 +30,6 @@ def begin_inference(
         rule = "inference has no optimizer states to offload: expected offload.params alone"
         fixes = ("offload=none",) if plan.keeps_full_params else (f"offload.params={offload.optimizer}", "offload=none")
         raise ConfigError([Broken(rule, f"offload.optimizer={offload.optimizer}", fixes)])
-    if offload.speculative:
-        raise ConfigError(
-            [Broken("inference has no step", "offload.step=speculative", ("offload.step=after_backward",))]
-        )
     model.requires_grad_(False)
     return plan if precision.weights is None else plan.freeing_params()
 

@@ -109,8 +109,6 @@ class ZeroRuntime:
         self._renewal = sorted(self.units, key=lambda unit: model not in unit.modules)
         self.renew()
         self.collectives.journal.begin("forward")
-        self._expected: float | Rates | None = None  # the learning rate of the current step, from `expect_rate`
-        self._warned = False
         self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its backward freed its graph
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         trouble = accounting.saving_trouble(self) if self.trains else None
@@ -133,9 +131,8 @@ class ZeroRuntime:
             self._batch = self.sequence.batch
 
     def _collaborators(self) -> Collaborators:
-        guess = self._guess if self.settings.offload.speculative else None
         units, schedule, hooks = self.units, self._schedule, self._hooks
-        return Collaborators(units, schedule, hooks, self.collectives, self.device, lambda: self.scaler.scale, guess)
+        return Collaborators(units, schedule, hooks, self.collectives, self.device, lambda: self.scaler.scale)
 
     def resident(self, unit: Unit, *, writes: bool = False) -> AbstractContextManager[None]:
         """Keep all shards of the unit in memory inside the context; with `writes`, changes are written back at exit."""
@@ -239,31 +236,6 @@ class ZeroRuntime:
         """Whether the first backward read the unit's parameters. It reads frozen ones to pass gradients on."""
         return self._schedule.reads_in_backward(unit)
 
-    def expect_rate(self, lr: float | Rates) -> None:
-        """Announce the rate that `step` will be called with. Call it before the step's last backward.
-
-        OffloadPlan.speculative needs it to update units during backward. If `step` is called with another rate, the
-        update is redone with that rate, and the result is the same bit for bit as without speculation. (The last step's
-        rate is no substitute: a schedule changes it in every step, so every update would be redone.)
-        """
-        self.optimizer.check_rates(lr)
-        self._expected = lr
-
-    def _guess(self) -> None:
-        """Let offloaded units update as soon as their gradients are reduced, with the expected rate and no clipping.
-
-        Without an expected rate they are updated in `step`; warns once.
-        """
-        if self._expected is not None:
-            self.optimizer.guess(self._expected, torch.ones(()) / self.scaler.scale)
-        elif not self._warned:
-            self._warned = True
-            warnings.warn(
-                "offload.step=speculative: expected the rate of the step before its last backward, found none, so "
-                "units are updated after backward; call runtime.expect_rate(lr) first",
-                stacklevel=3,
-            )
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep the gradients of the backwards inside full and unreduced on each rank.
@@ -364,13 +336,11 @@ class ZeroRuntime:
         return StepReport(loss_value, norm_value, skipped, self.scaler.scale, any(rest)), norm
 
     def check_weights(self, call: str) -> None:
-        """Raise CallOrderError if the runtime has no parameters, or their update may have begun."""
+        """Raise CallOrderError if the runtime has no parameters."""
         if not self.units:
             raise CallOrderError(
                 f"{call}: expected a model with parameters, found none: it has none, or the runtime was closed"
             )
-        if self.settings.offload.speculative:
-            self._check_no_backwards(call)
 
     def check_between_steps(self, call: str) -> None:
         """Raise CallOrderError if the step has gradients, which `call` would lose, or the runtime no parameters."""
@@ -389,7 +359,6 @@ class ZeroRuntime:
         for unit in self.units:
             unit.free_grads()
         self.backwards.clear()
-        self._expected = None
         self._loss.zero_()
 
     def find_non_finite(self, backwards: Callable[[], None]) -> str:

@@ -82,6 +82,5 @@ def moves_of(settings: RuntimeSettings, config: OptimizerConfig, shard_count: in
         settings.micro_batches,
         tuple(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in config.held_states),
         1 if offload.scratch is None else offload.scratch.ahead,
-        offload.speculative,
         offload.params is Tier.NVME,
     )

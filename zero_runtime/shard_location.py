@@ -42,7 +42,7 @@ class ShardLocation:
 
     def settle(self) -> None:
         """Block until no update or copy of the unit is under way, so that its shards may be read. To write them, enter
-        the tier's `resident(writes=True)`, which also discards second copies of a speculative step."""
+        the tier's `resident(writes=True)`."""
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """The unit's tensors in host memory that its tier owns, by component, for counting; see StateTier."""

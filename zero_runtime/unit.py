@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from threading import Event
 
 import torch
 from torch import nn
@@ -71,7 +70,6 @@ class Unit:
         self._gradients = UnitGradients(
             spec, self.layout, plan, collectives, device, spec.precision.grad(micro_batches), wire
         )
-        self.grad_sent = Event()  # set once grad_shard of the step is where an offloaded unit is updated
         # Fixed properties of the tensors, as they were allocated.
         self.params: list[nn.Parameter] = parameters.params
         self.param_dtype = parameters.param_dtype
@@ -303,7 +301,6 @@ class Unit:
         if self._parameters.location is not ON_DEVICE:
             self._gradients.keep_squares()
             self._parameters.location.send_grad()
-            self.grad_sent.set()
 
     def grad_squares(self) -> torch.Tensor | None:
         """0-dim fp64: the sum of squares of this rank's part of the gradient; None without a gradient."""

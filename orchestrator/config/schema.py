@@ -377,16 +377,28 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     return plain(config)
 
 
+# Keys that earlier versions had, each with the value that describes all runs today.
+FORMER_KEYS = {"offload.step": "after_backward"}
+
+
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
     """The inverse of to_dict. Raises one ConfigError with every unknown key, wrong type and bad value.
 
     A record without `hardware`, `parallel` or `train` is of an earlier version, which knew this machine, full models
-    and measured steps only.
+    and measured steps only. One with a key of FORMER_KEYS is of an earlier version too.
     """
     config: RunConfig
+    former = {name: _without_former(name, group) for name, group in data.items()}
     config, broken = build(
-        RunConfig, {"hardware": plain(GpuNode()), "parallel": plain(Parallel()), "train": plain(Train()), **data}
+        RunConfig, {"hardware": plain(GpuNode()), "parallel": plain(Parallel()), "train": plain(Train()), **former}
     )
     if broken:
         raise ConfigError(broken)
     return config
+
+
+def _without_former(name: str, group: Any) -> Any:
+    """The group without the keys of FORMER_KEYS that have the value of all runs today."""
+    if not isinstance(group, Mapping):
+        return group
+    return {key: value for key, value in group.items() if (f"{name}.{key}", value) not in FORMER_KEYS.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from orchestrator.config.parts import part
-from orchestrator.config.strict import Limits, Word
+from orchestrator.config.strict import Limits
 from zero_runtime.limits import broken_by
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_settings import ScratchSettings
@@ -17,11 +17,6 @@ from zero_runtime.precision import MixedPrecision
 from zero_runtime.wire import EXACT, Wire
 
 Compute = Literal["auto", "fp32", "bf16", "fp16"]
-
-
-class StepTime(Word):
-    after_backward = "after_backward"
-    speculative = "speculative"
 
 
 @dataclass(frozen=True)
@@ -110,9 +105,7 @@ class Offload:
     """Where parameter shards (`params`), and master weights and optimizer states (`optimizer`), are stored between
     their uses.
 
-    `ratio`: the share of the trained elements whose units are offloaded. `step`: after_backward updates the units once
-    the gradient norm is known; speculative updates copies of them during backward, and discards these if the norm
-    requires it.
+    `ratio`: the share of the trained elements whose units are offloaded.
 
     The other keys are for nvme only. `folder`: the folder of the scratch files; null is a folder in the output folder.
     `block_mib`: size of an I/O request. `requests`: the number of requests in flight. `ahead`: the number of units that
@@ -122,7 +115,6 @@ class Offload:
     params: Tier = Tier.DEVICE
     optimizer: Tier = Tier.DEVICE
     ratio: float = 1.0
-    step: StepTime = StepTime.after_backward
     folder: str | None = None
     block_mib: int = 4
     requests: int = 4
@@ -147,4 +139,4 @@ class Offload:
 
     def plan(self) -> OffloadPlan:
         scratch = self.scratch() if self.uses_nvme else None
-        return OffloadPlan(self.params, self.optimizer, self.ratio, scratch, self.step is StepTime.speculative)
+        return OffloadPlan(self.params, self.optimizer, self.ratio, scratch)

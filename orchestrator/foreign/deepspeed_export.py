@@ -6,7 +6,6 @@ from typing import Any
 
 from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import RunConfig
-from orchestrator.config.state_groups import StepTime
 from orchestrator.foreign import dropin_words
 from orchestrator.foreign.importing import OURS
 from orchestrator.foreign.point_words import values_of_point, words_of_point
@@ -122,8 +121,6 @@ def notes_of(config: RunConfig) -> list[str]:
     notes = []
     if config.zero.stage == 3:
         notes.append("stage 3: DeepSpeed prefetches by elements and keeps up to stage3_max_live_parameters (1e9)")
-    if config.offload.step is StepTime.speculative:
-        notes.append("offload.step=speculative: DeepSpeed updates after backward; its ZenFlow is another algorithm")
     rule = config.optimizer.rule
     if isinstance(rule, LambConfig) and None in (rule.min_coeff, rule.max_coeff):
         notes.append("Lamb: DeepSpeed limits the trust ratio to [0.01, 10]")

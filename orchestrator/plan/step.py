@@ -190,7 +190,6 @@ class ConfigMemory:
             config.batch.accumulation or 1,
             tuple(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in config.optimizer.rule.held_states),
             1 if plan.scratch is None else plan.scratch.ahead,
-            plan.speculative,
             config.offload.params is Tier.NVME,
         )
 

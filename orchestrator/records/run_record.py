@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.schema import FORMER_KEYS
 from orchestrator.machine import provenance
 from orchestrator.machine.processes import is_alive, started
 from orchestrator.records import contents
@@ -169,6 +170,9 @@ def without_ignored(config: Mapping[str, Any], prefix: str = "") -> dict[str, An
         kept[key] = without_ignored(value, f"{full}.") if isinstance(value, dict) else value
         if value and kept[key] == {}:
             del kept[key]
+    for full, value in FORMER_KEYS.items():  # so that the points of earlier versions keep their ids
+        if full.startswith(prefix) and "." not in full[len(prefix) :]:
+            kept.setdefault(full[len(prefix) :], value)
     return kept
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from orchestrator.config.lossy import lossy_words
 from orchestrator.config.schema import AdapterKind, CheckpointKind, DataKind, RunConfig, Tokenizer, to_dict
-from orchestrator.config.state_groups import Offload, StepTime
+from orchestrator.config.state_groups import Offload
 from orchestrator.rounds import recorded
 from orchestrator.rounds.intervals import of_rounds
 from orchestrator.text.paths import program
@@ -123,8 +123,7 @@ def _offload_text(offload: Offload) -> str:
     moved = {tier: " and ".join(name for name in what if what[name] is tier) for tier in places}
     moves = ", ".join(f"{names} in {places[tier]}" for tier, names in moved.items() if names)
     share = "" if offload.ratio == 1 else f"{offload.ratio:.0%} of the units: "
-    early = ", updated during backward" if offload.step is StepTime.speculative else ""
-    return f"{share}{moves}{early}"
+    return f"{share}{moves}"
 
 
 def _data_text(config: RunConfig) -> str:

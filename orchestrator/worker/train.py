@@ -259,8 +259,6 @@ class RankRun:
             tokens = runtime.sum_over_ranks(count).clamp(min=1)
         # The schedule does not count skipped steps, nor the updates that another library made before this run.
         rates = self._schedule.rates(runtime.updates - self._saving.first_update)
-        # Speculative optimizer steps run during the last backward, so they need the rate before it.
-        runtime.expect_rate(rates)
         counts = step == self._census_step
         with self._audit if counts else contextlib.nullcontext():
             self._backwards(batches, tokens, counting=counts)

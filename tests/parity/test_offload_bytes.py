@@ -31,11 +31,11 @@ def plans_of(stage: int, folder: Path) -> list[OffloadPlan]:
     nvme = offload_to(folder, params=False)
     plans = [
         replace(HOST, ratio=0.5),
-        replace(HOST, speculative=True),
+        HOST,
         nvme,
-        replace(nvme, ratio=0.5, speculative=True),
+        replace(nvme, ratio=0.5),
         replace(nvme, copies=PlainCopies),
-        replace(nvme, ratio=0.5, speculative=True, copies=PlainCopies),
+        replace(nvme, ratio=0.5, copies=PlainCopies),
     ]
     if stage == 3:
         plans += [replace(plan, params=Tier.HOST) for plan in plans[-2:]]
@@ -50,7 +50,6 @@ def _counts(folder: Path, setting: Setting) -> None:
     for plan in plans_of(setting.stage, folder):
         runtime = runtime_of(setting, plan, clip_norm=1.0)
         for step in range(3):
-            runtime.expect_rate(LR)
             backwards_of_step(runtime, case, step)
             runtime.step(LR)
         backwards_of_step(runtime, case, 3)

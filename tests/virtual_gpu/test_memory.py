@@ -26,7 +26,6 @@ ROWS = [
     Row(shard_ranks=2, outer_sharding="optim", offload="optimizer"),
     *(Row(stage=stage, offload="optimizer") for stage in (0, 1, 2, 3)),
     *(Row(offload=offload, prefetch=prefetch) for offload in ("params", "both", "both nvme") for prefetch in (1, 3)),
-    *(Row(offload="both", speculative=guess) for guess in ("right", "wrong")),
     *(
         Row(recompute=kind, offload=offload)
         for kind in ("none", "full", "every_nth", "by_operation")

@@ -19,9 +19,9 @@ VARIABLE = "ZERO_RUNTIME_CHECK_WRITES"
 def check_writes(runtime: ZeroRuntime) -> None:
     """With the variable set, raise on all ranks if a weight of one is not its rounded master. A collective.
 
-    Nothing is checked at stage 3, where such a write raises itself, and with speculative updates.
+    Nothing is checked at stage 3, where such a write raises itself.
     """
-    if not os.environ.get(VARIABLE) or not runtime.plan.keeps_full_params or runtime.settings.offload.speculative:
+    if not os.environ.get(VARIABLE) or not runtime.plan.keeps_full_params:
         return
     ranks = runtime.collectives.gather_objects(_differing(runtime))
     every = dict.fromkeys(name for names in ranks for name in names)

@@ -48,7 +48,6 @@ class OffloadedUnit:
     param_at: int
     size: int
     offset: int = 0  # in the file, in bytes
-    other: int | None = None  # offset of the second copy, which a speculative step writes
     is_bound: bool = False  # the record is in a slot, and the unit's shards are views of it
     is_written_back: bool = False
     param_slot: torch.Tensor | None = None  # while the parameters alone are in memory or being read
@@ -132,11 +131,9 @@ class Visit:
     reading: Waits | None = None  # the read of the record into the slot, if it was started ahead of its update
 
 
-def lay_out(records: Iterable[OffloadedUnit], *, doubled: bool) -> int:
-    """Assign every record its offset, and if `doubled` a second one for speculative steps; return the total bytes."""
+def lay_out(records: Iterable[OffloadedUnit]) -> int:
+    """Assign every record its offset; return the total bytes."""
     end = 0
     for record in records:
         record.offset, end = end, end + record.size
-        if doubled and record.unit.states_offloaded:
-            record.other, end = end, end + record.size
     return end

@@ -28,7 +28,7 @@ def buffer_bytes(size: int) -> int:
 @dataclass(frozen=True)
 class OffloadBytes:
     """Bytes of one rank. params, grads, optimizer: states stored in host memory. staging: other host buffers, for
-    transfers and for the second copies of a speculative step. scratch: size of the scratch file; 0 without one."""
+    transfers. scratch: size of the scratch file; 0 without one."""
 
     params: int = 0
     grads: int = 0
@@ -53,7 +53,6 @@ class Moves:
     micro_batches: int = 1
     state_bytes: tuple[float, ...] = (4, 4)
     ahead: int = 1
-    speculative: bool = False
     params_in_file: bool = True
 
 
@@ -76,7 +75,6 @@ def host_bytes(units: Units, moves: Moves) -> OffloadBytes:
         grads += buffer_bytes(shard * ITEMSIZE_BYTES[kind.grad(moves.micro_batches)])
         if kind.master != kind.param and not size.params_offloaded:
             staging += buffer_bytes(shard * ITEMSIZE_BYTES[kind.param])
-        staging += (states + param) * moves.speculative
     return OffloadBytes(params, grads, optimizer, staging)
 
 
@@ -96,11 +94,11 @@ def nvme_bytes(units: Units, moves: Moves, *, stepped: bool = True) -> OffloadBy
         records.append(record)
         param_parts.append(in_file)
         updated += offloaded
-        scratch += record * (2 if offloaded and moves.speculative else 1)
+        scratch += record
         params += buffer_bytes(param) if param and not in_file else 0
         if offloaded and size.separate_memory:
             grads += buffer_bytes(shard * ITEMSIZE_BYTES[kind.grad(moves.micro_batches)])
-        if offloaded and not in_file and (moves.speculative or (size.separate_memory and not param)):
+        if offloaded and size.separate_memory and not param:
             staging += buffer_bytes(shard * ITEMSIZE_BYTES[kind.param])
     if any(records):
         slots = max(min(updated, 2 * moves.ahead + 1), 1) if stepped else 1

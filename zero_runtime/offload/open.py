@@ -13,7 +13,6 @@ from zero_runtime.offload.copy_streams import copies_for
 from zero_runtime.offload.host import HostTier
 from zero_runtime.offload.nvme import NvmeTier
 from zero_runtime.offload.plan import OffloadPlan, Sized, Tier, offloaded_units
-from zero_runtime.offload.speculation import SpeculativeTier
 from zero_runtime.offload.tier import NOTHING_OFFLOADED, StatesOf, StateTier, is_offloaded
 from zero_runtime.shard_location import OffloadedShards
 from zero_runtime.unit import Unit
@@ -44,7 +43,7 @@ def open_tier(
             opened.append(NvmeTier(held, states_of, plan, copies, collectives.rank))
         else:
             assert copies is not None, "host offload needs copies between two memories"
-            opened.append(HostTier(held, states_of, copies, speculative=plan.speculative))
+            opened.append(HostTier(held, states_of, copies))
 
     try:
         agree(collectives, trouble_of(open_own))
@@ -52,4 +51,4 @@ def open_tier(
         for tier in opened:
             tier.close()
         raise OffloadError(str(error)) from None
-    return SpeculativeTier(opened[0]) if plan.speculative else opened[0]
+    return opened[0]

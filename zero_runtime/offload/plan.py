@@ -37,8 +37,6 @@ class OffloadPlan:
         states. On a CPU the host is the device, so HOST changes nothing there.
     ratio: share of the trained elements whose units are offloaded; the other units stay on the device.
     scratch: settings of the scratch file, for tier NVME only.
-    speculative: units are updated as their gradients arrive, as if nothing would be clipped and all gradients were
-        finite. The current values are kept until the norm is known, so every step has the same bits as otherwise.
     copies: creates the copies between a device and the host; None chooses by device. If given, the host counts as
         separate memory on a CPU too: the same code path with other copies.
     """
@@ -47,7 +45,6 @@ class OffloadPlan:
     optimizer: Tier = Tier.DEVICE
     ratio: float = 1.0
     scratch: ScratchSettings | None = None
-    speculative: bool = False
     copies: Callable[[torch.device], Copies] | None = None
 
     def __post_init__(self) -> None:
@@ -74,18 +71,11 @@ class OffloadPlan:
 
     def check(self, plan: ZeroPlan, device: str) -> None:
         """PlanError if parameters are to be offloaded and `plan` keeps full ones (moving their shards would save
-        nothing) or those of a group, if a speculative step has no offloaded states, or if offload does not support the
-        device type."""
+        nothing) or those of a group, or if offload does not support the device type."""
         if device not in ("cpu", "cuda") and (self.uses_nvme or self.uses_host):
             raise PlanError(
                 f"offload: expected a CPU or a CUDA device, found {device}, from which nothing is moved yet; use "
                 "offload=none"
-            )
-        moves_states = self.optimizer is Tier.NVME or (self.optimizer is Tier.HOST and self.has_separate_memory(device))
-        if self.speculative and not moves_states:
-            raise PlanError(
-                f"offload.step=speculative: expected masters and states that are offloaded from {device}, found that "
-                "they stay on it; use optimizer_nvme, or optimizer_cpu on a GPU, or offload.step=after_backward"
             )
         if self.params is not Tier.DEVICE and plan.params is Partition.REPLICATED:
             raise PlanError(

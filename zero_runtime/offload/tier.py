@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from zero_runtime.flat_layout import FlatLayout
-from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.shard_location import ShardLocation
 from zero_runtime.unit import Unit
 
@@ -52,16 +50,8 @@ class Shards:
 StatesOf = Callable[[Unit], dict[str, torch.Tensor]]  # the optimizer's states of a unit, by name
 
 
-@dataclass(frozen=True)
-class Update:
-    """One step's update of units. Two updates are equal if their rates and their factor of the gradients are.
-
-    apply: updates the shards that a tier lends for a unit, in place; may be called from any thread.
-    """
-
-    rates: Rates
-    grad_scale: float
-    apply: Callable[[Unit, Shards], None] = field(compare=False)
+# Updates the shards that a tier lends for a unit, in place; may be called from any thread.
+Update = Callable[[Unit, Shards], None]
 
 
 class StateTier:
@@ -85,23 +75,14 @@ class StateTier:
         if they are in memory."""
         return None
 
-    def expect(self, units: Sequence[Unit], update: Update | None = None) -> None:
-        """Announce that an update of these units or `forget` will follow. Called when the gradients are complete, or
-        when the last backward begins, with the update that will probably follow."""
+    def expect(self, units: Sequence[Unit]) -> None:
+        """Announce that an update of these units or `forget` will follow. Called when the gradients are complete."""
 
     def forget(self) -> None:
         """The update that was announced will not follow."""
 
     def update(self, units: Sequence[Unit], update: Update) -> None:
         """Update these units in order. May return before that is done; each unit's location tracks it."""
-
-    def draft(self, units: Sequence[Unit], update: Update, ready: Callable[[Unit], None]) -> None:
-        """Update second copies of these units, in order, each after `ready` has returned for it. The current shards and
-        the parameters on the device stay as they are. Blocks; called from another thread."""
-
-    def adopt(self, units: Sequence[Unit], drafted: Future[None]) -> None:
-        """Make the second copies of these units current, in order, after `drafted` is done. May return before that;
-        each unit's location tracks it."""
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Host tensors that this tier holds, by component (params, grads, optimizer, staging), for counting."""

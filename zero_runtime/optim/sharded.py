@@ -14,7 +14,7 @@ from zero_runtime.collectives import Collectives
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
 from zero_runtime.kernels import ops
-from zero_runtime.offload.tier import NOTHING_OFFLOADED, Shards, StateTier, Update, is_offloaded
+from zero_runtime.offload.tier import NOTHING_OFFLOADED, Shards, StateTier, is_offloaded
 from zero_runtime.optim.configs import (
     SIGNED_MOMENTS,
     HeldState,
@@ -116,7 +116,7 @@ class ShardedOptimizer:
             self._rule.update(self._staying, numbers)
             if self._tier is not NOTHING_OFFLOADED:
                 both = (numbers, replace(numbers, grad_scale=host_scale))
-                self._tier.update(self._offloaded, self._update(lr, host_scale, both))
+                self._tier.update(self._offloaded, partial(self._compute, both))
         self.updates += 1
         self._choose_gradients()
 
@@ -144,18 +144,10 @@ class ShardedOptimizer:
 
     # ---- offloaded units -------------------------------------------------------------------------------------------
 
-    def _update(self, lr: float | Rates, host_scale: torch.Tensor, either: Sequence[StepNumbers]) -> Update:
-        return Update(_rates(lr), float(host_scale), partial(self._compute, either))
-
     def _compute(self, either: Sequence[StepNumbers], unit: Unit, shards: Shards) -> None:
         """Update the shards that a tier lends, with the numbers whose grad_scale is on the device of the shards."""
         numbers = next(one for one in either if one.grad_scale.device == shards.param_shard.device)
         self._rule.update([Held(shards, self._by_unit[unit.name].runs, shards.states)], numbers)
-
-    def guess(self, lr: float | Rates, host_scale: torch.Tensor) -> None:
-        """Called when the last backward of a step begins: units may be updated as their gradients arrive, as if `step`
-        were going to be called with these numbers. `step` or `forget_step` must follow."""
-        self._tier.expect(self._offloaded, self._update(lr, host_scale, (self._numbers(lr, host_scale),)))
 
     def offload_to(self, tier: StateTier) -> None:
         """Use `tier` for the units that are offloaded."""

@@ -312,7 +312,6 @@ RULES = (
     Rule(parallel_rules.inference_has_whole_sequences, ("parallel", "measure")),
     Rule(offload_rules.offloaded_params_are_sharded, ("offload", "zero")),
     Rule(offload_rules.optimizer_can_be_offloaded, ("offload", "optimizer", "resources")),
-    Rule(offload_rules.guesses_need_a_tier, ("offload", "resources")),
     Rule(offload_rules.offload_keys_are_used, ("offload",)),
     Rule(offload_rules.folder_is_there, ("output", "offload", "cluster")),
     Rule(optimizer_rules.dampening_is_used, ("optimizer",)),

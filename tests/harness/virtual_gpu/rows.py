@@ -223,12 +223,11 @@ def _build(bench: Bench, row: Row, scratch: Path) -> tuple[ZeroRuntime, Recomput
         embedding = model._modules.pop("embed")
         model._modules["embed"] = embedding
     file = ScratchSettings(scratch, block_bytes=8192) if Tier.NVME in TIERS[row.offload] else None
-    offload = OffloadPlan(*TIERS[row.offload], scratch=file, speculative=row.speculative is not None)
+    offload = OffloadPlan(*TIERS[row.offload], scratch=file)
     rule = _rule(row)
     recomputation = None if rule == RecomputeRule() else Recomputation(model, rule, bench.device)
     settings = RuntimeSettings(
-        # The recorded norm is 1: a limit above it clips nothing, as a speculative step guesses.
-        clip_norm=0.5 if row.speculative == "wrong" else 2.0,
+        clip_norm=2.0,
         read_host=bench.read_host,
         micro_batches=row.micro_batches,
         prefetch=row.prefetch,
@@ -242,7 +241,6 @@ def _build(bench: Bench, row: Row, scratch: Path) -> tuple[ZeroRuntime, Recomput
 
 def _step(bench: Bench, row: Row, runtime: ZeroRuntime, around: AbstractContextManager[Any]) -> None:
     """around: a context for all forwards and backwards."""
-    runtime.expect_rate(LR)
     with around:
         for micro in range(row.micro_batches):
             ids = torch.zeros((SEQUENCES, row.tokens), dtype=torch.int64, device=bench.device)

@@ -9,6 +9,7 @@ from points import make_config
 from stub_worker import make_result
 
 from orchestrator.config.schema import from_dict, to_dict
+from orchestrator.config.strict import ConfigError
 from orchestrator.records import run_record
 from orchestrator.records.record_file import read_json, require_json, write_json_atomic
 from orchestrator.records.run_record import Attempt, all_attempts, attempts_at, new_attempt, point_id, settle
@@ -36,6 +37,18 @@ def test_a_point_without_slices_keeps_the_id_that_it_had_before_there_were_any(t
     assert from_dict(before_parts).parallel.sp == 1
     config["parallel"]["sp"] = 2
     assert point_id(config, 2, "cpu") != point_id(before_parts, 2, "cpu")
+
+
+def test_a_point_recorded_with_a_key_that_has_gone_keeps_its_id_and_is_read(tmp_path: Path) -> None:
+    config = to_dict(make_config(tmp_path))
+    before = {**config, "offload": {**config["offload"], "step": "after_backward"}}
+    assert run_record.without_ignored(config)["offload"]["step"] == "after_backward"
+    assert point_id(config, 2, "cpu") == point_id(before, 2, "cpu")
+    assert from_dict(before) == from_dict(config)
+    other = {**config, "offload": {**config["offload"], "step": "speculative"}}
+    assert point_id(config, 2, "cpu") != point_id(other, 2, "cpu")
+    with pytest.raises(ConfigError, match=r"'offload\.step' is not a setting"):
+        from_dict(other)
 
 
 @pytest.mark.parametrize("change", [("zero", "stage"), ("batch", "micro"), ("resources", "threads")])

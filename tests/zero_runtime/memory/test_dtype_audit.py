@@ -90,7 +90,6 @@ def model_of(kind: str) -> nn.Module:
 
 
 def backwards(runtime: ZeroRuntime, row: Row, step: int) -> None:
-    runtime.expect_rate(LR)
     for micro in range(row.micro_batches):
         with runtime.no_sync() if row.no_sync and micro < row.micro_batches - 1 else nullcontext():
             output = runtime.model(ids_of(step + micro, dist.get_rank()))
@@ -107,10 +106,10 @@ VARIANTS: list[dict[str, Any]] = [
     {"optimizer": AdamW8bitConfig()},
     {"optimizer": SgdConfig()},
     {"offload": SCRATCH},
-    {"offload": replace(SCRATCH, speculative=True), "micro_batches": 2},
+    {"offload": SCRATCH, "micro_batches": 2},
     {"offload": HOST},
-    {"offload": replace(HOST, speculative=True, ratio=0.5)},
-    {"offload": replace(SCRATCH, copies=PlainCopies, speculative=True)},
+    {"offload": replace(HOST, ratio=0.5)},
+    {"offload": replace(SCRATCH, copies=PlainCopies)},
     {"offload": replace(SCRATCH, copies=PlainCopies), "optimizer": AdamW8bitConfig()},
     {"model": "Adapters"},
     {"model": "FrozenMiddle", "offload": HOST},
@@ -247,11 +246,6 @@ SEEDED = [
         for offload in (OffloadPlan(), SCRATCH)
     ),
     Seeded(faults.host_states_in_bf16, Row(2, offload=HOST), {"exp_avg_sq": FP32_TO_BF16 % "optimizer"}),
-    Seeded(
-        faults.host_states_in_bf16,
-        Row(2, offload=replace(HOST, speculative=True)),
-        {"exp_avg_sq": FP32_TO_BF16 % "optimizer"},
-    ),
     Seeded(faults.scratch_states_in_bf16, Row(2, offload=SCRATCH), {"exp_avg": FP32_TO_BF16 % "optimizer"}),
     Seeded(
         faults.frozen_shards_in_bf16,

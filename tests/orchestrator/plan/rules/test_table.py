@@ -204,12 +204,6 @@ BROKEN = [
     (LAPTOP, "offload=optimizer_nvme optimizer=lamb", "needs an optimizer that updates one unit after another"),
     (SERVER, "offload=optimizer_cpu optimizer=lamb", "offload to cpu needs an optimizer that updates one unit after"),
     (SERVER, "zero=stage3 offload=param_cpu optimizer=torch", "offload to cpu needs an optimizer that updates one"),
-    (SERVER, "offload.step=speculative", "needs an offloaded optimizer: here offload.optimizer=cpu"),
-    (
-        LAPTOP,
-        "offload=optimizer_cpu offload.step=speculative",
-        "needs an offloaded optimizer: here offload.optimizer=nvme",
-    ),
     (LAPTOP, "resources.code=conf", "resources.code must be a folder with a checkout"),
     (LOGIN_NODE, f"resources.code={CONF.parent} {SLURM}", "resources.code is for ranks that this command starts"),
     (LAPTOP, "offload.folder=here", "offload.folder is for offload=optimizer_nvme"),
@@ -274,7 +268,7 @@ def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_states_can_be_offloaded_to_a_file_on_every_device() -> None:
-    for line in ("offload=optimizer_nvme", "zero=stage3 offload=optimizer_param_nvme offload.step=speculative"):
+    for line in ("offload=optimizer_nvme", "zero=stage3 offload=optimizer_param_nvme"):
         for scene in (LAPTOP, SERVER):
             assert not rules.check_rules(config(line), scene)
 
