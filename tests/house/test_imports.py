@@ -168,7 +168,7 @@ ROOMS = {
         "module_hooks": "graph_entries nested_tensors parameter_reads pure skipped_modules unit users_backward",
         "step_backwards": "collectives module_hooks pure unit users_backward",
         "offload": "agreement collectives process_identity pure shard_location unit",
-        "optim": "collectives dtypes offload pure tensor_parallel unit",
+        "optim": "collectives dtypes offload pure tensor_parallel unit wings",
         "activations": "offload pure tensor_parallel unit_planner",
         "gather_turns": "collectives pure unit unit_parameters",
         "generation": "",

@@ -27,6 +27,11 @@ STARTS = (
 WINGS: tuple[str, ...] = (
     "zero_runtime.checkpoint.hugging_face",
     "zero_runtime.deepspeed",
+    "zero_runtime.optim.lamb",
+    "zero_runtime.optim.muon",
+    "zero_runtime.optim.onebit",
+    "zero_runtime.optim.rehearsal",
+    "zero_runtime.optim.torch_rule",
 )
 # What a parameter passes between the plan and the step, in this order; a file may have left the list, none joins it
 # without another leaving.

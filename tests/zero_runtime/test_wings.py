@@ -6,9 +6,10 @@ import pytest
 
 from zero_runtime import wings
 
-PLACES = [name for name in vars(wings) if name.isupper()]
+TABLE = [value for name, value in vars(wings).items() if name.isupper()]
+PLACES = [place for value in TABLE for place in (value.values() if isinstance(value, dict) else [value])]
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_each_place_of_the_table_is_there(name: str) -> None:
-    assert callable(wings.load(getattr(wings, name)))
+@pytest.mark.parametrize("place", PLACES)
+def test_each_place_of_the_table_is_there(place: str) -> None:
+    assert callable(wings.load(place))

@@ -19,7 +19,7 @@ from zero_runtime.kernels.reference import muon_, muon_direction_, orthogonalise
 from zero_runtime.kernels.settings import Muon, MuonNumbers
 from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.optim.matrix_owners import MatrixPart, OwnedMatrix, owned_matrices
-from zero_runtime.optim.rules import ElementwiseRule, Held, ShardSlice, StepNumbers, part_of, pieces_of
+from zero_runtime.optim.rules import ElementwiseRule, Held, ShardSlice, StepNumbers, UpdateRule, part_of, pieces_of
 from zero_runtime.tensor_parallel.joined import join_slices, slice_of
 from zero_runtime.unit import Unit
 
@@ -33,7 +33,7 @@ class _Own(NamedTuple):
     numbers: MuonNumbers
 
 
-class MuonRule:
+class MuonRule(UpdateRule):
     """Updates the matrices with two messages between each pair of ranks of a shard group, and the rest by AdamW."""
 
     def __init__(self, config: MuonConfig, helds: Sequence[Held], collectives: Collectives) -> None:

@@ -23,7 +23,8 @@ from zero_runtime.kernels import ops
 from zero_runtime.kernels.reference import GROUP_NUMEL
 from zero_runtime.optim.configs import LambConfig, MuonConfig, OptimizerConfig, TorchConfig
 from zero_runtime.optim.groups import GroupSettings, Run
-from zero_runtime.optim.rules import UPDATES, Held, ShardSlice, StepNumbers, lamb_settings, pieces_of, squared_pieces_of
+from zero_runtime.optim.lamb import lamb_settings, squared_pieces_of
+from zero_runtime.optim.rules import Held, ShardSlice, StepNumbers, pieces_of, update_of
 from zero_runtime.unit import Unit
 
 DIVISOR = 16  # Triton distinguishes lengths, and addresses in bytes, that are multiples of it
@@ -132,7 +133,7 @@ def _rehearse_update(config: OptimizerConfig, variant: _Variant, step: int) -> N
     numbers = StepNumbers(step, lambda _: 0.0, None, torch.ones((), device=device))
     run = Run(variant.settings, 0, span.numel)
     if not isinstance(config, LambConfig):
-        UPDATES[type(config)](config, ShardSlice(master, grad, states, out), run, numbers)
+        update_of(config)(config, ShardSlice(master, grad, states, out), run, numbers)
         return
     settings = lamb_settings(config, run, numbers)
     exp_avg, exp_avg_sq = states

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,31 +17,18 @@ from zero_runtime.offload.tier import NOTHING_OFFLOADED, Shards, StateTier, is_o
 from zero_runtime.optim.configs import (
     SIGNED_MOMENTS,
     HeldState,
-    LambConfig,
-    MuonConfig,
-    OneBitAdamConfig,
     OptimizerConfig,
-    TorchConfig,
     refuse_host_reads,
     scale_name,
 )
 from zero_runtime.optim.groups import GroupTable
 from zero_runtime.optim.lr_schedule import Rates
-from zero_runtime.optim.muon import MuonRule
-from zero_runtime.optim.onebit import OneBitRule
 from zero_runtime.optim.quantized_state import CodedShard, RoundedShard
-from zero_runtime.optim.rehearsal import rehearse
-from zero_runtime.optim.rules import ElementwiseRule, Held, LambRule, StepNumbers, check_momentum
-from zero_runtime.optim.torch_rule import TorchRule
+from zero_runtime.optim.rules import ElementwiseRule, Held, StepNumbers, UpdateRule, check_momentum
 from zero_runtime.unit import Unit
+from zero_runtime.wings import REHEARSE, UPDATE_RULES, load
 
 ToldState = torch.Tensor | CodedShard | RoundedShard  # a state as others see it: in fp32, or converted to it
-
-
-class UpdateRule(Protocol):
-    """Updates every master shard and state in place from each unit's grad_shard, and rounds it into param_shard."""
-
-    def update(self, helds: list[Held], numbers: StepNumbers) -> None: ...
 
 
 class ShardedOptimizer:
@@ -79,7 +65,8 @@ class ShardedOptimizer:
                 ops.prepare(device)  # here and not in the first step, where the other ranks would wait for it
             pairs = zip(self._units, self._helds, strict=True)
             rehearsed = [held for unit, held in pairs if ops.compiles_variants(unit.device)]
-            rehearse(config, rehearsed, collectives)
+            if rehearsed:
+                load(REHEARSE)(config, rehearsed, collectives)
         self._by_unit = {unit.name: held for unit, held in zip(self._units, self._helds, strict=True)}
         self._offloaded = [unit for unit in self._units if is_offloaded(unit)]
         self._staying = [self._by_unit[unit.name] for unit in self._units if not is_offloaded(unit)]
@@ -164,16 +151,12 @@ class ShardedOptimizer:
     def counters(self) -> dict[str, float]:
         """Scalars kept in addition to the states, equal on every rank that has them: the number of updates, and a torch
         optimizer's own scalars by group. Groups of which this rank holds no elements are missing."""
-        own = self._rule.counters(self._helds) if isinstance(self._rule, TorchRule) else {}
-        return {"updates": float(self.updates), **own}
+        return {"updates": float(self.updates), **self._rule.counters(self._helds)}
 
     def load_counters(self, counters: Mapping[str, float]) -> None:
         """Resume from `counters` (the union over the ranks), after the states have been filled in place."""
         self.updates = int(counters["updates"])
-        if isinstance(self._rule, TorchRule) and self.updates:
-            self._rule.load_counters(self._helds, counters)
-        if isinstance(self._rule, OneBitRule):
-            self._rule.forget()
+        self._rule.resume(self._helds, counters)
         self._choose_gradients()
 
     def states_of(self, unit: Unit) -> dict[str, torch.Tensor]:
@@ -200,25 +183,17 @@ class ShardedOptimizer:
         self._helds.clear()
         self._staying.clear()
         self._by_unit.clear()
-        if isinstance(self._rule, (TorchRule, OneBitRule)):
-            self._rule.free()
+        self._rule.free()
 
     def state_tensors(self) -> list[torch.Tensor]:
         """All states and what the rule keeps besides, for counting."""
-        kept = self._rule.tensors() if isinstance(self._rule, OneBitRule) else []
-        return [*(state for held in self._helds for state in held.states.values()), *kept]
+        return [*(state for held in self._helds for state in held.states.values()), *self._rule.tensors()]
 
 
 def _rule(config: OptimizerConfig, helds: list[Held], collectives: Collectives) -> UpdateRule:
-    if isinstance(config, LambConfig):
-        return LambRule(config, helds, collectives)
-    if isinstance(config, MuonConfig):
-        return MuonRule(config, helds, collectives)
-    if isinstance(config, OneBitAdamConfig):
-        return OneBitRule(config, helds, collectives)
-    if isinstance(config, TorchConfig):
-        return TorchRule(config, helds)
-    return ElementwiseRule(config)
+    place = UPDATE_RULES.get(config.kind)
+    rule: UpdateRule = ElementwiseRule(config) if place is None else load(place)(config, helds, collectives)
+    return rule
 
 
 def _rates(lr: float | Rates) -> Rates:

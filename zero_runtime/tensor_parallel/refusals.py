@@ -9,11 +9,11 @@ divided (`Wire.aligned_numel`): a block then has elements of one parameter, and 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from zero_runtime.limits import Broken, ConfigError
 from zero_runtime.optim.config_base import OptimizerConfig
-from zero_runtime.optim.configs import OneBitAdamConfig
 from zero_runtime.precision import MixedPrecision
 
 ALONE = "parallel.tp=1"
@@ -35,7 +35,7 @@ def check_divided(degree: int, optimizer: OptimizerConfig | None, precision: Mix
 
 def refused_optimizer(degree: int, optimizer: OptimizerConfig) -> Iterator[Broken]:
     """The rule that an optimizer breaks which gives slices and replicated parameters one scale."""
-    if degree > 1 and isinstance(optimizer, OneBitAdamConfig):
+    if degree > 1 and optimizer.compresses_in(sys.maxsize):
         why = "sends signs with one scale for slices and replicated parameters"
         yield Broken(f"optimizer.kind={optimizer.kind} {why}", f"parallel.tp={degree}", ("optimizer=adamw", ALONE))
 
