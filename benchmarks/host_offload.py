@@ -33,8 +33,11 @@ from benchmarks.stages_report import cpu_name  # noqa: E402
 from zero_runtime.accounting import host_tensors, predicted_state_bytes  # noqa: E402
 from zero_runtime.initial_values import parameters_on_meta  # noqa: E402
 from zero_runtime.offload.copy_streams import Copies, PlainCopies, copies_for  # noqa: E402
-from zero_runtime.offload.plan import OffloadPlan, Tier  # noqa: E402
-from zero_runtime.offload.scratch_settings import ScratchSettings  # noqa: E402
+from zero_runtime.offload_plan import (  # noqa: E402
+    OffloadPlan,
+    ScratchSettings,
+    Tier,
+)
 from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402

@@ -71,7 +71,7 @@ from zero_runtime.memory.census import take_census  # noqa: E402
 from zero_runtime.memory.counted_unit import CountRules  # noqa: E402
 from zero_runtime.memory.step_memory import StepMemory, StepPeaks, replay_states  # noqa: E402
 from zero_runtime.offload.copy_streams import HoldingCopies  # noqa: E402
-from zero_runtime.offload.plan import Tier  # noqa: E402
+from zero_runtime.offload_plan import Tier  # noqa: E402
 from zero_runtime.plan import OuterSharding  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402

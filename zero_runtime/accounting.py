@@ -10,11 +10,11 @@ from torch import nn
 from zero_runtime.collectives import Collectives
 from zero_runtime.memory.model import StateBytes, StepPeak, UnitSize, step_peak_bytes, total_state_bytes
 from zero_runtime.offload.memory import OffloadBytes, host_bytes, nvme_bytes
-from zero_runtime.offload.tier import StateTier
 from zero_runtime.optim.sharded import ShardedOptimizer
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.settings import RuntimeSettings, moves_of
+from zero_runtime.state_tier import StateTier
 from zero_runtime.unit import Unit
 
 

@@ -15,8 +15,8 @@ from inspect import isfunction
 from typing import Any, NoReturn
 
 from zero_runtime.errors import CallOrderError, brief
-from zero_runtime.offload.tier import StateTier
 from zero_runtime.optim.sharded import ShardedOptimizer
+from zero_runtime.state_tier import StateTier
 from zero_runtime.unit import Unit
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from torch import nn
 
 from zero_runtime.errors import CallOrderError
 from zero_runtime.limits import Broken, ConfigError
-from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import OptimizerConfig, SgdConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision

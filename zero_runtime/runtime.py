@@ -24,7 +24,6 @@ from zero_runtime.inference import NO_OPTIMIZER, refuse_training
 from zero_runtime.kernels.reference import root64
 from zero_runtime.ledger import Ledger
 from zero_runtime.module_hooks import ModuleHooks
-from zero_runtime.offload.tier import NOTHING_OFFLOADED, residence
 from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.optim.grad_norm import clip_coefficient, local_sum_of_squares
 from zero_runtime.optim.loss_scaler import LossScaler
@@ -38,6 +37,7 @@ from zero_runtime.sequence_parallel.axis import SequenceAxis
 from zero_runtime.sequence_parallel.division import DividedSequences
 from zero_runtime.settings import RuntimeSettings
 from zero_runtime.shared_backward import backward_through
+from zero_runtime.state_tier import NOTHING_OFFLOADED, residence
 from zero_runtime.step_backwards import Collaborators, StepBackwards
 from zero_runtime.step_report import StepReport
 from zero_runtime.tensor_parallel.axis import TensorAxis

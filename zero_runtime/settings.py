@@ -9,7 +9,7 @@ import torch
 
 from zero_runtime.initial_values import Initialise
 from zero_runtime.offload.memory import Moves
-from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, OptimizerConfig
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.sequence_parallel.division import SequenceParallel

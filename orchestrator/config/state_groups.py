@@ -9,8 +9,7 @@ from typing import Literal
 from orchestrator.config.parts import part
 from orchestrator.config.strict import Limits
 from zero_runtime.limits import broken_by
-from zero_runtime.offload.plan import OffloadPlan, Tier
-from zero_runtime.offload.scratch_settings import ScratchSettings
+from zero_runtime.offload_plan import OffloadPlan, ScratchSettings, Tier
 from zero_runtime.optim.loss_scaler import LossScaleRule
 from zero_runtime.plan import OuterSharding, ZeroPlan
 from zero_runtime.precision import MixedPrecision

@@ -13,7 +13,7 @@ from zero_runtime.deepspeed.config import examine
 from zero_runtime.deepspeed.keys import HOMES
 from zero_runtime.deepspeed.schema import Reader
 from zero_runtime.limits import values_of
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 from zero_runtime.optim.configs import (
     AdamConfig,
     AdamW8bitConfig,

@@ -10,8 +10,7 @@ from zero_runtime.deepspeed.config import DropinConfig
 from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer
 from zero_runtime.deepspeed.parallel_section import Degrees
 from zero_runtime.limits import values_of
-from zero_runtime.offload.plan import OffloadPlan, Tier
-from zero_runtime.offload.scratch_settings import ScratchSettings
+from zero_runtime.offload_plan import OffloadPlan, ScratchSettings, Tier
 from zero_runtime.optim.configs import TorchConfig
 from zero_runtime.optim.loss_scaler import LossScaleRule
 from zero_runtime.optim.lr_schedule import (

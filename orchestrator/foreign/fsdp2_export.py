@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.foreign import loop_lines
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 from zero_runtime.wire import EXACT
 
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}

@@ -18,7 +18,7 @@ from zero_runtime.memory.activation_count import LinearTrace
 from zero_runtime.memory.device_overhead import DeviceOverhead
 from zero_runtime.memory.peers import DeepSpeedSettings, PeerMemory, PeerModel
 from zero_runtime.memory.step_memory import TOKEN_BYTES
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 from zero_runtime.plan import Partition
 
 HALVES = ("bf16", "fp16")  # the rules are for these dtypes

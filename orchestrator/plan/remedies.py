@@ -18,7 +18,7 @@ from orchestrator.plan.rules.scene import Scene, here
 from orchestrator.plan.rules.table import check_parts
 from orchestrator.text.units import size
 from zero_runtime.activations.rule import RecomputeKind
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 
 STATES = ("params", "grads", "optimizer")
 UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}

@@ -23,7 +23,7 @@ from orchestrator.records.cache import read_cached, write_cached
 from zero_runtime.memory.activation_count import Mark, Trace
 from zero_runtime.memory.counted_unit import CountRules
 from zero_runtime.memory.model import UnitSize
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.timing.costs import FREE, CollectiveCost, Curve, StepCosts
 from zero_runtime.timing.segments import SegmentTable

@@ -13,7 +13,7 @@ from orchestrator.rounds import recorded
 from orchestrator.rounds.intervals import of_rounds
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, difference, digits, loss, many, percent, size, steps_text
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 
 PHASES = (
     ("forward", "forward"),

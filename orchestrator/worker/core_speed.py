@@ -31,7 +31,7 @@ import time
 import torch
 
 from orchestrator.config.schema import Device, RunConfig
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 
 # Whoever changes the work changes its number, rounds/recorded.py's REFERENCE_WORK.
 SIDE = 128  # of the matrices: three of them are 192 KiB

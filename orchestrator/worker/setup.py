@@ -28,7 +28,7 @@ from zero_runtime.initial_values import Initialise
 from zero_runtime.kernels.registration import prepare
 from zero_runtime.memory.dtype_rules import AskedDTypes
 from zero_runtime.numa import bind_to_gpu
-from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.own_device import device_index, make_current

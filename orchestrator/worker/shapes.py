@@ -39,7 +39,7 @@ from orchestrator.worker.activations import answers, built, shorten_once
 from orchestrator.worker.setup import unit_rules
 from orchestrator.worker.sliced import messages_of
 from zero_runtime.errors import brief
-from zero_runtime.offload.plan import offloaded_units
+from zero_runtime.offload_plan import offloaded_units
 from zero_runtime.unit_planner import plan_units
 
 MOST = 4  # processes that count; each takes some hundred MiB

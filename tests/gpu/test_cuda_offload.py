@@ -16,8 +16,7 @@ from harness.oracle import ADAMW, LR, Case, step_tokens
 
 from zero_runtime.accounting import host_tensors, predicted_offload_bytes, predicted_state_bytes
 from zero_runtime.memory.census import take_census
-from zero_runtime.offload.plan import OffloadPlan, Tier
-from zero_runtime.offload.scratch_settings import ScratchSettings
+from zero_runtime.offload_plan import OffloadPlan, ScratchSettings, Tier
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision

@@ -14,7 +14,7 @@ from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.offload.copy_streams import PlainCopies
-from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import OptimizerConfig, SgdConfig
 from zero_runtime.plan import OuterSharding, ZeroPlan
 from zero_runtime.precision import MixedPrecision

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zero_runtime.offload.plan import OffloadPlan
+from zero_runtime.offload_plan import OffloadPlan
 from zero_runtime.optim.configs import LionConfig, OptimizerConfig, SgdConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision

@@ -58,7 +58,7 @@ PURE = (
     "timing.step_time",
     "timing.timed_unit",
     "offload.memory",
-    "offload.scratch_settings",
+    "offload_plan",
     "optim.config_base",
     "optim.configs",
     "optim.groups",
@@ -129,6 +129,8 @@ ROOMS = {
         "shipped": "",
     },
     "zero_runtime": {
+        "state_tier": "pure shard_location unit",
+        "cgroups": "",
         "wings": "",
         "dtypes": "",
         "process_identity": "",
@@ -167,31 +169,31 @@ ROOMS = {
         "nested_tensors": "",
         "module_hooks": "graph_entries nested_tensors parameter_reads pure skipped_modules unit users_backward",
         "step_backwards": "collectives module_hooks pure unit users_backward",
-        "offload": "agreement collectives process_identity pure shard_location unit",
-        "optim": "collectives dtypes offload pure tensor_parallel unit wings",
+        "offload": "agreement cgroups collectives process_identity pure shard_location state_tier unit",
+        "optim": "collectives dtypes pure state_tier tensor_parallel unit wings",
         "activations": "offload pure tensor_parallel unit_planner",
         "gather_turns": "collectives pure unit unit_parameters",
         "generation": "",
-        "inference": "offload pure",
-        "settings": "initial_values offload pure sequence_parallel tensor_parallel tensor_source watch",
+        "inference": "pure",
+        "settings": "initial_values pure sequence_parallel tensor_parallel tensor_source watch",
         "agreed_parameters": "pure",
         "build": "agreement collectives inference initial_values offload optim parameter_memory parameter_reads "
-        "phase_clock pure settings shard_location tensor_source unit unit_planner world",
+        "phase_clock pure settings shard_location state_tier tensor_source unit unit_planner world",
         "non_finite": "pure step_report unit",
-        "whole_tensors": "collectives offload optim pure unit",
-        "accounting": "collectives offload optim pure settings unit",
-        "closed": "offload optim pure unit",
+        "whole_tensors": "collectives optim pure state_tier unit",
+        "accounting": "collectives optim pure settings state_tier unit",
+        "closed": "optim pure state_tier unit",
         "runtime": "accounting agreed_parameters build closed gather_turns generation group_batch inference ledger "
-        "module_hooks non_finite offload optim own_device phase_clock pure sequence_parallel settings step_backwards "
-        "step_report tensor_parallel unit whole_tensors",
-        "memory": "accounting activations dtypes guarded_parameter ledger module_hooks offload pure runtime unit "
-        "unit_planner",
+        "module_hooks non_finite optim own_device phase_clock pure sequence_parallel settings state_tier "
+        "step_backwards step_report tensor_parallel unit whole_tensors",
+        "memory": "accounting activations dtypes guarded_parameter ledger module_hooks offload pure runtime "
+        "state_tier unit unit_planner",
         "timing": "activations collectives memory module_hooks pure runtime settings unit_planner",
         "profiler": "accounting memory phase_clock runtime timing",
         "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit "
         "unit_parameters",
-        "deepspeed": "agreement checkpoint closed dtypes initial_values memory offload optim own_device pure "
-        "recorded_values runtime step_report tensor_parallel tensor_source unit unit_planner "
+        "deepspeed": "agreement checkpoint closed dtypes initial_values memory optim own_device pure "
+        "recorded_values runtime state_tier step_report tensor_parallel tensor_source unit unit_planner "
         "users_backward watch world",
         "import_finders": "",
         "zero_runtime": "import_finders",  # imports the others lazily, by name

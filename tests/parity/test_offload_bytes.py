@@ -19,7 +19,7 @@ from zero_runtime.memory.census import take_census
 from zero_runtime.memory.model import UnitSize, step_peak_bytes
 from zero_runtime.offload.copy_streams import PlainCopies
 from zero_runtime.offload.memory import Moves, host_bytes
-from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 

@@ -28,7 +28,7 @@ from zero_runtime.errors import PlanError
 from zero_runtime.ledger import Ledger
 from zero_runtime.memory.census import take_census
 from zero_runtime.memory.model import CollectiveCounts, collective_elements, collective_formula, formula
-from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import AdamW8bitConfig, LambConfig, MuonConfig, OptimizerConfig, SgdConfig
 from zero_runtime.plan import OuterSharding, ZeroPlan
 from zero_runtime.precision import MixedPrecision

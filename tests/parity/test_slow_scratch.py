@@ -25,9 +25,8 @@ from test_offload import BF16, FP32, SPEC, offload_to, runtime_of
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.save import save_checkpoint
 from zero_runtime.errors import OffloadError
-from zero_runtime.offload.plan import OffloadPlan
 from zero_runtime.offload.scratch_file import ALIGN_BYTES, ScratchFile, aligned_buffer
-from zero_runtime.offload.scratch_settings import ScratchSettings
+from zero_runtime.offload_plan import OffloadPlan, ScratchSettings
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import ZeroRuntime
 

@@ -28,7 +28,7 @@ from zero_runtime.checkpoint.hugging_face.folder import write_weights
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.save import save_checkpoint
 from zero_runtime.errors import PlanError
-from zero_runtime.offload.plan import OffloadPlan
+from zero_runtime.offload_plan import OffloadPlan
 from zero_runtime.optim.configs import LambConfig, MuonConfig, OptimizerConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision

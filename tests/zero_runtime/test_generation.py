@@ -21,8 +21,7 @@ from zero_runtime.generation import StepwiseGenerate
 from zero_runtime.kernels.weight_codes import decode_weights, encode_weights, record_bytes
 from zero_runtime.limits import ConfigError
 from zero_runtime.memory.census import take_census
-from zero_runtime.offload.plan import OffloadPlan, Tier
-from zero_runtime.offload.scratch_settings import ScratchSettings
+from zero_runtime.offload_plan import OffloadPlan, ScratchSettings, Tier
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import CODE_BITS, WEIGHT_BLOCK_NUMEL, MixedPrecision

@@ -10,8 +10,8 @@ import os
 import torch
 
 from zero_runtime.errors import ParameterReadError, some
-from zero_runtime.offload.tier import residence
 from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.state_tier import residence
 
 VARIABLE = "ZERO_RUNTIME_CHECK_WRITES"
 

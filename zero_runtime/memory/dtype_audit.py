@@ -24,8 +24,8 @@ from zero_runtime.errors import DTypeError, some
 from zero_runtime.ledger import Ledger
 from zero_runtime.memory import dtype_rules
 from zero_runtime.memory.dtype_rules import AskedDTypes, DTypeCount, SizedUnit
-from zero_runtime.offload.tier import MASTER, PARAM, Stored
 from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.state_tier import MASTER, PARAM, Stored
 from zero_runtime.unit import Unit
 
 

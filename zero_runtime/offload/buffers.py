@@ -9,7 +9,7 @@ import torch
 
 from zero_runtime.offload.file_layout import OffloadedUnit, Region, Visit
 from zero_runtime.offload.scratch_file import ScratchFile, Transfer, aligned_buffer
-from zero_runtime.offload.tier import PARAM
+from zero_runtime.state_tier import PARAM
 
 Then = Callable[[], None]
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_runtime.offload.memory import aligned
 from zero_runtime.offload.pipeline import Waits
 from zero_runtime.offload.scratch_file import Transfer
-from zero_runtime.offload.tier import MASTER, PARAM, Shards
+from zero_runtime.offload_plan import aligned
+from zero_runtime.state_tier import MASTER, PARAM, Shards
 from zero_runtime.unit import Unit
 
 

@@ -17,7 +17,7 @@ import torch
 
 from zero_runtime.offload.copy_streams import Copies, CopyEvent
 from zero_runtime.offload.device_host import Crossing
-from zero_runtime.offload.tier import MASTER, PARAM, Shards, StatesOf, StateTier, Update, tensors_of
+from zero_runtime.state_tier import MASTER, PARAM, Shards, StatesOf, StateTier, Update, tensors_of
 from zero_runtime.unit import Unit
 
 

@@ -10,14 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zero_runtime.memory.model import UnitSize
+from zero_runtime.offload_plan import ALIGN_BYTES, aligned
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
-
-ALIGN_BYTES = 4096  # direct I/O accepts multiples of this as offsets, sizes and addresses on every common file system
-
-
-def aligned(size: int) -> int:
-    """`size` rounded up to a multiple of ALIGN_BYTES."""
-    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def buffer_bytes(size: int) -> int:

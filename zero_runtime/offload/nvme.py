@@ -20,9 +20,9 @@ from zero_runtime.offload.copy_streams import Copies
 from zero_runtime.offload.file_layout import OffloadedUnit, Visit, lay_out
 from zero_runtime.offload.nvme_locations import NvmeLocation, NvmeSeparateLocation, NvmeSharedLocation
 from zero_runtime.offload.pipeline import Waits, pipeline
-from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_file import ScratchFile, aligned_buffer
-from zero_runtime.offload.tier import MASTER, PARAM, StatesOf, StateTier, Stored, Update, tensors_of
+from zero_runtime.offload_plan import OffloadPlan, Tier
+from zero_runtime.state_tier import MASTER, PARAM, StatesOf, StateTier, Stored, Update, tensors_of
 from zero_runtime.unit import Unit
 
 

@@ -10,8 +10,8 @@ from zero_runtime.offload.buffers import Slots
 from zero_runtime.offload.copy_streams import Copies, CopyEvent
 from zero_runtime.offload.device_host import Crossing
 from zero_runtime.offload.file_layout import OffloadedUnit
-from zero_runtime.offload.tier import Shards
 from zero_runtime.shard_location import ShardLocation
+from zero_runtime.state_tier import Shards
 
 
 class NvmeSharedLocation(ShardLocation):

@@ -12,9 +12,9 @@ from zero_runtime.errors import CheckpointError, OffloadError
 from zero_runtime.offload.copy_streams import copies_for
 from zero_runtime.offload.host import HostTier
 from zero_runtime.offload.nvme import NvmeTier
-from zero_runtime.offload.plan import OffloadPlan, Sized, Tier, offloaded_units
-from zero_runtime.offload.tier import NOTHING_OFFLOADED, StatesOf, StateTier, is_offloaded
+from zero_runtime.offload_plan import OffloadPlan, Sized, Tier, offloaded_units
 from zero_runtime.shard_location import OffloadedShards
+from zero_runtime.state_tier import NOTHING_OFFLOADED, StatesOf, StateTier, is_offloaded
 from zero_runtime.unit import Unit
 
 

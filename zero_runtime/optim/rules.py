@@ -11,7 +11,6 @@ import torch
 from zero_runtime.errors import PlanError
 from zero_runtime.kernels import ops
 from zero_runtime.kernels.settings import Adam, AdamW, Lion, Sgd
-from zero_runtime.offload.tier import Shards
 from zero_runtime.optim.configs import (
     AdamConfig,
     AdamW8bitConfig,
@@ -21,6 +20,7 @@ from zero_runtime.optim.configs import (
     SgdConfig,
 )
 from zero_runtime.optim.groups import GroupSettings, Run
+from zero_runtime.state_tier import Shards
 from zero_runtime.unit import Unit
 
 

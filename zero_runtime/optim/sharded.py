@@ -13,7 +13,6 @@ from zero_runtime.collectives import Collectives
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
 from zero_runtime.kernels import ops
-from zero_runtime.offload.tier import NOTHING_OFFLOADED, Shards, StateTier, is_offloaded
 from zero_runtime.optim.configs import (
     SIGNED_MOMENTS,
     HeldState,
@@ -25,6 +24,7 @@ from zero_runtime.optim.groups import GroupTable
 from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.optim.quantized_state import CodedShard, RoundedShard
 from zero_runtime.optim.rules import ElementwiseRule, Held, StepNumbers, UpdateRule, check_momentum
+from zero_runtime.state_tier import NOTHING_OFFLOADED, Shards, StateTier, is_offloaded
 from zero_runtime.unit import Unit
 from zero_runtime.wings import REHEARSE, UPDATE_RULES, load
 

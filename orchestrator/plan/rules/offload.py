@@ -12,7 +12,7 @@ from orchestrator.plan.rules.scene import Scene
 from orchestrator.records.run_record import scratch_path
 from orchestrator.text.paths import expanded
 from zero_runtime.errors import missing_folder
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 from zero_runtime.optim.configs import OPTIMIZERS
 
 

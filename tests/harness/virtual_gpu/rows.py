@@ -37,9 +37,8 @@ from zero_runtime.memory.counted_unit import CountRules
 from zero_runtime.memory.dtype_audit import DTypeAudit
 from zero_runtime.memory.dtype_rules import AskedDTypes
 from zero_runtime.memory.step_memory import StepMemory, StepPeaks, replay_states
-from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_file import ScratchFile
-from zero_runtime.offload.scratch_settings import ScratchSettings
+from zero_runtime.offload_plan import OffloadPlan, ScratchSettings, Tier
 from zero_runtime.optim.configs import (
     AdamW8bitConfig,
     AdamWConfig,

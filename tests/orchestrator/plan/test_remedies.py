@@ -13,7 +13,7 @@ from orchestrator.config.schema import LossKind, RunConfig
 from orchestrator.config.state_groups import Offload
 from orchestrator.plan import remedies
 from orchestrator.plan.remedies import PredictedPeak
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 
 GIB = 1 << 30
 HELD = {"params": 2 * GIB, "grads": 2 * GIB, "optimizer": 8 * GIB, "buffers": 0, "other": 6 * GIB}

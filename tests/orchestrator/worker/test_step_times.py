@@ -25,7 +25,7 @@ from orchestrator.worker.measure import Readings, phases_ms
 from orchestrator.worker.saving import Progress
 from orchestrator.worker.train import RankRun
 from zero_runtime.ledger import Ledger
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 from zero_runtime.step_report import StepReport
 from zero_runtime.unit_parameters import DataState
 

@@ -24,8 +24,7 @@ from zero_runtime.errors import DTypeError
 from zero_runtime.memory.dtype_audit import DTypeAudit, refuse
 from zero_runtime.memory.dtype_rules import MESSAGES, AskedDTypes
 from zero_runtime.offload.copy_streams import PlainCopies
-from zero_runtime.offload.plan import OffloadPlan, Tier
-from zero_runtime.offload.scratch_settings import ScratchSettings
+from zero_runtime.offload_plan import OffloadPlan, ScratchSettings, Tier
 from zero_runtime.optim.configs import AdamW8bitConfig, OptimizerConfig, SgdConfig, TorchConfig
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import OuterSharding, ZeroPlan

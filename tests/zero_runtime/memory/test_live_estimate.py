@@ -11,7 +11,7 @@ from harness.ranks import run_ranks
 from zero_runtime.accounting import predicted_offload_bytes, predicted_peak, predicted_state_bytes
 from zero_runtime.initial_values import parameters_on_meta
 from zero_runtime.memory.live_estimate import NeededBytes, needed_bytes
-from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision

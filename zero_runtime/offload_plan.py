@@ -1,21 +1,26 @@
-"""Plan of an offload: where model states are stored between uses, and for how many units. Needs no torch."""
+"""Plan of an offload: where model states are stored between uses, for how many units, and in which scratch file.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from zero_runtime.errors import PlanError
 from zero_runtime.limits import Limits
-from zero_runtime.offload.scratch_settings import ScratchSettings
 from zero_runtime.plan import Partition, ZeroPlan
 
-if TYPE_CHECKING:
-    import torch
+ALIGN_BYTES = 4096  # direct I/O accepts multiples of this as offsets, sizes and addresses on every common file system
 
-    from zero_runtime.offload.copy_streams import Copies
+
+def aligned(size: int) -> int:
+    """`size` rounded up to a multiple of ALIGN_BYTES."""
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class Tier(Enum):
@@ -30,6 +35,32 @@ class Tier(Enum):
 
 
 @dataclass(frozen=True)
+class ScratchSettings:
+    """Settings of the scratch file.
+
+    folder: an existing folder on the disk to use. block_bytes: size of one request, a multiple of ALIGN_BYTES.
+    requests: number of reads, and of writes, in flight together. ahead: number of units that are read ahead of the one
+    being updated, and that are written behind it. verify: compare what is read back with the checksum of what was
+    written; see [Note: checksums] in scratch_file.py.
+    """
+
+    folder: Path
+    block_bytes: int = 4 << 20
+    requests: int = 4
+    ahead: int = 1
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "offload", optional=())
+        rule = f"a multiple of {ALIGN_BYTES:,} and above 0, which direct I/O needs"
+        above = max(aligned(self.block_bytes), ALIGN_BYTES)
+        limits.must("block_bytes", lambda size: size > 0 and size % ALIGN_BYTES == 0, rule, above)
+        limits.at_least(1, requests=4)
+        limits.at_least(0, ahead=1)
+        limits.conclude()
+
+
+@dataclass(frozen=True)
 class OffloadPlan:
     """Which model states are offloaded, and to which tier.
 
@@ -37,15 +68,15 @@ class OffloadPlan:
         states. On a CPU the host is the device, so HOST changes nothing there.
     ratio: share of the trained elements whose units are offloaded; the other units stay on the device.
     scratch: settings of the scratch file, for tier NVME only.
-    copies: creates the copies between a device and the host; None chooses by device. If given, the host counts as
-        separate memory on a CPU too: the same code path with other copies.
+    copies: creates the copies between a device and the host (`Copies` in offload/copy_streams.py); None chooses by
+        device. If given, the host counts as separate memory on a CPU too: the same code path with other copies.
     """
 
     params: Tier = Tier.DEVICE
     optimizer: Tier = Tier.DEVICE
     ratio: float = 1.0
     scratch: ScratchSettings | None = None
-    copies: Callable[[torch.device], Copies] | None = None
+    copies: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "offload")
