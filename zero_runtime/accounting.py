@@ -9,13 +9,14 @@ from torch import nn
 
 from zero_runtime.collectives import Collectives
 from zero_runtime.memory.model import StateBytes, StepPeak, UnitSize, step_peak_bytes, total_state_bytes
-from zero_runtime.offload.memory import OffloadBytes, host_bytes, nvme_bytes
+from zero_runtime.offload_plan import OffloadBytes
 from zero_runtime.optim.sharded import ShardedOptimizer
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.settings import RuntimeSettings, moves_of
-from zero_runtime.state_tier import StateTier
+from zero_runtime.settings import RuntimeSettings
+from zero_runtime.state_tier import StateTier, is_offloaded
 from zero_runtime.unit import Unit
+from zero_runtime.wings import OFFLOAD_BYTES, load
 
 
 class Accounted(Protocol):
@@ -81,9 +82,11 @@ def predicted_state_bytes(runtime: Accounted) -> StateBytes:
 
 def predicted_offload_bytes(runtime: Accounted) -> OffloadBytes:
     """This rank's bytes in host memory and in the scratch file as predicted by `offload/memory.py`."""
-    settings = runtime.settings
-    moves = moves_of(settings, runtime.optimizer.config, runtime.collectives.shard_count)
-    return (nvme_bytes if settings.offload.uses_nvme else host_bytes)(_sizes_with_precision(runtime), moves)
+    if not any(is_offloaded(unit) for unit in runtime.units):
+        return OffloadBytes()
+    sizes, shards = _sizes_with_precision(runtime), runtime.collectives.shard_count
+    found: OffloadBytes = load(OFFLOAD_BYTES)(runtime.settings, runtime.optimizer.config, sizes, shards)
+    return found
 
 
 def predicted_peak(runtime: Accounted, plan: ZeroPlan | None = None) -> StepPeak:

@@ -16,9 +16,6 @@ from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.inference import NO_OPTIMIZER, begin_inference, check_training
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels.registration import VARIABLE, Chosen, chosen
-from zero_runtime.memory.model import UnitSize
-from zero_runtime.offload.open import offloaded_shards, open_tier
-from zero_runtime.offload.preflight import check_offload
 from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.optim.sharded import ShardedOptimizer
@@ -27,14 +24,15 @@ from zero_runtime.parameter_reads import refuse_owned
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
-from zero_runtime.settings import RuntimeSettings, moves_of
-from zero_runtime.shard_location import OffloadedShards
-from zero_runtime.state_tier import StateTier, residence
+from zero_runtime.settings import RuntimeSettings
+from zero_runtime.shard_location import OffloadedShards, offloaded_shards
+from zero_runtime.state_tier import NOTHING_OFFLOADED, StateTier, is_offloaded, residence
 from zero_runtime.tensor_parallel.refusals import check_divided
 from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit import Unit
 from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
+from zero_runtime.wings import CHECK_OFFLOAD, OPEN_TIER, load
 from zero_runtime.wire import check_scaled
 from zero_runtime.world import world_size
 
@@ -187,7 +185,9 @@ class UnitBuilder:
         ]
         optimizer = ShardedOptimizer(units, config, self._collectives, lazy_states=settings.lazy_states)
         self._agree_on_kernels()
-        tier = open_tier(settings.offload, units, optimizer.states_of, self._collectives, self._device)
+        tier = NOTHING_OFFLOADED
+        if any(is_offloaded(unit) for unit in units):
+            tier = load(OPEN_TIER)(settings.offload, units, optimizer.states_of, self._collectives, self._device)
         optimizer.offload_to(tier)
         try:
             self._fill(model, units, tier)
@@ -262,25 +262,16 @@ class UnitBuilder:
         self, specs: Sequence[UnitSpec], offloaded: Sequence[OffloadedShards], config: OptimizerConfig
     ) -> None:
         """Refuse an offload plan that does not fit into this machine's memory or onto its disk, before allocating."""
-        units = [
-            (self._size(spec, shards, config), spec.precision) for spec, shards in zip(specs, offloaded, strict=True)
+        if not any(shards.params or shards.optimizer for shards in offloaded):
+            return
+        layouts = [
+            FlatLayout.build(
+                spec.shapes,
+                shard_count=self._collectives.shard_count,
+                world=self._collectives.data_world,
+                block_numel=_block_numel(spec, config, self._settings),
+            )
+            for spec in specs
         ]
-        if any(shards.params or shards.optimizer for shards in offloaded):
-            moves = moves_of(self._settings, config, self._collectives.shard_count)
-            check_offload(self._settings.offload, units, moves, self._plan, self._collectives, self._device.type)
-
-    def _size(self, spec: UnitSpec, offloaded: OffloadedShards, config: OptimizerConfig) -> UnitSize:
-        layout = FlatLayout.build(
-            spec.shapes,
-            shard_count=self._collectives.shard_count,
-            world=self._collectives.data_world,
-            block_numel=_block_numel(spec, config, self._settings),
-        )
-        return UnitSize.of(
-            layout,
-            trainable=spec.trainable,
-            state_bytes=config.matrix_state_bytes if spec.matrices else None,
-            params_offloaded=offloaded.params,
-            optimizer_offloaded=offloaded.optimizer,
-            separate_memory=offloaded.separate_memory,
-        )
+        planned = list(zip(specs, layouts, offloaded, strict=True))
+        load(CHECK_OFFLOAD)(planned, self._settings, config, self._plan, self._collectives, self._device.type)

@@ -121,6 +121,23 @@ class OffloadPlan:
             )
 
 
+@dataclass(frozen=True)
+class OffloadBytes:
+    """Bytes of one rank. params, grads, optimizer: states stored in host memory. staging: other host buffers, for
+    transfers. scratch: size of the scratch file; 0 without one."""
+
+    params: int = 0
+    grads: int = 0
+    optimizer: int = 0
+    staging: int = 0
+    scratch: int = 0
+
+    @property
+    def host(self) -> int:
+        """Host memory in total, without the scratch file."""
+        return self.params + self.grads + self.optimizer + self.staging
+
+
 class Sized(Protocol):
     """The properties of a unit that `offloaded_units` needs."""
 

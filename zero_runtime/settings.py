@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zero_runtime.initial_values import Initialise
-from zero_runtime.offload.memory import Moves
-from zero_runtime.offload_plan import OffloadPlan, Tier
-from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, OptimizerConfig
+from zero_runtime.offload_plan import OffloadPlan
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.sequence_parallel.division import SequenceParallel
 from zero_runtime.tensor_parallel.division import TensorParallel
@@ -71,16 +69,3 @@ class RuntimeSettings:
     wire: Wire = EXACT
     tensor_parallel: TensorParallel = NOT_DIVIDED
     sequence_parallel: SequenceParallel = WHOLE_SEQUENCES
-
-
-def moves_of(settings: RuntimeSettings, config: OptimizerConfig, shard_count: int) -> Moves:
-    """The settings that decide how many offload copies are under way at the same time."""
-    offload = settings.offload
-    return Moves(
-        shard_count,
-        settings.prefetch,
-        settings.micro_batches,
-        tuple(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in config.held_states),
-        1 if offload.scratch is None else offload.scratch.ahead,
-        offload.params is Tier.NVME,
-    )

@@ -23,6 +23,13 @@ UPDATE_RULES = {
 }
 REHEARSE = "zero_runtime.optim.rehearsal:rehearse"
 
+# States that are not on the device: room for them, their tier, their bytes; activations, and memory for quick copies.
+CHECK_OFFLOAD = "zero_runtime.offload.preflight:check_offload"
+OPEN_TIER = "zero_runtime.offload.open:open_tier"
+OFFLOAD_BYTES = "zero_runtime.offload.predicted:predicted_bytes"
+ACTIVATIONS_ON_HOST = "zero_runtime.activations.on_host:open_memory"
+PAGE_LOCKED = "zero_runtime.offload.copy_streams:PageLocked"
+
 
 def load(place: str) -> Any:
     """The object that "package.module:attribute" names."""

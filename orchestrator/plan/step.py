@@ -19,8 +19,8 @@ from zero_runtime.memory.counted_unit import CountRules
 from zero_runtime.memory.model import CollectiveCounts, UnitSize
 from zero_runtime.memory.reserved import Reserved, reserved_peak
 from zero_runtime.memory.step_memory import TOKEN_BYTES, Peak, StatesReplay, StepMemory, StepPeaks, replay_states
-from zero_runtime.offload.memory import Moves, OffloadBytes, host_bytes, nvme_bytes
-from zero_runtime.offload_plan import Tier
+from zero_runtime.offload.memory import Moves, host_bytes, nvme_bytes
+from zero_runtime.offload_plan import OffloadBytes, Tier
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, whole_itemsize
 from zero_runtime.optim.matrix_owners import OwnedMatrix, most_sent_elements, owned_matrices, working_bytes
 from zero_runtime.plan import ZeroPlan

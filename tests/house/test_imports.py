@@ -139,7 +139,7 @@ ROOMS = {
         "phase_clock": "pure",
         "gloo": "",
         "tensor_source": "pure",
-        "shard_location": "",
+        "shard_location": "pure",
         "step_report": "",
         "ledger": "",
         "watch": "pure process_identity",
@@ -169,19 +169,20 @@ ROOMS = {
         "nested_tensors": "",
         "module_hooks": "graph_entries nested_tensors parameter_reads pure skipped_modules unit users_backward",
         "step_backwards": "collectives module_hooks pure unit users_backward",
-        "offload": "agreement cgroups collectives process_identity pure shard_location state_tier unit",
+        "offload": "agreement cgroups collectives process_identity pure settings shard_location state_tier unit "
+        "unit_planner",
         "optim": "collectives dtypes pure state_tier tensor_parallel unit wings",
-        "activations": "offload pure tensor_parallel unit_planner",
+        "activations": "offload pure tensor_parallel unit_planner wings",
         "gather_turns": "collectives pure unit unit_parameters",
         "generation": "",
         "inference": "pure",
         "settings": "initial_values pure sequence_parallel tensor_parallel tensor_source watch",
         "agreed_parameters": "pure",
-        "build": "agreement collectives inference initial_values offload optim parameter_memory parameter_reads "
-        "phase_clock pure settings shard_location state_tier tensor_source unit unit_planner world",
+        "build": "agreement collectives inference initial_values optim parameter_memory parameter_reads phase_clock "
+        "pure settings shard_location state_tier tensor_source unit unit_planner wings world",
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives optim pure state_tier unit",
-        "accounting": "collectives optim pure settings state_tier unit",
+        "accounting": "collectives optim pure settings state_tier unit wings",
         "closed": "optim pure state_tier unit",
         "runtime": "accounting agreed_parameters build closed gather_turns generation group_batch inference ledger "
         "module_hooks non_finite optim own_device phase_clock pure sequence_parallel settings state_tier "
@@ -190,8 +191,8 @@ ROOMS = {
         "state_tier unit unit_planner",
         "timing": "activations collectives memory module_hooks pure runtime settings unit_planner",
         "profiler": "accounting memory phase_clock runtime timing",
-        "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit "
-        "unit_parameters",
+        "checkpoint": "agreement collectives optim process_identity pure runtime tensor_source unit unit_parameters "
+        "wings",
         "deepspeed": "agreement checkpoint closed dtypes initial_values memory optim own_device pure "
         "recorded_values runtime state_tier step_report tensor_parallel tensor_source unit unit_planner "
         "users_backward watch world",

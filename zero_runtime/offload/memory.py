@@ -10,30 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zero_runtime.memory.model import UnitSize
-from zero_runtime.offload_plan import ALIGN_BYTES, aligned
+from zero_runtime.offload_plan import ALIGN_BYTES, OffloadBytes, aligned
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 
 
 def buffer_bytes(size: int) -> int:
     """Bytes to allocate for a page-aligned buffer of `size` bytes, wherever the allocation begins."""
     return aligned(size) + ALIGN_BYTES
-
-
-@dataclass(frozen=True)
-class OffloadBytes:
-    """Bytes of one rank. params, grads, optimizer: states stored in host memory. staging: other host buffers, for
-    transfers. scratch: size of the scratch file; 0 without one."""
-
-    params: int = 0
-    grads: int = 0
-    optimizer: int = 0
-    staging: int = 0
-    scratch: int = 0
-
-    @property
-    def host(self) -> int:
-        """Host memory in total, without the scratch file."""
-        return self.params + self.grads + self.optimizer + self.staging
 
 
 @dataclass(frozen=True)

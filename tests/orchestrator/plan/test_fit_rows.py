@@ -22,7 +22,7 @@ from zero_runtime.memory.counted_unit import CountRules
 from zero_runtime.memory.device_overhead import DeviceOverhead
 from zero_runtime.memory.outside_step import MomentBytes
 from zero_runtime.memory.step_memory import Peak
-from zero_runtime.offload.memory import OffloadBytes
+from zero_runtime.offload_plan import OffloadBytes
 from zero_runtime.plan import ZeroPlan
 
 EACH = 10  # bytes of each sequence of a micro-batch
