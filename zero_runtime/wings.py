@@ -8,6 +8,8 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import Any
 
+# The checkpoints of a run that saves or resumes.
+RUN_CHECKPOINTS = "zero_runtime.checkpoint.of_run:RunCheckpoints"
 # What opens another library's checkpoint in a folder, or None, and what loads it into a runtime.
 FOREIGN_READER = "zero_runtime.deepspeed.foreign_checkpoints.formats:foreign_reader"
 LOAD_FOREIGN = "zero_runtime.deepspeed.foreign_checkpoints.source:load_foreign"

@@ -28,7 +28,13 @@ WINGS: tuple[str, ...] = (
     "zero_runtime.activations.modes",
     "zero_runtime.activations.offload",
     "zero_runtime.activations.on_host",
-    "zero_runtime.checkpoint.hugging_face",
+    *(
+        f"zero_runtime.checkpoint.{name}"  # all but the headers of files, which a configuration reads
+        for name in (
+            *("background", "compatibility", "digest", "hugging_face", "layout", "load", "of_run", "retention", "rng"),
+            *("save", "snapshot", "tensor_file"),
+        )
+    ),
     "zero_runtime.deepspeed",
     # Once no prediction is in the trunk: "zero_runtime.offload.". Until then without the bytes and the copies.
     *(
