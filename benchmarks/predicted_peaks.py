@@ -66,14 +66,14 @@ from orchestrator.worker.shapes import units_of as shapes_of  # noqa: E402
 from orchestrator.workloads.models import token_losses  # noqa: E402
 from zero_runtime.activations.recompute import Recomputation  # noqa: E402
 from zero_runtime.activations.rule import RecomputeRule  # noqa: E402
-from zero_runtime.memory.activation_count import LinearTrace, Trace  # noqa: E402
-from zero_runtime.memory.census import take_census  # noqa: E402
-from zero_runtime.memory.counted_unit import CountRules  # noqa: E402
-from zero_runtime.memory.step_memory import StepMemory, StepPeaks, replay_states  # noqa: E402
+from zero_runtime.census import take_census  # noqa: E402
 from zero_runtime.offload.copy_streams import HoldingCopies  # noqa: E402
 from zero_runtime.offload.plan import Tier  # noqa: E402
 from zero_runtime.plan import OuterSharding  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
+from zero_runtime.predict.memory.activation_count import LinearTrace, Trace  # noqa: E402
+from zero_runtime.predict.memory.counted_unit import CountRules  # noqa: E402
+from zero_runtime.predict.memory.step_memory import StepMemory, StepPeaks, replay_states  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
 from zero_runtime.tensor_source import TensorSource  # noqa: E402
 

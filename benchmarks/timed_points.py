@@ -24,7 +24,7 @@ from orchestrator.worker.calibrate import Calibration, SegmentTurns
 from orchestrator.worker.setup import build_data, build_runtime, prepare_process
 from orchestrator.workloads.data import slice_for_rank
 from orchestrator.workloads.models import token_losses
-from zero_runtime.timing.machine_timer import Repeated
+from zero_runtime.predict.timing.machine_timer import Repeated
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 from zero_runtime.world import WorldSettings, join_world, leave_world
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from zero_runtime.collectives import Collectives
-from zero_runtime.memory.model import StateBytes, StepPeak, UnitSize, step_peak_bytes, total_state_bytes
 from zero_runtime.offload.memory import OffloadBytes, host_bytes, nvme_bytes
 from zero_runtime.offload.tier import StateTier
 from zero_runtime.optim.sharded import ShardedOptimizer
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.settings import RuntimeSettings, moves_of
+from zero_runtime.state_bytes import StateBytes, StepPeak, UnitSize, step_peak_bytes, total_state_bytes
 from zero_runtime.unit import Unit
 
 
@@ -67,7 +67,7 @@ def _sizes_with_precision(runtime: Accounted) -> list[tuple[UnitSize, MixedPreci
 
 
 def predicted_state_bytes(runtime: Accounted) -> StateBytes:
-    """This rank's bytes of model states as predicted by `memory/model.py`."""
+    """This rank's bytes of model states as predicted by `state_bytes.py`."""
     return total_state_bytes(
         runtime.plan,
         _sizes_with_precision(runtime),
@@ -87,7 +87,7 @@ def predicted_offload_bytes(runtime: Accounted) -> OffloadBytes:
 
 
 def predicted_peak(runtime: Accounted, plan: ZeroPlan | None = None) -> StepPeak:
-    """Upper bound on this rank's bytes during a step by `memory/model.py`, for `plan` or the runtime's own plan."""
+    """Upper bound on this rank's bytes during a step by `state_bytes.py`, for `plan` or the runtime's own plan."""
     return step_peak_bytes(
         plan or runtime.plan,
         _sizes_with_precision(runtime),

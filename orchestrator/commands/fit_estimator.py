@@ -15,9 +15,13 @@ from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row
 from orchestrator.text.paths import program
 from orchestrator.text.units import size
-from zero_runtime.memory.device_overhead import DeviceOverhead
-from zero_runtime.memory.paper_formulas import EstimatedBytes, deepspeed_zero2_estimate, deepspeed_zero3_estimate
-from zero_runtime.memory.peers import HALF, DeepSpeedSettings
+from zero_runtime.predict.memory.device_overhead import DeviceOverhead
+from zero_runtime.predict.memory.paper_formulas import (
+    EstimatedBytes,
+    deepspeed_zero2_estimate,
+    deepspeed_zero3_estimate,
+)
+from zero_runtime.predict.memory.peers import HALF, DeepSpeedSettings
 
 RANKS, NODES = "resources.ranks", "resources.nodes"
 FLAG = "--estimator"

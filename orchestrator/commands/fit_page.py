@@ -21,7 +21,7 @@ from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, digits, many, significant, size
-from zero_runtime.memory.caching_allocator import AllocatorSettings
+from zero_runtime.predict.memory.caching_allocator import AllocatorSettings
 
 # Columns in the order in which a narrow terminal leaves them out.
 DROPPED = ("tokens", "activations", "states", "reserved", "largest part", "closed form", "what exists")

@@ -10,7 +10,7 @@ from orchestrator.config.schema import LossKind, RunConfig
 from orchestrator.plan.fit import RECOMPUTED, Fit
 from orchestrator.plan.speed import Speed, speed_of
 from orchestrator.plan.step import with_micro
-from zero_runtime.timing.step_time import StepSeconds
+from zero_runtime.predict.timing.step_time import StepSeconds
 
 NEAR = 0.75  # of the highest predicted speed: what a prediction may be wrong by
 EQUAL = 0.0005  # a smaller difference is shown as none

@@ -34,12 +34,12 @@ from orchestrator.records.run_state import RETRIED, RunState
 from orchestrator.records.sweep_record import Planned
 from orchestrator.rounds.recorded import is_ranked, used_rounds
 from orchestrator.text.units import size
-from zero_runtime.memory.activation_count import ActivationBytes
-from zero_runtime.memory.counted_unit import OPTIMIZER
-from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
-from zero_runtime.memory.model import StateBytes
-from zero_runtime.memory.outside_step import MomentBytes
-from zero_runtime.memory.step_memory import Peak
+from zero_runtime.predict.memory.activation_count import ActivationBytes
+from zero_runtime.predict.memory.counted_unit import OPTIMIZER
+from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
+from zero_runtime.predict.memory.outside_step import MomentBytes
+from zero_runtime.predict.memory.step_memory import Peak
+from zero_runtime.state_bytes import StateBytes
 
 # Parts of a peak, where no table shows what they are parts of.
 IN_FULL = {

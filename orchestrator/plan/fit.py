@@ -13,11 +13,19 @@ from orchestrator.plan.speed import Speed, speed_of
 from orchestrator.plan.step import ConfigMemory, with_micro
 from orchestrator.plan.target import Target
 from orchestrator.text.units import size
-from zero_runtime.memory.caching_allocator import AllocatorSettings
-from zero_runtime.memory.counted_unit import COMPONENTS, GATHERED, GRADS, OPTIMIZER, PARAMS, TRANSFERS, WHOLE_GRADS
-from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
-from zero_runtime.memory.reserved import Reserved
-from zero_runtime.memory.step_memory import Peak
+from zero_runtime.predict.memory.caching_allocator import AllocatorSettings
+from zero_runtime.predict.memory.counted_unit import (
+    COMPONENTS,
+    GATHERED,
+    GRADS,
+    OPTIMIZER,
+    PARAMS,
+    TRANSFERS,
+    WHOLE_GRADS,
+)
+from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
+from zero_runtime.predict.memory.reserved import Reserved
+from zero_runtime.predict.memory.step_memory import Peak
 
 STATES = {
     PARAMS: "parameters",

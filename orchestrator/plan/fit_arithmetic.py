@@ -1,6 +1,6 @@
 """The arithmetic of one row of `zlab fit`: each part of the peak with its closed form and its counted bytes. Pure.
 
-The closed forms are those of zero_runtime/memory/model.py (arXiv 1910.02054, section 3.1 and 5); the counted bytes come
+The closed forms are those of zero_runtime/state_bytes.py (arXiv 1910.02054, section 3.1 and 5); the counted bytes come
 from the replay of the step.
 """
 
@@ -14,16 +14,11 @@ from orchestrator.plan.fit import BACKWARD, BLOCKS, BUFFERS, INPUTS, OUTSIDE, ST
 from orchestrator.plan.step import error_bytes, kept_bytes, with_micro
 from orchestrator.plan.tensor_messages import words
 from orchestrator.text.units import count, many, size
-from zero_runtime.memory.counted_unit import GATHERED, GRADS, OPTIMIZER, PARAMS, TRANSFERS, WHOLE_GRADS
-from zero_runtime.memory.model import (
-    BytesPerElement,
-    Term,
-    collective_formula,
-    total_state_bytes,
-)
-from zero_runtime.memory.step_memory import TOKEN_BYTES
 from zero_runtime.plan import Partition
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.predict.memory.counted_unit import GATHERED, GRADS, OPTIMIZER, PARAMS, TRANSFERS, WHOLE_GRADS
+from zero_runtime.predict.memory.step_memory import TOKEN_BYTES
+from zero_runtime.state_bytes import BytesPerElement, Term, collective_formula, total_state_bytes
 from zero_runtime.wire import EXACT
 
 

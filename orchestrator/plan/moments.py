@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from orchestrator.config.schema import CheckpointKind, Device, WeightsExport
 from orchestrator.plan.step import ConfigMemory
-from zero_runtime.memory.outside_step import HostStore, MomentBytes, OutsideStep, UnitParts
 from zero_runtime.optim.configs import MATRIX_STATES
+from zero_runtime.predict.memory.outside_step import HostStore, MomentBytes, OutsideStep, UnitParts
 
 EXPORTED_BYTES = 2  # of an element of exported weights, in bf16 or fp16
 

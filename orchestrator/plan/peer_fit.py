@@ -1,7 +1,7 @@
 """What fits by another engine's byte rules: the rows of `zlab fit --as ENGINE`. Pure.
 
-The engine's own terms are those of zero_runtime/memory/peers.py. The activations are those that are counted for the
-same model here, since they belong to the model's code and not to the engine.
+The engine's own terms are those of zero_runtime/predict/memory/peers.py. The activations are those that are counted for
+the same model here, since they belong to the model's code and not to the engine.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 from orchestrator.config.schema import LossKind, RunConfig
 from orchestrator.plan.step import ConfigMemory
-from zero_runtime.memory import peers
-from zero_runtime.memory.activation_count import LinearTrace
-from zero_runtime.memory.device_overhead import DeviceOverhead
-from zero_runtime.memory.peers import DeepSpeedSettings, PeerMemory, PeerModel
-from zero_runtime.memory.step_memory import TOKEN_BYTES
 from zero_runtime.offload.plan import Tier
 from zero_runtime.plan import Partition
+from zero_runtime.predict.memory import peers
+from zero_runtime.predict.memory.activation_count import LinearTrace
+from zero_runtime.predict.memory.device_overhead import DeviceOverhead
+from zero_runtime.predict.memory.peers import DeepSpeedSettings, PeerMemory, PeerModel
+from zero_runtime.predict.memory.step_memory import TOKEN_BYTES
 
 HALVES = ("bf16", "fp16")  # the rules are for these dtypes
 

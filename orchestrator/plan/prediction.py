@@ -24,9 +24,9 @@ from orchestrator.plan.remedies import PredictedPeak
 from orchestrator.plan.speed import speed_of
 from orchestrator.plan.step import Memories, error_bytes, held_plan, kept_bytes, units_of
 from orchestrator.plan.target import Target, target_of
-from zero_runtime.memory.activation_count import ActivationBytes
-from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
-from zero_runtime.memory.model import total_state_bytes
+from zero_runtime.predict.memory.activation_count import ActivationBytes
+from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
+from zero_runtime.state_bytes import total_state_bytes
 
 NOT_ASKED = "it was not counted"
 ADVISED = 4  # most points for which remedies are searched: each needs further counts

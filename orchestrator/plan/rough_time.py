@@ -9,8 +9,8 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.plan import memory_cache
 from orchestrator.plan.step import ConfigMemory
 from zero_runtime.offload.plan import Tier
-from zero_runtime.timing.data_sheet import PUBLISHED, Layout, Peaks, Ring, segment_s, step_costs, update_bytes
-from zero_runtime.timing.step_time import StepSeconds, step_time
+from zero_runtime.predict.timing.data_sheet import PUBLISHED, Layout, Peaks, Ring, segment_s, step_costs, update_bytes
+from zero_runtime.predict.timing.step_time import StepSeconds, step_time
 
 TERA, GIGA = 1e12, 1e9
 

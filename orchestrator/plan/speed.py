@@ -20,14 +20,14 @@ from orchestrator.plan import memory_cache
 from orchestrator.plan.rough_time import peak_flops_per_s, rough_time
 from orchestrator.plan.step import ConfigMemory, with_micro
 from orchestrator.records.cache import read_cached, write_cached
-from zero_runtime.memory.activation_count import Mark, Trace
-from zero_runtime.memory.counted_unit import CountRules
-from zero_runtime.memory.model import UnitSize
 from zero_runtime.offload.plan import Tier
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.timing.costs import FREE, CollectiveCost, Curve, StepCosts
-from zero_runtime.timing.segments import SegmentTable
-from zero_runtime.timing.step_time import StepSeconds, step_time, surplus_s
+from zero_runtime.predict.memory.activation_count import Mark, Trace
+from zero_runtime.predict.memory.counted_unit import CountRules
+from zero_runtime.predict.timing.costs import FREE, CollectiveCost, Curve, StepCosts
+from zero_runtime.predict.timing.segments import SegmentTable
+from zero_runtime.predict.timing.step_time import StepSeconds, step_time, surplus_s
+from zero_runtime.state_bytes import UnitSize
 
 # Variables that decide which kernels compute, or how memory is handed out.
 CHOOSING = ("ZLAB_KERNELS", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "GLIBC_TUNABLES")

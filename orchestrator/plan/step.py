@@ -13,20 +13,27 @@ from orchestrator.config.schema import Device, RunConfig
 from orchestrator.plan.memory_cache import activations_key, hash_of, recalled, trace_prefix, units_key
 from orchestrator.plan.tensor_messages import TensorMessages, TensorSent, messages_in
 from zero_runtime.flat_layout import FlatLayout
-from zero_runtime.memory.activation_count import LinearTrace
-from zero_runtime.memory.caching_allocator import AllocatorSettings
-from zero_runtime.memory.counted_unit import CountRules
-from zero_runtime.memory.model import CollectiveCounts, UnitSize
-from zero_runtime.memory.reserved import Reserved, reserved_peak
-from zero_runtime.memory.step_memory import TOKEN_BYTES, Peak, StatesReplay, StepMemory, StepPeaks, replay_states
 from zero_runtime.offload.memory import Moves, OffloadBytes, host_bytes, nvme_bytes
 from zero_runtime.offload.plan import Tier
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, whole_itemsize
 from zero_runtime.optim.matrix_owners import OwnedMatrix, most_sent_elements, owned_matrices, working_bytes
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, WEIGHT_BLOCK_NUMEL, MixedPrecision
-from zero_runtime.timing.segments import SegmentTable
-from zero_runtime.timing.work import LinearWork, Work
+from zero_runtime.predict.memory.activation_count import LinearTrace
+from zero_runtime.predict.memory.caching_allocator import AllocatorSettings
+from zero_runtime.predict.memory.counted_unit import CountRules
+from zero_runtime.predict.memory.reserved import Reserved, reserved_peak
+from zero_runtime.predict.memory.step_memory import (
+    TOKEN_BYTES,
+    Peak,
+    StatesReplay,
+    StepMemory,
+    StepPeaks,
+    replay_states,
+)
+from zero_runtime.predict.timing.segments import SegmentTable
+from zero_runtime.predict.timing.work import LinearWork, Work
+from zero_runtime.state_bytes import CollectiveCounts, UnitSize
 from zero_runtime.wire import exchanged, gathered, reduced, signs_bytes
 
 Answers = Mapping[str, Mapping[str, Any]]

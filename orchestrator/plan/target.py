@@ -14,8 +14,8 @@ class Target:
     """The nodes of a point, which are all alike; bytes are None if they are not known.
 
     device_bytes: the memory that ranks allocate from. On a GPU it is all that CUDA can allocate there for one rank;
-    what CUDA, NCCL and cuBLAS take of it is not subtracted (zero_runtime.memory.device_overhead). On a CPU it is host
-    memory. ranks_share: the number of ranks that share device_bytes. host_bytes: host memory of a node. node: the
+    what CUDA, NCCL and cuBLAS take of it is not subtracted (predict/memory/device_overhead.py). On a CPU it is
+    host memory. ranks_share: the number of ranks that share device_bytes. host_bytes: host memory of a node. node: the
     described hardware; auto is this machine.
     """
 

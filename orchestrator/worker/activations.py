@@ -25,13 +25,13 @@ from orchestrator.plan import memory_cache
 from orchestrator.worker.setup import build_deferred, unit_rules
 from orchestrator.worker.sliced import divide, divide_sequences
 from orchestrator.workloads.models import token_losses
-from zero_runtime.memory.activation_count import LinearTrace, Trace
-from zero_runtime.memory.activation_trace import trace_step
-from zero_runtime.memory.repeated_blocks import linear_with_blocks
-from zero_runtime.memory.short_model import Shortened, short_copy, treats_alike
-from zero_runtime.timing.segments import SegmentTable
-from zero_runtime.timing.work import LinearWork, Work
-from zero_runtime.timing.work_counter import WorkCounter
+from zero_runtime.predict.memory.activation_count import LinearTrace, Trace
+from zero_runtime.predict.memory.activation_trace import trace_step
+from zero_runtime.predict.memory.repeated_blocks import linear_with_blocks
+from zero_runtime.predict.memory.short_model import Shortened, short_copy, treats_alike
+from zero_runtime.predict.timing.segments import SegmentTable
+from zero_runtime.predict.timing.work import LinearWork, Work
+from zero_runtime.predict.timing.work_counter import WorkCounter
 from zero_runtime.unit_planner import UnitRules
 
 Answer = dict[str, Any]
@@ -57,7 +57,7 @@ def trace_of(config: RunConfig, *, whole: bool = False) -> Trace:
 def counted_step(config: RunConfig, *, whole: bool = False) -> CountedStep:
     """Traces one micro-batch and counts its work.
 
-    Of many equal blocks five are traced, unless `whole` is asked for: see zero_runtime/memory/repeated_blocks.py.
+    Of many equal blocks five are traced, unless `whole` is asked for: see zero_runtime.predict.memory.repeated_blocks.
     """
     step = _traced_step(config, whole=whole)
     linear = step.completed(LinearTrace.of_one(config.batch.micro, step.trace))

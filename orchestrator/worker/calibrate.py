@@ -26,14 +26,14 @@ from zero_runtime.accounting import unit_sizes
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.collectives import Collectives
 from zero_runtime.initial_values import Initialise
-from zero_runtime.memory.short_model import Shortened, shorten
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
+from zero_runtime.predict.memory.short_model import Shortened, shorten
+from zero_runtime.predict.timing.machine_timer import Repeated, time_copies, time_links, time_updates
+from zero_runtime.predict.timing.segment_timer import SegmentTimer, typical
+from zero_runtime.predict.timing.segments import Key
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.settings import RuntimeSettings
-from zero_runtime.timing.machine_timer import Repeated, time_copies, time_links, time_updates
-from zero_runtime.timing.segment_timer import SegmentTimer, typical
-from zero_runtime.timing.segments import Key
 from zero_runtime.unit_planner import UnitRules
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 from zero_runtime.world import WorldSettings, join_world, leave_world

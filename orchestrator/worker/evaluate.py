@@ -20,7 +20,7 @@ from orchestrator.worker.machine_load import LoadMeter, Used, others_share
 from orchestrator.worker.result import RunFacts, combined
 from orchestrator.worker.setup import build_data, build_runtime, prepare_process, refuse_different_data
 from orchestrator.workloads.models import IGNORED_LABEL, token_losses
-from zero_runtime.memory.census import take_census
+from zero_runtime.census import take_census
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.watch.failure import is_out_of_memory, memory_error
 from zero_runtime.watch.watch import RankWatch, WatchSettings

@@ -15,7 +15,7 @@ from orchestrator.worker.held_out import generated
 from orchestrator.worker.setup import build_runtime, prepare_process
 from orchestrator.workloads.models import prepare_to_generate
 from orchestrator.workloads.tokenizer import texts_of
-from zero_runtime.memory.census import take_census
+from zero_runtime.census import take_census
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.watch.watch import WatchSettings
 from zero_runtime.world import WorldSettings, join_world, leave_world

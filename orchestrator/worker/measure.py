@@ -13,6 +13,7 @@ import torch
 
 from orchestrator.plan.tensor_messages import TensorSent
 from orchestrator.rounds.recorded import Round
+from zero_runtime import state_bytes as memory_model
 from zero_runtime.accounting import (
     error_bytes,
     kept_bytes,
@@ -21,9 +22,8 @@ from zero_runtime.accounting import (
     scratch_bytes,
     unit_sizes,
 )
+from zero_runtime.census import Census
 from zero_runtime.ledger import Ledger
-from zero_runtime.memory import model as memory_model
-from zero_runtime.memory.census import Census
 from zero_runtime.optim.matrix_owners import owned_matrices, sent_elements
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.wire import EXACT, gathered, reduced, signs_bytes

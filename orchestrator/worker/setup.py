@@ -24,11 +24,11 @@ from orchestrator.workloads.models import build_deferred_model
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.collectives import Collectives
+from zero_runtime.dtype_rules import AskedDTypes
 from zero_runtime.dtypes import short_name
 from zero_runtime.initial_values import Initialise
 from zero_runtime.integrations.pretrained import weights_of
 from zero_runtime.kernels.registration import prepare
-from zero_runtime.memory.dtype_rules import AskedDTypes
 from zero_runtime.numa import bind_to_gpu
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import MuonConfig

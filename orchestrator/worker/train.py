@@ -38,9 +38,9 @@ from orchestrator.worker.stopping import StopSignals
 from orchestrator.workloads.data import TokenData
 from zero_runtime.accounting import saving_trouble
 from zero_runtime.activations.recompute import Recomputation
+from zero_runtime.census import ActivationCensus, take_census
+from zero_runtime.dtype_audit import DTypeAudit
 from zero_runtime.errors import NonFiniteError
-from zero_runtime.memory.census import ActivationCensus, take_census
-from zero_runtime.memory.dtype_audit import DTypeAudit
 from zero_runtime.phase_clock import Lap
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport

@@ -42,9 +42,9 @@ from orchestrator.plan.point import Point
 from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import program
-from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
-from zero_runtime.timing.segments import SegmentTable
-from zero_runtime.timing.work import LinearWork
+from zero_runtime.predict.memory.activation_count import LinearTrace, Mark, Trace
+from zero_runtime.predict.timing.segments import SegmentTable
+from zero_runtime.predict.timing.work import LinearWork
 
 # Allowed beginnings of lines on stderr: any other line comes from a message with a line break in it.
 LINES = ("error: ", "nothing was started (exit 2)", "refused: ", "note: ", "warning: ", "== ", "in /")

@@ -18,7 +18,7 @@ from orchestrator.machine import hardware
 from orchestrator.plan import prediction
 from orchestrator.plan.decision import Prediction
 from orchestrator.records.run_state import RunState
-from zero_runtime.memory.model import StateBytes
+from zero_runtime.state_bytes import StateBytes
 
 HERE = Path(__file__).parent
 

@@ -25,7 +25,7 @@ from orchestrator.worker.activations import answers
 from orchestrator.worker.setup import build_runtime
 from orchestrator.worker.shapes import units_of
 from orchestrator.workloads.models import token_losses
-from zero_runtime.memory.census import take_census
+from zero_runtime.census import take_census
 from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.tensor_parallel.division import head_of
 from zero_runtime.wire import Wire

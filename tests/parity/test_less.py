@@ -20,7 +20,7 @@ from orchestrator.worker.activations import answers
 from orchestrator.worker.setup import build_deferred
 from orchestrator.worker.shapes import units_of
 from orchestrator.workloads.models import token_losses
-from zero_runtime.memory.census import take_census
+from zero_runtime.census import take_census
 from zero_runtime.optim.configs import AdamWConfig, LionConfig, MuonConfig, OneBitAdamConfig, OptimizerConfig
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime

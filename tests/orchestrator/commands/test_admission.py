@@ -26,9 +26,9 @@ from orchestrator.records.record_file import read_json
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.report.screen import Screen
 from orchestrator.text import paths
-from zero_runtime.memory.device_overhead import DeviceOverhead
-from zero_runtime.memory.model import StateBytes
-from zero_runtime.memory.step_memory import Peak
+from zero_runtime.predict.memory.device_overhead import DeviceOverhead
+from zero_runtime.predict.memory.step_memory import Peak
+from zero_runtime.state_bytes import StateBytes
 
 HERE = Path(__file__).parents[1]
 GIB = 1 << 30

@@ -19,7 +19,7 @@ from orchestrator.plan import counting_child, fit_arithmetic, memory_cache
 from orchestrator.plan.point import Point
 from orchestrator.report.narrow import Narrowed, narrowed
 from orchestrator.report.summary import Table
-from zero_runtime.memory.activation_count import LinearTrace
+from zero_runtime.predict.memory.activation_count import LinearTrace
 
 LINE = ("model=llama_tiny", "hardware=a10", "hardware.gpus=4", "recompute=none,full", "loss=full")
 TWO = (*LINE, "resources.ranks=2")

@@ -28,8 +28,8 @@ from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, SweepPaths
 from orchestrator.report import comparison, ranking
 from orchestrator.rounds.recorded import in_turns
-from zero_runtime.memory.model import StateBytes
-from zero_runtime.memory.step_memory import Peak
+from zero_runtime.predict.memory.step_memory import Peak
+from zero_runtime.state_bytes import StateBytes
 
 HERE = Path(__file__).parents[1]
 NO_PEAK = Peak(0, {}, 0, 0, 0, 0, 0, "")

@@ -16,12 +16,12 @@ from orchestrator.plan.choice import Candidate, ShortRun, best_run
 from orchestrator.plan.fit import Fit
 from orchestrator.plan.speed import Speed
 from orchestrator.plan.step import ConfigMemory, rules_of, with_micro
-from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
-from zero_runtime.memory.device_overhead import NO_OVERHEAD
-from zero_runtime.memory.model import UnitSize
-from zero_runtime.memory.step_memory import Peak, StepMemory, StepPeaks, replay_states
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.timing.step_time import StepSeconds
+from zero_runtime.predict.memory.activation_count import LinearTrace, Mark, Trace
+from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD
+from zero_runtime.predict.memory.step_memory import Peak, StepMemory, StepPeaks, replay_states
+from zero_runtime.predict.timing.step_time import StepSeconds
+from zero_runtime.state_bytes import UnitSize
 
 LINE = "precision=fp32 resources.device=cpu resources.ranks=2 batch.seq=10 batch.micro=1"
 NO_PEAK = Peak(0, {}, 0, 0, 0, 0, 0, "")

@@ -18,12 +18,12 @@ from orchestrator.plan.rules.scene import Scene
 from orchestrator.plan.step import ConfigMemory
 from orchestrator.plan.target import Target
 from zero_runtime.activations.rule import RecomputeKind
-from zero_runtime.memory.counted_unit import CountRules
-from zero_runtime.memory.device_overhead import DeviceOverhead
-from zero_runtime.memory.outside_step import MomentBytes
-from zero_runtime.memory.step_memory import Peak
 from zero_runtime.offload.memory import OffloadBytes
 from zero_runtime.plan import ZeroPlan
+from zero_runtime.predict.memory.counted_unit import CountRules
+from zero_runtime.predict.memory.device_overhead import DeviceOverhead
+from zero_runtime.predict.memory.outside_step import MomentBytes
+from zero_runtime.predict.memory.step_memory import Peak
 
 EACH = 10  # bytes of each sequence of a micro-batch
 HIGHEST = 8

@@ -10,9 +10,9 @@ from orchestrator.config.schema import Device
 from orchestrator.plan.memory_cache import trace_key, units_key
 from orchestrator.plan.step import ConfigMemory, Memories, rules_of
 from orchestrator.plan.tensor_messages import TensorMessages
-from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
-from zero_runtime.memory.model import UnitSize
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.memory.activation_count import LinearTrace, Mark, Trace
+from zero_runtime.state_bytes import UnitSize
 
 NUMEL = 64
 

@@ -9,9 +9,9 @@ from points import config_of_line
 
 from orchestrator.plan.peer_fit import PeerFit, peer_fit, peer_model
 from orchestrator.plan.step import ConfigMemory, rules_of
-from zero_runtime.memory.activation_count import LinearTrace, Trace
-from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
-from zero_runtime.memory.step_memory import StepMemory, StepPeaks
+from zero_runtime.predict.memory.activation_count import LinearTrace, Trace
+from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
+from zero_runtime.predict.memory.step_memory import StepMemory, StepPeaks
 
 NUMEL, BLOCKS, RANKS, HIGH = 1000, 3, 4, 64
 TOTAL = NUMEL * (BLOCKS + 1)

@@ -32,11 +32,11 @@ from orchestrator.records.cache import cache_file
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned
 from orchestrator.report import sweep_table
-from zero_runtime.memory.device_overhead import DeviceOverhead
-from zero_runtime.memory.model import StateBytes
-from zero_runtime.memory.outside_step import MomentBytes
-from zero_runtime.memory.step_memory import Peak
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.memory.device_overhead import DeviceOverhead
+from zero_runtime.predict.memory.outside_step import MomentBytes
+from zero_runtime.predict.memory.step_memory import Peak
+from zero_runtime.state_bytes import StateBytes
 
 LAPTOP = Hardware(cores=4, cpu="cpu")
 LLAMA_TINY = 1_869_504

@@ -17,8 +17,8 @@ from orchestrator.plan.rules.scene import Scene
 from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.worker import shapes
 from orchestrator.worker.activations import answers
-from zero_runtime.timing.data_sheet import PUBLISHED, Layout, Ring, segment_s, update_bytes
-from zero_runtime.timing.work import LinearWork
+from zero_runtime.predict.timing.data_sheet import PUBLISHED, Layout, Ring, segment_s, update_bytes
+from zero_runtime.predict.timing.work import LinearWork
 
 SEQ, MICROS = 16, (2, 4)
 

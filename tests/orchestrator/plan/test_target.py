@@ -22,8 +22,8 @@ from orchestrator.plan.step import Memories
 from orchestrator.plan.target import target_of
 from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.records.run_record import point_id
-from zero_runtime.memory.device_overhead import DeviceOverhead
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.memory.device_overhead import DeviceOverhead
 
 GIB = 1 << 30
 LAPTOP = Hardware(cores=4, cpu="cpu")

@@ -12,16 +12,7 @@ from harness.allocations import allocated_peak
 from harness.ranks import run_alone, run_ranks
 from points import make_config
 
-from orchestrator.config.schema import (
-    Adapter,
-    AdapterKind,
-    Batch,
-    Device,
-    Loss,
-    LossKind,
-    Model,
-    RunConfig,
-)
+from orchestrator.config.schema import Adapter, AdapterKind, Batch, Device, Loss, LossKind, Model, RunConfig
 from orchestrator.config.state_groups import Precision
 from orchestrator.plan.memory_cache import activations_key, units_key
 from orchestrator.plan.step import Memories
@@ -32,12 +23,12 @@ from orchestrator.workloads.models import token_losses
 from zero_runtime.accounting import predicted_peak, predicted_state_bytes
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import ActivationDevice, RecomputeKind, RecomputeRule
-from zero_runtime.memory.activation_count import ActivationBytes
-from zero_runtime.memory.census import ActivationCensus
+from zero_runtime.census import ActivationCensus
 from zero_runtime.offload.copy_streams import HELD_SOURCES
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.memory.activation_count import ActivationBytes
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}

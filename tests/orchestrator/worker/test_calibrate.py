@@ -20,8 +20,8 @@ from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.timing import machine_timer
 from zero_runtime.settings import RuntimeSettings
-from zero_runtime.timing import machine_timer
 
 LINE = (
     "model=llama_tiny model.config.num_hidden_layers=2 model.config.hidden_size=32 model.config.intermediate_size=48 "
