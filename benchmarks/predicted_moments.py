@@ -46,7 +46,7 @@ from benchmarks.predicted_peaks import (  # noqa: E402
     step,
 )
 from benchmarks.stages_report import cpu_name  # noqa: E402
-from orchestrator.plan.moments import EXPORTED_BYTES, counted_from  # noqa: E402
+from orchestrator.wings.predict.moments import EXPORTED_BYTES, counted_from  # noqa: E402
 from zero_runtime.census import take_census  # noqa: E402
 from zero_runtime.checkpoint.background import BackgroundSaver  # noqa: E402
 from zero_runtime.checkpoint.hugging_face.folder import write_weights  # noqa: E402

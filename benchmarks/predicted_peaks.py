@@ -59,10 +59,10 @@ from orchestrator.config.schema import (  # noqa: E402
 )
 from orchestrator.config.state_groups import Offload, Precision, Zero  # noqa: E402
 from orchestrator.plan import memory_cache  # noqa: E402
-from orchestrator.plan.step import ConfigMemory, units_of  # noqa: E402
-from orchestrator.worker.activations import trace_of  # noqa: E402
+from orchestrator.wings.predict.activations import trace_of  # noqa: E402
+from orchestrator.wings.predict.shapes import units_of as shapes_of  # noqa: E402
+from orchestrator.wings.predict.step import ConfigMemory, units_of  # noqa: E402
 from orchestrator.worker.setup import build_deferred  # noqa: E402
-from orchestrator.worker.shapes import units_of as shapes_of  # noqa: E402
 from orchestrator.workloads.models import token_losses  # noqa: E402
 from zero_runtime.activations.recompute import Recomputation  # noqa: E402
 from zero_runtime.activations.rule import RecomputeRule  # noqa: E402

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from orchestrator.config.schema import RunConfig
-from orchestrator.plan import decision, prediction
+from orchestrator.plan import decision
 from orchestrator.plan.point import Point
 from orchestrator.records.run_record import Attempt
 from orchestrator.records.run_state import RunState
 from orchestrator.report import summary
 from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row
+from orchestrator.wings.predict import prediction
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,8 @@ def _run(composition: Composition, asked: Arguments) -> int:
 
         return join.join(points[0], admission=_admission(asked, scene))
     from orchestrator.commands.run import run_point
-    from orchestrator.plan import prediction
     from orchestrator.plan.rules.output import place_problems
+    from orchestrator.wings.predict import prediction
 
     admission = _admission(asked, scene)
     if wrong := prediction.problems(points, counting_within_s=admission.within_s):

@@ -25,7 +25,7 @@ from orchestrator.launch.verdict import end_of
 from orchestrator.machine import children, slots
 from orchestrator.machine.hardware import Hardware, short_name
 from orchestrator.machine.processes import started
-from orchestrator.plan import decision, prediction
+from orchestrator.plan import decision
 from orchestrator.plan.decision import Refused, Wishes
 from orchestrator.plan.point import Point
 from orchestrator.plan.rules.output import place_problems
@@ -43,6 +43,7 @@ from orchestrator.text.paths import shown, verb
 from orchestrator.text.streams import complain
 from orchestrator.text.units import many
 from orchestrator.tracking.feed import check_store, complete_left_behind, start_sync
+from orchestrator.wings.predict import prediction
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from orchestrator.launch import local_executor
 from orchestrator.launch import verdict as watch
 from orchestrator.launch.verdict import Verdict, Watch
 from orchestrator.machine.processes import signals_ignored
-from orchestrator.plan import prediction, remedies
 from orchestrator.plan.point import Point
 from orchestrator.records.record_file import BadRecord, EventTail, read_or_warn
 from orchestrator.records.record_shapes import RANK
 from orchestrator.records.run_record import Attempt, result_of
 from orchestrator.records.run_state import RunState
 from orchestrator.records.turns import grant
+from orchestrator.wings.predict import prediction, remedies
 
 
 class PointRun:

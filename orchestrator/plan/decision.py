@@ -14,10 +14,7 @@ from typing import Any
 
 from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.config.strict import Broken
-from orchestrator.plan import fit
-from orchestrator.plan.moments import on_device, worst
 from orchestrator.plan.point import Point
-from orchestrator.plan.speed import Speed
 from orchestrator.records import contents, versions
 from orchestrator.records.record_file import read_or_warn
 from orchestrator.records.record_shapes import STATE
@@ -34,6 +31,9 @@ from orchestrator.records.run_state import RETRIED, RunState
 from orchestrator.records.sweep_record import Planned
 from orchestrator.rounds.recorded import is_ranked, used_rounds
 from orchestrator.text.units import size
+from orchestrator.wings.predict import fit_rows as fit
+from orchestrator.wings.predict.moments import on_device, worst
+from orchestrator.wings.predict.speed import Speed
 from zero_runtime.predict.memory.activation_count import ActivationBytes
 from zero_runtime.predict.memory.counted_unit import OPTIMIZER
 from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead

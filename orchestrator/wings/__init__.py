@@ -13,6 +13,9 @@ from typing import Any
 
 # The wings' verbs, each with its module, which has `main` and `parser`: `python run.py VERB ...` calls its `main`.
 VERBS = {
+    "fit": "orchestrator.wings.predict.fit",
+    "calibrate": "orchestrator.wings.predict.calibrate",
+    "choose": "orchestrator.wings.predict.choose",
     "export-weights": "orchestrator.commands.export",
     "import": "orchestrator.commands.import_config",
     "export": "orchestrator.commands.export_config",

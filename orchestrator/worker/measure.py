@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import torch
 
-from orchestrator.plan.tensor_messages import TensorSent
 from orchestrator.rounds.recorded import Round
+from orchestrator.wings.predict.tensor_messages import TensorSent
 from zero_runtime import state_bytes as memory_model
 from zero_runtime.accounting import (
     error_bytes,

@@ -21,9 +21,9 @@ import torch
 from orchestrator.compose.known_gpus import data_sheet
 from orchestrator.config.schema import RunConfig
 from orchestrator.launch.rank import RankInfo
-from orchestrator.plan.rough_time import peak_flops_per_s
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
+from orchestrator.wings.predict.rough_time import peak_flops_per_s
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.profile.step_profile import profile_step
 from zero_runtime.runtime import ZeroRuntime

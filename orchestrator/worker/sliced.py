@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from orchestrator.config.schema import Device, RunConfig
-from orchestrator.plan.tensor_messages import TensorMessages
+from orchestrator.wings.predict.tensor_messages import TensorMessages
 from zero_runtime.sequence_parallel.attention import check_model, traded_widths
 from zero_runtime.sequence_parallel.axis import AloneInSequence, SequenceAxis
 from zero_runtime.sequence_parallel.division import DividedSequences

@@ -14,10 +14,11 @@ import torch
 from orchestrator.config.schema import MeasureKind, RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord, Stopped
 from orchestrator.machine.energy import EnergyMeter
-from orchestrator.plan.tensor_messages import TensorMessages, messages_in, words
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
-from orchestrator.worker import evaluate, measure, predicted, profile
+from orchestrator.wings.predict import predicted
+from orchestrator.wings.predict.tensor_messages import TensorMessages, messages_in, words
+from orchestrator.worker import evaluate, measure, profile
 from orchestrator.worker.core_speed import ReferenceWork, compares_cores
 from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.faults import Faults

@@ -108,14 +108,15 @@ ROOMS = {
         "compose": "config text wings",
         "records": "config machine workloads",
         "foreign": "compose config text",
-        "plan": "compose config machine records rounds text",
+        "plan": "compose config machine records rounds text wings.predict",
         "tracking": "config machine records report",
         "report": "charts config exit_codes records rounds text",
-        "launch": "config machine plan records report rounds text tracking",
+        "launch": "config machine plan records report rounds text tracking wings.predict",
         "slurm": "config launch machine records tracking",
-        "worker": "compose config launch machine plan records rounds text workloads",
+        "worker": "compose config launch machine records rounds text wings.predict workloads",
         "commands": "compose config exit_codes foreign launch machine plan records report slurm text tracking wings "
-        "worker workloads",
+        "wings.predict worker workloads",
+        "wings.predict": "commands compose config exit_codes launch machine plan records report text worker workloads",
         "cli": "commands compose config exit_codes machine records slurm text wings",
         "start": "cli machine",
         "api": "commands config records report",
@@ -278,6 +279,8 @@ def room_of(module: str) -> str:
     _, _, inside = module.partition(".")
     if module.startswith("zero_runtime.") and inside in PURE:
         return "pure"
+    if inside.startswith("wings."):
+        return ".".join(inside.split(".")[:2])  # each wing is a room
     return inside.split(".")[0] or module
 
 

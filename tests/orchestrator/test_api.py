@@ -15,9 +15,9 @@ from orchestrator import api
 from orchestrator.api import Refusal
 from orchestrator.commands.sweep import SweepRequest
 from orchestrator.machine import hardware
-from orchestrator.plan import prediction
 from orchestrator.plan.decision import Prediction
 from orchestrator.records.run_state import RunState
+from orchestrator.wings.predict import prediction
 from zero_runtime.state_bytes import StateBytes
 
 HERE = Path(__file__).parent

@@ -19,13 +19,14 @@ from rich.console import Console
 
 from orchestrator.commands.admission import Admission
 from orchestrator.commands.run import run_point
-from orchestrator.plan import counting_child, decision, prediction
+from orchestrator.plan import decision
 from orchestrator.plan.decision import Prediction, Wishes
 from orchestrator.plan.point import Point
 from orchestrator.records.record_file import read_json
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.report.screen import Screen
 from orchestrator.text import paths
+from orchestrator.wings.predict import counting_child, prediction
 from zero_runtime.predict.memory.device_overhead import DeviceOverhead
 from zero_runtime.predict.memory.step_memory import Peak
 from zero_runtime.state_bytes import StateBytes

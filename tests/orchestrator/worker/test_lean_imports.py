@@ -16,9 +16,9 @@ from points import config_of_line
 
 from orchestrator.config.schema import Device, to_dict
 from orchestrator.machine import children
-from orchestrator.plan.counting_child import LEAN
-from orchestrator.plan.memory_cache import activations_key, units_key
-from orchestrator.worker import activations
+from orchestrator.wings.predict import activations
+from orchestrator.wings.predict.counting_child import LEAN
+from orchestrator.wings.predict.memory_cache import activations_key, units_key
 from orchestrator.worker.lean_imports import PostponedPackage
 
 MODELS = ("llama_tiny", "gpt2", "qwen2_5_0_5b")
@@ -103,7 +103,7 @@ LATER = """
 from orchestrator.worker.lean_imports import import_lean
 import_lean()
 import sys, transformers
-from orchestrator.worker import shapes
+from orchestrator.wings.predict import shapes
 assert "torch._dynamo.eval_frame" not in sys.modules, "torch._dynamo was executed"
 assert not hasattr(sys.modules["transformers"], "__all__")
 assert issubclass(transformers.LlamaForCausalLM, transformers.PreTrainedModel)
@@ -120,7 +120,7 @@ def test_names_of_transformers_are_there_when_a_lean_process_asks_for_them() -> 
 
 
 def _answers(asked: str, words: tuple[str, ...]) -> list[str]:
-    command = children.words("orchestrator.worker.count", *words)
+    command = children.words("orchestrator.wings.predict.count", *words)
     told = subprocess.run(
         command, input=asked, capture_output=True, text=True, check=True, env=children.environment(os.environ)
     )

@@ -10,8 +10,8 @@ from points import config_of
 
 from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import Model, RunConfig
-from orchestrator.plan.tensor_messages import TensorMessages
-from orchestrator.worker import shapes
+from orchestrator.wings.predict import shapes
+from orchestrator.wings.predict.tensor_messages import TensorMessages
 
 GPT2 = {"vocab_size": 65, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 LLAMA = {

@@ -14,8 +14,8 @@ from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import Adapter, AdapterKind, Batch, Loss, LossKind, RunConfig
 from orchestrator.config.state_groups import Zero
-from orchestrator.plan.tensor_messages import messages_in, words
 from orchestrator.report.summary import communication_rows
+from orchestrator.wings.predict.tensor_messages import messages_in, words
 from orchestrator.worker.measure import communication
 from orchestrator.worker.setup import build_runtime
 from orchestrator.workloads.models import token_losses

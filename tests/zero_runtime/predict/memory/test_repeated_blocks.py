@@ -9,7 +9,7 @@ from points import make_config
 
 from orchestrator.config.schema import Batch, Device, Loss, LossKind, Model, RunConfig
 from orchestrator.config.state_groups import Precision
-from orchestrator.worker.activations import trace_of
+from orchestrator.wings.predict.activations import trace_of
 from orchestrator.worker.setup import build_deferred
 from zero_runtime.activations.rule import RecomputeKind, RecomputeRule
 from zero_runtime.precision import MixedPrecision

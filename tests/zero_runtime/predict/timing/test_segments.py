@@ -6,8 +6,8 @@ import pytest
 import torch
 from points import config_of_line
 
-from orchestrator.worker.activations import trace_of
-from orchestrator.worker.calibrate import timer_of
+from orchestrator.wings.predict.activations import trace_of
+from orchestrator.wings.predict.calibrate_rank import timer_of
 from zero_runtime.predict.memory.activation_count import Mark
 from zero_runtime.predict.memory.repeated_blocks import BlockUnits
 from zero_runtime.predict.timing.segment_timer import typical

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from orchestrator.config.schema import Batch, Device, Model, RunConfig
 from orchestrator.config.state_groups import Precision
-from orchestrator.worker.activations import counted_step
+from orchestrator.wings.predict.activations import counted_step
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.predict.timing.segments import SegmentTable
