@@ -14,7 +14,15 @@ from zero_runtime.optim.sharded import ShardedOptimizer
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.settings import RuntimeSettings, moves_of
-from zero_runtime.state_bytes import StateBytes, StepPeak, UnitSize, step_peak_bytes, total_state_bytes
+from zero_runtime.state_bytes import (
+    ElementBytes,
+    StateBytes,
+    StepPeak,
+    UnitSize,
+    element_bytes,
+    step_peak_bytes,
+    total_state_bytes,
+)
 from zero_runtime.unit import Unit
 
 
@@ -51,15 +59,10 @@ def unit_sizes(runtime: Accounted) -> list[UnitSize]:
     ]
 
 
-def error_bytes(runtime: Accounted) -> int:
-    """Bytes of the error feedback of quantised reductions for each trainable element; none with one shard."""
-    return runtime.settings.wire.error_bytes(runtime.plan) if runtime.collectives.shard_count > 1 else 0
-
-
-def kept_bytes(runtime: Accounted) -> float:
-    """Bytes per element that the optimizer keeps on every rank besides its states."""
-    ranks = runtime.collectives
-    return runtime.optimizer.config.kept_bytes(shard_count=ranks.shard_count, world=ranks.data_world)
+def bytes_of_element(runtime: Accounted) -> ElementBytes:
+    """Bytes of the optimizer, and of error feedback, for each trained element."""
+    world = runtime.collectives.data_world
+    return element_bytes(runtime.plan, runtime.optimizer.config, runtime.settings.wire, world=world)
 
 
 def _sizes_with_precision(runtime: Accounted) -> list[tuple[UnitSize, MixedPrecision]]:
@@ -73,9 +76,7 @@ def predicted_state_bytes(runtime: Accounted) -> StateBytes:
         _sizes_with_precision(runtime),
         world=runtime.collectives.data_world,
         micro_batches=runtime.settings.micro_batches,
-        state_bytes=runtime.optimizer.config.state_bytes,
-        error_bytes=error_bytes(runtime),
-        kept_bytes=kept_bytes(runtime),
+        **bytes_of_element(runtime),
     )
 
 
@@ -94,9 +95,7 @@ def predicted_peak(runtime: Accounted, plan: ZeroPlan | None = None) -> StepPeak
         world=runtime.collectives.data_world,
         prefetch=runtime.settings.prefetch,
         micro_batches=runtime.settings.micro_batches,
-        state_bytes=runtime.optimizer.config.state_bytes,
-        error_bytes=error_bytes(runtime),
-        kept_bytes=kept_bytes(runtime),
+        **bytes_of_element(runtime),
     )
 
 

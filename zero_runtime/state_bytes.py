@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any, TypedDict
 
 from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.optim.config_base import OptimizerConfig
 from zero_runtime.plan import Partition, Phase, ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.wire import Wire
 
 # Storages of one number count for no activations: losses, counts, and Python numbers, which torch may or may not wrap.
 ONE_NUMBER_BYTES = 8
@@ -33,33 +36,34 @@ class UnitSize:
     state_bytes: float | None = None  # of the optimizer's states per element, if not those of the other units
 
     @classmethod
-    def of(
-        cls,
-        layout: FlatLayout,
-        *,
-        trainable: bool,
-        is_root: bool = False,
-        params_offloaded: bool = False,
-        optimizer_offloaded: bool = False,
-        separate_memory: bool = False,
-        state_bytes: float | None = None,
-    ) -> UnitSize:
-        return cls(
-            layout.numel,
-            layout.padded_numel,
-            trainable,
-            is_root,
-            params_offloaded,
-            optimizer_offloaded,
-            separate_memory,
-            state_bytes,
-        )
+    def of(cls, layout: FlatLayout, **others: Any) -> UnitSize:
+        """The size of a layout; `others`: the other fields."""
+        return cls(layout.numel, layout.padded_numel, **others)
 
     def is_away(self, component: str) -> bool:
         """Whether this component of the model states is off the device between backward and step."""
         if component == "params":
             return self.params_offloaded
         return self.optimizer_offloaded and (component == "optimizer" or self.separate_memory)
+
+
+class ElementBytes(TypedDict):
+    """Bytes of a trained element: of the optimizer's states, and what every rank has for all elements: the error
+    feedback of quantised reductions, and what the optimizer keeps besides its states."""
+
+    state_bytes: float
+    error_bytes: int
+    kept_bytes: float
+
+
+def element_bytes(plan: ZeroPlan, optimizer: OptimizerConfig, wire: Wire, *, world: int) -> ElementBytes:
+    """The bytes of an element in a run; with one shard nothing is reduced, so that there are no errors."""
+    shards = plan.shard_count(world)
+    return ElementBytes(
+        state_bytes=optimizer.state_bytes,
+        error_bytes=wire.error_bytes(plan) if shards > 1 else 0,
+        kept_bytes=optimizer.kept_bytes(shard_count=shards, world=world),
+    )
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,7 @@ class BytesPerElement:
         error_bytes: int = 0,
         kept_bytes: float = 0.0,
     ) -> BytesPerElement:
-        """Of what every rank has for all elements: error_bytes, the error feedback of quantised reductions; kept_bytes,
-        what the optimizer keeps besides its states."""
+        """The sums of terms; the bytes are those of `ElementBytes`."""
         # If master and param dtype agree, the master is the parameter (see UnitParameters) and costs nothing.
         master = 0 if precision.master == precision.param else ITEMSIZE_BYTES[precision.master]
         return cls(
@@ -362,11 +365,3 @@ def collective_formula(counts: CollectiveCounts, *, world: int, shard_count: int
     if shard_count == world:
         return f"{within}Ψ·(N-1)/N"
     return f"{within}Ψ·(G-1)/G + {counts.across}Ψ/G·(N/G-1)/(N/G)"
-
-
-def kept_grad_bytes(plan: ZeroPlan, precision: MixedPrecision, units: Iterable[UnitSize]) -> int:
-    """Bytes that `no_sync` adds to a rank's states between micro-batches: full gradients in accumulate dtype, if the
-    plan would have sharded them."""
-    if not plan.reduces_every_backward:
-        return 0
-    return sum(unit.padded_numel for unit in units if unit.trainable) * ITEMSIZE_BYTES[precision.accumulate]

@@ -22,6 +22,9 @@ VERBS = {
     "launch": "orchestrator.commands.launch_script",
 }
 
+PREDICTOR = "orchestrator.wings.predict.prediction"  # which plans ask: see orchestrator/plan/predictor.py
+PREDICTED = "orchestrator.wings.predict.predicted"  # what rank 0 shows beside what it measures
+
 
 def load(place: str) -> Any:
     """The object that "package.module:attribute" names, or the module that "package.module" names."""

@@ -153,7 +153,7 @@ class Evaluation:
         memory = measure.worst_of(runtime.collectives.gather_objects(local))
         share = others_share(runtime.collectives.gather_objects(used))
         return combined(self._facts(warmup + batches), readings, memory, share, warmup) | {
-            "communication": measure.communication(runtime, readings.ledger, reduces_at_boundary=False),
+            "communication": measure.communication(runtime, readings.ledger, self._config),
             "loss": {
                 "first": loss,
                 "last": loss,

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
+from orchestrator import wings
 from orchestrator.config.schema import MeasureKind, RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord, Stopped
 from orchestrator.machine.energy import EnergyMeter
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
-from orchestrator.wings.predict import predicted
-from orchestrator.wings.predict.tensor_messages import TensorMessages, messages_in, words
-from orchestrator.worker import evaluate, measure, profile
+from orchestrator.worker import evaluate, measure
 from orchestrator.worker.core_speed import ReferenceWork, compares_cores
 from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.faults import Faults
@@ -79,7 +78,6 @@ class RankRun:
         rank: RankInfo,
         runtime: ZeroRuntime,
         recomputation: Recomputation,
-        tensor: TensorMessages,
     ) -> None:
         self._attempt = attempt
         self._config = config
@@ -90,7 +88,7 @@ class RankRun:
         self._faults = Faults.from_env()
         self._data: TokenData = build_data(config)
         self._runtime = runtime
-        self._batches, self._tensor = MicroBatches(config, runtime, self._data), tensor
+        self._batches = MicroBatches(config, runtime, self._data)
         self._kept = recomputation.memory
         steps = config.steps(self._data.train_samples)
         assert steps is not None  # the rules' end of training
@@ -240,7 +238,9 @@ class RankRun:
             self._runtime.clock.end().forget()
             self._runtime.reset_ledger()
 
-        return profile.profiled(self._config, self._runtime, self._attempt, self._rank, step, result)
+        profiled = wings.load("orchestrator.worker.profile:profiled")
+        found: dict[str, Any] = profiled(self._config, self._runtime, self._attempt, self._rank, step, result)
+        return found
 
     def _show_waiting(self) -> None:
         """Shows the other ranks that this one is alive while it waits for its turn."""
@@ -383,7 +383,7 @@ class RankRun:
         return "; ".join(filter(None, (saving_trouble(self._runtime), *self._data.notes))) or None
 
     def _planned(self) -> dict[str, Any]:
-        return predicted.planned(self._config) if self._rank.rank == 0 else {}
+        return wings.load(wings.PREDICTED).planned(self._config) if self._rank.rank == 0 else {}
 
     def _tell(self, event: str, **values: Any) -> None:
         if self._rank.rank == 0:
@@ -402,7 +402,7 @@ class RankRun:
             self._tell_validation(self._steps, self._readings.validation_loss)
         write_json_atomic(self._attempt.result, result)
         # Only after the peaks are measured: they would include the memory that counting takes.
-        result["memory"] |= predicted.known(self._config)
+        result["memory"] |= wings.load(wings.PREDICTED).known(self._config)
         write_json_atomic(self._attempt.result, result)
         self._tell("finish")
         self._events.flush()
@@ -423,7 +423,6 @@ class RankRun:
 
     def _combined(self, memory: dict[str, Any], others: float | None) -> dict[str, Any]:
         readings, runtime = self._readings, self._runtime
-        tensor = messages_in(self._config, self._tensor)
         finite = [loss for loss in readings.losses if math.isfinite(loss)]
         missing = self._saving.missing_steps
         facts = RunFacts(self._config, runtime, self._data, self._rank.world, self._steps)
@@ -431,13 +430,7 @@ class RankRun:
             combined(facts, readings, memory, others, self._warmup_steps)
             | self._rounds.to_dict()
             | {
-                "communication": measure.communication(
-                    runtime,
-                    readings.ledger,
-                    reduces_at_boundary=self._config.zero.reduce_at_boundary,
-                    tensor=tensor,
-                    tensor_words=words(self._config, tensor),
-                ),
+                "communication": measure.communication(runtime, readings.ledger, self._config),
                 "loss": {
                     "first": None if missing and missing[0][0] == 1 else finite[0],
                     "last": finite[-1],

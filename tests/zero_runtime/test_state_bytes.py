@@ -16,7 +16,6 @@ from zero_runtime.state_bytes import (
     collective_elements,
     collective_formula,
     formula,
-    kept_grad_bytes,
 )
 from zero_runtime.state_bytes import model_state_bytes as predict
 
@@ -184,9 +183,3 @@ def test_the_formula_of_the_collectives_prints_the_volume_with_and_without_group
 
     assert [told(0, 1), told(1, 4), told(2, 4), told(3, 4)] == [f"{n}Ψ·(N-1)/N" for n in (2, 2, 2, 3)]
     assert told(3, 2) == "3Ψ·(G-1)/G + 2Ψ/G·(N/G-1)/(N/G)"
-
-
-def test_keeping_full_gradients_costs_accumulate_dtype_bytes_if_they_would_be_sharded() -> None:
-    units = [UnitSize(100, 128, trainable=True), UnitSize(5, 64, trainable=False)]
-    costs = [kept_grad_bytes(ZeroPlan.from_stage(stage), DEFAULT_BF16, units) for stage in STAGES]
-    assert costs == [0, 0, 4 * 128, 4 * 128]

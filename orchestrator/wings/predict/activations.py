@@ -22,8 +22,8 @@ from torch import nn
 from orchestrator.config.parts import plain
 from orchestrator.config.schema import Device, MeasureKind, RunConfig
 from orchestrator.wings.predict import memory_cache
+from orchestrator.wings.predict.sliced import divide, divide_sequences
 from orchestrator.worker.setup import build_deferred, unit_rules
-from orchestrator.worker.sliced import divide, divide_sequences
 from orchestrator.workloads.models import token_losses
 from zero_runtime.predict.memory.activation_count import LinearTrace, Trace
 from zero_runtime.predict.memory.activation_trace import trace_step

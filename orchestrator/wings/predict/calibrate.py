@@ -16,7 +16,6 @@ from orchestrator.compose.line import composed
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, OK
-from orchestrator.plan.decision import Prediction
 from orchestrator.plan.point import Point
 from orchestrator.plan.points import judged
 from orchestrator.plan.rules.scene import here
@@ -27,6 +26,7 @@ from orchestrator.text.streams import complain
 from orchestrator.text.units import ABSENT, digits, many
 from orchestrator.wings.predict import prediction, speed
 from orchestrator.wings.predict.fit import names, refuse_evaluations
+from orchestrator.wings.predict.point_prediction import PointPrediction
 from orchestrator.wings.predict.prediction import hardware_name
 from orchestrator.wings.predict.speed import TimingJob
 
@@ -97,7 +97,7 @@ def _axes(words: Sequence[str], axes: Mapping[str, str] = AXES) -> list[str]:
     return [f"{group}={options}" for group, options in axes.items() if group not in names(words)]
 
 
-def predicted(points: Sequence[Point], screen: Screen, *, fresh: bool, quiet: bool) -> dict[str, Prediction]:
+def predicted(points: Sequence[Point], screen: Screen, *, fresh: bool, quiet: bool) -> dict[str, PointPrediction]:
     """The predictions of the points by label, after what they need and is not known was measured."""
     tell = None if quiet else partial(screen.say, style="dim")
     configs, name = [point.config for point in points], hardware_name(points[0].config)
@@ -107,10 +107,10 @@ def predicted(points: Sequence[Point], screen: Screen, *, fresh: bool, quiet: bo
         done = measure(jobs, name, tell or (lambda _text: None))
         left = f"; the time did not suffice for {len(jobs) - done} more" if done < len(jobs) else ""
         screen.say(f"measured {many(done, 'part')} of a step in {time.monotonic() - began:.0f} s{left}")
-    return prediction.predict(points, tell)
+    return prediction.predictions(points, tell)
 
 
-def _row(label: str, found: Prediction | None) -> tuple[str, ...]:
+def _row(label: str, found: PointPrediction | None) -> tuple[str, ...]:
     if found is None or found.speed is None:
         return (label, *[ABSENT] * (len(HEADER) - 1))
     step = found.speed.time
@@ -124,7 +124,7 @@ def _row(label: str, found: Prediction | None) -> tuple[str, ...]:
     return (label, digits(found.speed.tokens_per_second), *(digits(1e3 * one) for one in (step.total_s, *parts)))
 
 
-def _document(point: Point, found: Prediction | None) -> dict[str, Any]:
+def _document(point: Point, found: PointPrediction | None) -> dict[str, Any]:
     known = None if found is None or found.speed is None else found.speed.to_dict()
     return {"label": point.label, "overrides": list(point.overrides), "speed": known}
 

@@ -10,20 +10,20 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 from orchestrator.machine import children
 from orchestrator.machine.processes import how_it_ended
+from orchestrator.plan.predictor import Tell
 
 SILENCE_S = 600.0  # that the child may take for one answer, also beside other programs that take the cores
 TELL_S = 2.0
 LEAN = "lean"  # see orchestrator/worker/lean_imports.py
 LACKING = ("ImportError", "ModuleNotFoundError", "AttributeError")
 TRACE = "trace-"  # the start of the keys of traces
-Tell = Callable[[str], None]
 Answer = Mapping[str, Any]
 
 

@@ -19,6 +19,7 @@ from orchestrator.exit_codes import FAILED, INCOMPLETE, OK
 from orchestrator.machine.hardware import memory_bytes
 from orchestrator.plan.point import Point
 from orchestrator.plan.points import distinct, judged
+from orchestrator.plan.predictor import NOT_ASKED
 from orchestrator.plan.rules.scene import here
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import expanded, program
@@ -30,7 +31,7 @@ from orchestrator.wings.predict.counting_child import Answer
 from orchestrator.wings.predict.fit_page import Columns, FitPage, named
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.memory_cache import activations_key, units_key
-from orchestrator.wings.predict.prediction import NOT_ASKED, gpu_bytes_here, overhead_of
+from orchestrator.wings.predict.prediction import gpu_bytes_here, overhead_of
 from orchestrator.wings.predict.target import target_of
 
 # What is tried of each group that the command line leaves open. Combinations that a rule forbids are left out.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from orchestrator.text.units import count, many, size
 from orchestrator.wings.predict.fit_rows import BACKWARD, BLOCKS, BUFFERS, INPUTS, OUTSIDE, STATES, Fit
-from orchestrator.wings.predict.step import error_bytes, kept_bytes, with_micro
+from orchestrator.wings.predict.step import bytes_of_element, with_micro
 from orchestrator.wings.predict.tensor_messages import words
 from zero_runtime.plan import Partition
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
@@ -75,19 +75,15 @@ def kind_of(fit: Fit) -> MixedPrecision:
 
 def _states(fit: Fit) -> Iterator[Part]:
     config, states = fit.config, fit.peak.states
-    accumulation, state_bytes = config.batch.accumulation or 1, config.optimizer.rule.state_bytes
+    accumulation, of_element = config.batch.accumulation or 1, bytes_of_element(config)
     expected = total_state_bytes(
         config.zero.plan,
         fit.memory.units,
         world=config.data_ranks,
         micro_batches=accumulation,
-        state_bytes=state_bytes,
-        error_bytes=error_bytes(config),
-        kept_bytes=kept_bytes(config),
+        **of_element,
     )
-    of = BytesPerElement.of(
-        config.zero.plan, kind_of(fit), accumulation, state_bytes, error_bytes(config), kept_bytes(config)
-    )
+    of = BytesPerElement.of(config.zero.plan, kind_of(fit), accumulation, **of_element)
     for name, terms, closed in (
         (PARAMS, of.params, expected.params),
         (OPTIMIZER, of.optimizer, expected.optimizer),
@@ -96,7 +92,7 @@ def _states(fit: Fit) -> Iterator[Part]:
         component = {PARAMS: "params", OPTIMIZER: "optimizer", GRADS: "grads"}[name]
         away = any(unit.is_away(component) for unit, _ in fit.memory.units)
         text = f"{_closed(fit, terms)}{', offloaded' if away else ''}"
-        text += _of_matrices(fit, state_bytes) if name == OPTIMIZER else ""
+        text += _of_matrices(fit, of_element["state_bytes"]) if name == OPTIMIZER else ""
         yield Part(STATES[name], text, closed, states.get(name, 0))
 
 

@@ -24,9 +24,10 @@ from typing import Any
 from orchestrator.config.parts import plain
 from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.machine import provenance
+from orchestrator.plan.predictor import Tell
 from orchestrator.records.cache import read_cached, read_cached_object, write_cached
 from orchestrator.wings.predict import counting_child
-from orchestrator.wings.predict.counting_child import Answer, Tell
+from orchestrator.wings.predict.counting_child import Answer
 
 # The groups that a model's units and the optimizer's states depend on, next to unit_numel and ratio in `units_key`.
 DECIDING = ("model", "adapter", "optimizer", "precision", "parallel")

@@ -1,13 +1,17 @@
-"""What was predicted of the memory of the run that a rank measures, to be shown beside what is measured."""
+"""What was predicted of the memory and the messages of a run, for its rank 0 to show beside what is measured.
+
+It is read from the cache that plans fill. What a plan has not counted is counted here, after the measurement.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from orchestrator.config.schema import RunConfig
-from orchestrator.wings.predict import activations, memory_cache, shapes
+from orchestrator.wings.predict import memory_cache
 from orchestrator.wings.predict.step import Memories
+from orchestrator.wings.predict.theory import theory_of
 
 Numbers = dict[str, Any]
 
@@ -20,9 +24,27 @@ def planned(config: RunConfig) -> Numbers:
 
 def known(config: RunConfig) -> Numbers:
     """Predicted bytes, from the cache that plans fill; otherwise counted here and added to the cache."""
+    from orchestrator.wings.predict import activations  # here: most runs find all that they show in the cache
+
+    return _numbers(config, {**activations.known(config), **_units(config)})
+
+
+def theory(config: RunConfig, *, updates: int, unread: Collection[str]) -> Numbers:
+    """What a rank sends in a step in theory. unread: the names of frozen units that no backward reads."""
+    shapes = _units(config)
+    memory = Memories(shapes).of(config)
+    assert memory is not None
+    names = [unit["name"] for unit in shapes[memory_cache.units_key(config)]["units"]]
+    return theory_of(memory, updates=updates, unread=[place for place, name in enumerate(names) if name in unread])
+
+
+def _units(config: RunConfig) -> dict[str, Mapping[str, Any]]:
     key = memory_cache.units_key(config)
-    counted = activations.known(config)
-    return _numbers(config, {**counted, key: memory_cache.stored(key) or shapes.units_of(config)})
+    if (found := memory_cache.stored(key)) is None:
+        from orchestrator.wings.predict import shapes
+
+        found = shapes.units_of(config)
+    return {key: found}
 
 
 def _numbers(config: RunConfig, counted: Mapping[str, Mapping[str, Any]]) -> Numbers:

@@ -1,4 +1,7 @@
-"""Predicts the memory of points before they run, with zero_runtime's memory model and its counts of activations."""
+"""Predicts the memory of points before they run, with zero_runtime's memory model and its counts of activations.
+
+The module is the `Predictor` of plans (orchestrator/plan/predictor.py).
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,21 @@ from orchestrator.compose.folders import CONF
 from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import AdapterKind, Device, RunConfig, to_dict
 from orchestrator.machine import hardware
-from orchestrator.plan.decision import Prediction
 from orchestrator.plan.point import Point
+from orchestrator.plan.predictor import NOT_ASKED, Prediction, Tell
 from orchestrator.wings.predict import memory_cache, remedies
-from orchestrator.wings.predict.counting_child import Answer, Tell
+from orchestrator.wings.predict.counting_child import Answer
 from orchestrator.wings.predict.memory_cache import activations_key, units_key
 from orchestrator.wings.predict.moments import Met, met
+from orchestrator.wings.predict.point_prediction import PointPrediction
 from orchestrator.wings.predict.remedies import PredictedPeak
 from orchestrator.wings.predict.speed import speed_of
-from orchestrator.wings.predict.step import Memories, error_bytes, held_plan, kept_bytes, units_of
+from orchestrator.wings.predict.step import Memories, bytes_of_element, held_plan, units_of
 from orchestrator.wings.predict.target import Target, target_of
 from zero_runtime.predict.memory.activation_count import ActivationBytes
 from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
 from zero_runtime.state_bytes import total_state_bytes
 
-NOT_ASKED = "it was not counted"
 ADVISED = 4  # most points for which remedies are searched: each needs further counts
 
 
@@ -39,14 +42,28 @@ def predict(
     within_s: float = math.inf,
     unknown: dict[str, str] | None = None,
 ) -> dict[str, Prediction]:
+    return {label: one.brief() for label, one in predictions(points, tell, within_s=within_s, unknown=unknown).items()}
+
+
+def fixes(config: RunConfig, memory: Mapping[str, Any]) -> str:
+    return remedies.described(config, memory, needs)
+
+
+def predictions(
+    points: Sequence[Point],
+    tell: Tell | None = None,
+    *,
+    within_s: float = math.inf,
+    unknown: dict[str, str] | None = None,
+) -> dict[str, PointPrediction]:
     """The predictions by label. A point whose model the child cannot build has none; `unknown` gets the reason.
 
     `tell` is called with messages about the progress. within_s: the most time that the child may take for the points,
     and again for the settings that would fit. What is not counted by then is not predicted.
     """
-    named: dict[str, Prediction] = {}
+    named: dict[str, PointPrediction] = {}
     for point, found in zip(points, _predictions([point.config for point in points], tell, within_s), strict=True):
-        if isinstance(found, Prediction):
+        if isinstance(found, PointPrediction):
             named[point.label] = found
         elif unknown is not None:
             unknown[point.label] = found
@@ -55,26 +72,23 @@ def predict(
     answers = iter(_predictions([neighbour.config for several in neighbours for neighbour in several], tell, within_s))
     for point, several in zip(not_fitting, neighbours, strict=True):
         then = [next(answers) for _ in several]
-        fits = [
+        fitting = [
             neighbour
             for neighbour, prediction in zip(several, then, strict=True)
-            if isinstance(prediction, Prediction) and not prediction.cannot_fit
+            if isinstance(prediction, PointPrediction) and not prediction.cannot_fit
         ]
-        smaller = [fitting for fitting in fits if fitting.config.batch != point.config.batch]
+        smaller = [one for one in fitting if one.config.batch != point.config.batch]
         # Of the smaller batches, only the largest that fits.
-        chosen = tuple(fitting.overrides for fitting in fits if fitting not in smaller[1:])
+        chosen = tuple(one.overrides for one in fitting if one not in smaller[1:])
         named[point.label] = replace(named[point.label], remedies=chosen, advised=True)
     return named
 
 
 def needs(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
     """Lower bounds on the memory of a rank; None if the model cannot be built."""
-    predictions = _predictions(configs)
     return [
-        PredictedPeak(prediction.needed_bytes, prediction.activations is not None)
-        if isinstance(prediction, Prediction)
-        else None
-        for prediction in predictions
+        PredictedPeak(one.needed_bytes, one.activations is not None) if isinstance(one, PointPrediction) else None
+        for one in _predictions(configs)
     ]
 
 
@@ -110,7 +124,7 @@ def _shipped_models() -> list[Any]:
 
 def _predictions(
     configs: Sequence[RunConfig], tell: Tell | None = None, within_s: float = math.inf
-) -> list[Prediction | str]:
+) -> list[PointPrediction | str]:
     """The prediction of each configuration, or why there is none."""
     if not configs:
         return []
@@ -123,20 +137,16 @@ def _predictions(
 
 def _prediction(
     config: RunConfig, answers: Mapping[str, Answer], memories: Memories, gpu_bytes: int | None
-) -> Prediction | str:
+) -> PointPrediction | str:
     shapes = answers.get(units_key(config), {"unknown": NOT_ASKED})
     if "units" not in shapes:
         return str(shapes.get("problem") or shapes["unknown"])
-    micro_batches = config.batch.accumulation or 1
-    units, state_bytes = units_of(config, shapes), shapes["state_bytes"]
     states = total_state_bytes(
         held_plan(config),
-        units,
+        units_of(config, shapes),
         world=config.data_ranks,
-        micro_batches=micro_batches,
-        state_bytes=state_bytes,
-        error_bytes=error_bytes(config),
-        kept_bytes=kept_bytes(config),
+        micro_batches=config.batch.accumulation or 1,
+        **bytes_of_element(config),
     )
     counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
     activations = ActivationBytes(**counted["bytes"]) if "bytes" in counted else None
@@ -144,7 +154,7 @@ def _prediction(
     peak = None if memory is None else memory.peak(config.batch.micro)
     meets = Met() if memory is None or peak is None else met(memory)
     on_gpus = target.device is Device.cuda
-    return Prediction(
+    return PointPrediction(
         states,
         target.device_bytes,
         target.ranks_share,

@@ -36,8 +36,8 @@ import torch
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.machine.processes import die_with_parent, how_it_ended
 from orchestrator.wings.predict.activations import answers, built, shorten_once
+from orchestrator.wings.predict.sliced import messages_of
 from orchestrator.worker.setup import unit_rules
-from orchestrator.worker.sliced import messages_of
 from zero_runtime.errors import brief
 from zero_runtime.offload.plan import offloaded_units
 from zero_runtime.unit_planner import plan_units

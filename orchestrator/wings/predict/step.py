@@ -33,7 +33,7 @@ from zero_runtime.predict.memory.step_memory import (
 )
 from zero_runtime.predict.timing.segments import SegmentTable
 from zero_runtime.predict.timing.work import LinearWork, Work
-from zero_runtime.state_bytes import CollectiveCounts, UnitSize
+from zero_runtime.state_bytes import CollectiveCounts, ElementBytes, UnitSize, element_bytes
 from zero_runtime.wire import exchanged, gathered, reduced, signs_bytes
 
 Answers = Mapping[str, Mapping[str, Any]]
@@ -356,16 +356,9 @@ def _deciding(config: RunConfig) -> tuple[object, ...]:
     return config.zero.prefetch, config.offload.params, config.offload.optimizer, config.resources.device
 
 
-def error_bytes(config: RunConfig) -> int:
-    """Bytes of error feedback for each trainable element; none with one shard."""
-    one_shard = config.zero.plan.shard_count(config.data_ranks) == 1
-    return 0 if one_shard else config.zero.wire.error_bytes(config.zero.plan)
-
-
-def kept_bytes(config: RunConfig) -> float:
-    """Bytes per element that the optimizer keeps on every rank besides its states."""
-    ranks = config.data_ranks
-    return config.optimizer.rule.kept_bytes(shard_count=config.zero.plan.shard_count(ranks), world=ranks)
+def bytes_of_element(config: RunConfig) -> ElementBytes:
+    """Bytes of the optimizer, and of error feedback, for each trained element."""
+    return element_bytes(config.zero.plan, config.optimizer.rule, config.zero.wire, world=config.data_ranks)
 
 
 def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
@@ -383,7 +376,7 @@ def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
         params_in_file=config.offload.params is Tier.NVME,
         reduces_at_boundary=config.zero.reduce_at_boundary,
         wire=config.zero.wire,
-        kept_bytes=kept_bytes(config),
+        kept_bytes=bytes_of_element(config)["kept_bytes"],
         updating_bytes=working_bytes(matrices, shard_count, whole_itemsize(rule)),
     )
 

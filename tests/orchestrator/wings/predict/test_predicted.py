@@ -21,7 +21,7 @@ def test_the_peak_of_a_run_is_that_of_its_plan_and_is_shown_first_if_there_was_a
     config = config_of(4, every=None)
     assert predicted.planned(config) == {}
     found = predicted.known(config)
-    (plan,) = prediction.predict([Point("a", config)]).values()
+    (plan,) = prediction.predictions([Point("a", config)]).values()
     assert plan.peak is not None
     assert plan.activations is not None
     expected = {"activations_predicted_bytes": plan.activations.kept, "peak_predicted_bytes": plan.peak.total}

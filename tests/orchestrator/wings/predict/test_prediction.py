@@ -21,16 +21,17 @@ from orchestrator.config.strict import Refusal
 from orchestrator.machine import hardware
 from orchestrator.machine.hardware import Hardware
 from orchestrator.plan import decision
-from orchestrator.plan.decision import Prediction, Wishes
-from orchestrator.plan.point import Point
+from orchestrator.plan.point import Point, Wishes
 from orchestrator.plan.points import checked_points
+from orchestrator.plan.predictor import predictor
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.records.cache import cache_file
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned
 from orchestrator.report import sweep_table
-from orchestrator.wings.predict import counting_child, memory_cache, prediction, remedies
+from orchestrator.wings.predict import counting_child, memory_cache, point_prediction, prediction, remedies
 from orchestrator.wings.predict.memory_cache import units_key
+from orchestrator.wings.predict.point_prediction import PointPrediction
 from orchestrator.wings.predict.step import Memories
 from orchestrator.wings.predict.tensor_messages import TensorMessages
 from zero_runtime.precision import MixedPrecision
@@ -82,7 +83,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
         smaller = [replace(large, config=one.config) for one in remedies.neighbours(large.config)]
         bad = replace(large.config, model=replace(large.config.model, config={"hidden_size": -1}))
         found += [large, *smaller, replace(large, label="bad", config=bad), logits_scaled_after_the_head()]
-        return Told(folder, set(prediction.predict(found)))
+        return Told(folder, set(prediction.predictions(found)))
 
 
 @pytest.fixture
@@ -94,17 +95,17 @@ def test_predicted_states_match_the_papers_formulas_and_a_second_prediction_star
     cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = points(PAPER)
-    predicted = prediction.predict(found)
+    predicted = prediction.predictions(found)
     # Bytes per parameter: fp32 4 + 4 + 8; bf16 at least 2 + 4 + 12, since a CPU may compute in fp32.
     assert predicted["stage0-fp32"].states.total == 16 * LLAMA_TINY
     assert 8 * LLAMA_TINY <= predicted["stage3-fp32"].states.total <= 8 * LLAMA_TINY + 4096
     assert predicted["stage0-bf16"].states.total >= 18 * LLAMA_TINY
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert prediction.predict(found) == predicted
+    assert prediction.predictions(found) == predicted
 
 
 def test_8_bit_optimizer_states_are_predicted_with_the_padding_of_their_blocks(cache: None) -> None:
-    (found,) = prediction.predict(points(CODED)).values()
+    (found,) = prediction.predictions(points(CODED)).values()
     exact, padded_units = (4 + 4 + 2 * (1 + 4 / 256)) * LLAMA_TINY, 10
     assert exact < found.states.total <= exact + padded_units * 2 * 256 * 10.03125
 
@@ -123,17 +124,19 @@ LARGE = Peak(5 * GIB, HELD, GIB, GIB, GIB, inputs=0, buffers=0, when="in the bac
 def test_a_point_that_cannot_fit_is_pruned_with_its_arithmetic_unless_pruning_is_off(tmp_path: Path) -> None:
     (point,) = points(f"zero=stage0 resources.device=cpu output={tmp_path}")
 
-    def decided(prediction: Prediction, **wishes: bool) -> Planned:
-        (planned,) = decision.decide([point], tmp_path, lambda _: "cpu", Wishes(**wishes), {point.label: prediction})
+    def decided(prediction: PointPrediction, **wishes: bool) -> Planned:
+        (planned,) = decision.decide(
+            [point], tmp_path, lambda _: "cpu", Wishes(**wishes), {point.label: prediction.brief()}
+        )
         return planned
 
-    huge = Prediction(STATES, 4 * GIB, ranks_share=2)
+    huge = PointPrediction(STATES, 4 * GIB, ranks_share=2)
     assert decided(huge).decision is RunState.pruned
     assert decided(huge).reason == "the model states alone, 2 x 3.00 GiB, are more than 4.00 GiB"
     assert decided(huge, prune=False).decision is RunState.queued
-    assert decided(Prediction(STATES, 6 * GIB, ranks_share=2)).decision is RunState.queued
-    assert decided(Prediction(STATES, 5 * GIB, peak=LARGE)).decision is RunState.queued
-    advised = Prediction(STATES, 5 * GIB - 1, peak=LARGE, remedies=("batch.micro=2",), advised=True)
+    assert decided(PointPrediction(STATES, 6 * GIB, ranks_share=2)).decision is RunState.queued
+    assert decided(PointPrediction(STATES, 5 * GIB, peak=LARGE)).decision is RunState.queued
+    advised = PointPrediction(STATES, 5 * GIB - 1, peak=LARGE, remedies=("batch.micro=2",), advised=True)
     assert decided(advised).reason == (
         "needs 5.00 GiB in the backward of h.0, more than 5.00 GiB: parameters 1.00 GiB, optimizer states and masters "
         "1.00 GiB, activations of the blocks 1.00 GiB, embedding, head and loss 1.00 GiB, gradients of activations "
@@ -144,44 +147,46 @@ def test_a_point_that_cannot_fit_is_pruned_with_its_arithmetic_unless_pruning_is
 
 def test_on_a_gpu_what_cuda_nccl_and_cublas_take_is_part_of_the_prediction_and_of_its_reason() -> None:
     overhead = DeviceOverhead.on_cuda(8, 8)
-    found = Prediction(STATES, 3 * GIB + overhead.least, overhead=overhead)
+    found = PointPrediction(STATES, 3 * GIB + overhead.least, overhead=overhead)
     assert (found.needed_bytes, found.cannot_fit) == (3 * GIB + overhead.least, False)
     tight = replace(found, limit_bytes=3 * GIB + overhead.least - 1)
     assert tight.cannot_fit
-    assert decision.cannot_fit(tight) == (
+    assert point_prediction.cannot_fit(tight) == (
         "the model states, 3.00 GiB, with an allowance of 1.92 GiB for CUDA, cuBLAS and 3 NCCL communicators are more "
         "than 4.92 GiB"
     )
     large = replace(tight, peak=LARGE)
     assert (large.needed_bytes, large.ceiling_bytes) == (5 * GIB + overhead.least, 5 * GIB + overhead.most)
-    assert "gradients of activations 1.00 GiB, an allowance of 1.92 GiB for CUDA" in decision.cannot_fit(large)
+    assert "gradients of activations 1.00 GiB, an allowance of 1.92 GiB for CUDA" in point_prediction.cannot_fit(large)
     assert large.to_dict()["device_overhead"]["communicators"] == 3
     alone = "the model states alone, 3.00 GiB, are more than 2.00 GiB"
-    assert decision.cannot_fit(replace(tight, limit_bytes=2 * GIB)) == alone
+    assert point_prediction.cannot_fit(replace(tight, limit_bytes=2 * GIB)) == alone
 
 
 def test_the_worst_moment_that_a_run_meets_decides_and_is_named() -> None:
     saving = MomentBytes("saving a state", 4 * GIB, 3 * GIB, "a copy of the parts")
-    cpu = Prediction(STATES, 13 * GIB, ranks_share=2, peak=LARGE, host_bytes=GIB, outside=(saving,), on_host=True)
+    cpu = PointPrediction(STATES, 13 * GIB, ranks_share=2, peak=LARGE, host_bytes=GIB, outside=(saving,), on_host=True)
     assert (cpu.needed_bytes, cpu.ceiling_bytes, cpu.cannot_fit) == (7 * GIB, 7 * GIB, True)
     told = "2 x 7.00 GiB while saving a state (a copy of the parts), more than 13.0 GiB"
-    assert decision.cannot_fit(cpu) == f"needs {told}"
-    assert decision.expected(cpu).startswith("a peak of 7.00 GiB of tensors a rank, while saving a state (a copy of")
+    assert point_prediction.cannot_fit(cpu) == f"needs {told}"
+    assert point_prediction.expected(cpu).startswith(
+        "a peak of 7.00 GiB of tensors a rank, while saving a state (a copy of"
+    )
     step = replace(cpu, outside=(), limit_bytes=11 * GIB)
-    assert "2 x 6.00 GiB in the backward of h.0" in decision.cannot_fit(step)
-    assert "host buffers of offload 1.00 GiB" in decision.cannot_fit(step)
+    assert "2 x 6.00 GiB in the backward of h.0" in point_prediction.cannot_fit(step)
+    assert "host buffers of offload 1.00 GiB" in point_prediction.cannot_fit(step)
     names = [moment["name"] for moment in cpu.to_dict()["moments"]]
-    assert names == [decision.STEP, "saving a state"]
+    assert names == [point_prediction.STEP, "saving a state"]
 
 
 def test_a_node_needs_host_memory_for_the_worst_moment_of_its_ranks() -> None:
     saving = MomentBytes("saving a state", 4 * GIB, 3 * GIB, "a copy of the parts")
-    gpus = Prediction(STATES, 6 * GIB, peak=LARGE, host_bytes=GIB, outside=(saving,), ranks_per_node=4)
+    gpus = PointPrediction(STATES, 6 * GIB, peak=LARGE, host_bytes=GIB, outside=(saving,), ranks_per_node=4)
     assert (gpus.needed_bytes, gpus.cannot_fit) == (5 * GIB, False)  # the host's memory is not known
     assert not replace(gpus, host_limit_bytes=12 * GIB).cannot_fit
     small = replace(gpus, host_limit_bytes=12 * GIB - 1)
     assert small.cannot_fit
-    assert decision.cannot_fit(small) == (
+    assert point_prediction.cannot_fit(small) == (
         "needs 4 x 3.00 GiB of host memory while saving a state (a copy of the parts), more than a node's 12.0 GiB"
     )
 
@@ -203,14 +208,14 @@ def test_only_points_on_gpus_have_the_allowance() -> None:
 
 
 def test_without_counted_activations_a_point_needs_its_model_states() -> None:
-    found = Prediction(STATES, None)
+    found = PointPrediction(STATES, None)
     assert (found.needed_bytes, found.ceiling_bytes, found.cannot_fit) == (3 * GIB, None, False)
 
 
 @pytest.mark.full
 def test_a_plan_shows_a_ranks_states_its_activations_and_its_total_need(cache: None, tmp_path: Path) -> None:
     found = points(f"{SIZES} output={tmp_path}")
-    predicted = prediction.predict(found)
+    predicted = prediction.predictions(found)
     kept = {label: one.activations.kept for label, one in predicted.items() if one.activations}
     assert (
         kept["micro4-recompute_full"]
@@ -223,7 +228,7 @@ def test_a_plan_shows_a_ranks_states_its_activations_and_its_total_need(cache: N
         assert one.ceiling_bytes is not None
         assert one.peak is not None
         assert one.states.total + one.activations.kept - one.states.grads <= one.needed_bytes == one.ceiling_bytes
-    planned = decision.decide(found, tmp_path, lambda _: "cpu", Wishes(), predicted)
+    planned = decision.decide(found, tmp_path, lambda _: "cpu", Wishes(), predictor().predict(found))
     table = sweep_table.plan_table(planned)
     assert table.header == ("point", "decision", "params", "grads", "optimizer", "activations", "needs/rank")
     assert all("MiB" in cell for row in table.rows for cell in row[2:])
@@ -233,14 +238,14 @@ def test_a_point_that_exceeds_the_memory_lists_settings_that_would_fit(
     cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (point,) = points(f"{LARGE_BATCH} output={tmp_path}")
-    (before,) = prediction.predict([point]).values()
+    (before,) = prediction.predictions([point]).values()
     monkeypatch.setattr(hardware, "memory_bytes", lambda: before.needed_bytes - 1)
-    (found,) = prediction.predict([point]).values()
+    (found,) = prediction.predictions([point]).values()
     assert found.cannot_fit
     assert "batch.micro=4 batch.accumulation=2" in found.remedies
     assert "recompute=full" in found.remedies
     assert "zero=stage1" not in found.remedies  # a single rank has no other rank to shard over
-    (planned,) = decision.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: found})
+    (planned,) = decision.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: found.brief()})
     assert "would fit: batch.micro=4" in planned.reason
 
 
@@ -248,11 +253,11 @@ def test_activations_that_cannot_be_counted_are_reported_with_the_reason_and_not
     cache: None, tmp_path: Path
 ) -> None:
     point = logits_scaled_after_the_head()
-    (found,) = prediction.predict([point]).values()
+    (found,) = prediction.predictions([point]).values()
     assert found.activations is None
     assert "use loss=full" in found.unknown
     assert found.needed_bytes == found.states.total
-    planned = decision.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: found})
+    planned = decision.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: found.brief()})
     (row,) = [row for row in sweep_table.plan_rows(planned) if row[0] == "unknown"]
     assert row[1].startswith("activations of 1 point: ValueError: loss=tiled: expected CohereForCausalLM")
 
@@ -363,7 +368,7 @@ def test_a_count_that_fails_and_one_that_takes_too_long_are_told_apart(
     monkeypatch.setattr(counting_child, "start_process", process_of(code))
     unknown: dict[str, str] = {}
     point = points("zero=stage1 resources.device=cpu")[0]
-    assert prediction.predict([point], within_s=within_s, unknown=unknown) == {}
+    assert prediction.predictions([point], within_s=within_s, unknown=unknown) == {}
     assert unknown == {point.label: why}
     assert not list(tmp_path.rglob("*.json"))  # it may succeed next time
 

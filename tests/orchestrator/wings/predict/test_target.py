@@ -15,6 +15,7 @@ from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.machine import hardware
 from orchestrator.machine.hardware import Hardware
 from orchestrator.plan.points import checked_points
+from orchestrator.plan.predictor import NOT_ASKED
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.records.run_record import point_id
 from orchestrator.wings.predict import memory_cache, prediction
@@ -104,7 +105,7 @@ def test_the_limit_is_the_described_memory_of_which_a_rank_leaves_what_cuda_take
 def test_the_gpus_of_this_machine_are_not_read_for_described_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "visible_gpus", lambda: pytest.fail("nvidia-smi was asked"))
     monkeypatch.setattr(memory_cache, "answers", lambda *_, **__: {})
-    assert prediction._predictions([config("hardware=h200")], None) == [prediction.NOT_ASKED]
+    assert prediction._predictions([config("hardware=h200")], None) == [NOT_ASKED]
 
 
 def test_hardware_is_no_part_of_a_points_identity() -> None:
@@ -118,7 +119,7 @@ def test_hardware_is_no_part_of_a_points_identity() -> None:
 def test_a_plan_of_a_sweep_over_hardware_names_each_kind_and_no_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prediction, "predict", lambda *_, **__: {})
+    monkeypatch.setattr(prediction, "predictions", lambda *_, **__: {})
     line = ["-m", "hardware=a100_80gb,rtx_4090", "model=llama_tiny", f"output={tmp_path}", "--plan"]
     assert cli.main(line) == 0
     told = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism of a configured model: its slices, the messages of its layers, and its layers or
+"""Tensor and sequence parallelism of a configured model that is counted: the messages of its layers, and its layers or
 sequences divided for a trace."""
 
 from __future__ import annotations
@@ -10,28 +10,18 @@ from torch import nn
 
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.wings.predict.tensor_messages import TensorMessages
-from zero_runtime.sequence_parallel.attention import check_model, traded_widths
+from orchestrator.worker.setup import tensor_parallel
+from zero_runtime.sequence_parallel.attention import traded_widths
 from zero_runtime.sequence_parallel.axis import AloneInSequence, SequenceAxis
 from zero_runtime.sequence_parallel.division import DividedSequences
 from zero_runtime.tensor_parallel.adapters import layer_path
 from zero_runtime.tensor_parallel.axis import AloneOnAxis, TensorAxis
 from zero_runtime.tensor_parallel.cross_entropy import NUMBERS_PER_TOKEN
-from zero_runtime.tensor_parallel.division import DividedModel, TensorParallel, head_of
+from zero_runtime.tensor_parallel.division import DividedModel, head_of
 from zero_runtime.tensor_parallel.layers import HeadForward
 from zero_runtime.tensor_parallel.plan import SplitPlan, owner_of
-from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
 from zero_runtime.tensor_parallel.structure import Kind, linear_sizes
 from zero_runtime.unit_planner import block_modules
-
-
-def tensor_parallel(config: RunConfig) -> TensorParallel:
-    """The runtime's settings: each rank keeps its own logits, for the loss by the vocabulary."""
-    return TensorParallel(config.parallel.tp, tuple(config.parallel.patterns), gathers_logits=False)
-
-
-def slices_of(config: RunConfig, model: nn.Module) -> TensorSlices:
-    """What the first rank of a group holds of a full model. PlanError, with degrees that do, if tp does not divide."""
-    return NOT_SPLIT if config.parallel.tp == 1 else tensor_parallel(config).plan(model).slices(0)
 
 
 def divide(config: RunConfig, model: nn.Module) -> HeadForward | None:
@@ -46,12 +36,6 @@ def divide(config: RunConfig, model: nn.Module) -> HeadForward | None:
     axis = TensorAxis((AloneOnAxis if on_cuda else _Messages)(settings.degree))
     DividedModel(model, settings.plan(model), axis, gathers_logits=settings.gathers_logits)
     return head_of(model)
-
-
-def check_sequences(config: RunConfig, model: nn.Module) -> None:
-    """Raise PlanError, with degrees that do, if sp does not divide a model's sequences or heads."""
-    if config.parallel.sp > 1:
-        check_model(model, config.parallel.sp)
 
 
 def divide_sequences(config: RunConfig, model: nn.Module) -> SequenceAxis | None:
