@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from zero_runtime.parameter_memory import check_parameters
 from zero_runtime.parameter_reads import refuse_owned
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
+from zero_runtime.precision import MixedPrecision
 from zero_runtime.settings import RuntimeSettings, moves_of
 from zero_runtime.shard_location import OffloadedShards
 from zero_runtime.state_bytes import UnitSize
@@ -82,12 +81,8 @@ def check_kernels(found: Sequence[Chosen | None]) -> None:
 
 
 def _block_numel(spec: UnitSpec, config: OptimizerConfig, settings: RuntimeSettings) -> int:
-    """Elements of the blocks that must not be split between shards: of codes of the states, of the weights, or of
-    messages."""
-    if spec.precision.weights is not None:
-        return WEIGHT_BLOCK_NUMEL
-    aligned = settings.wire.aligned_numel(settings.tensor_parallel.degree)
-    return math.lcm(config.block_numel if spec.trainable else 1, aligned)
+    of_states = config.block_numel if spec.trainable else 1
+    return settings.wire.block_numel(spec.precision, of_states, settings.tensor_parallel.degree)
 
 
 def check_together(

@@ -112,6 +112,7 @@ def test_all_broken_rules_are_reported_together(tmp_path: Path) -> None:
 def test_the_command_line_imports_nothing_heavy(line: str) -> None:
     code = f"import sys; from orchestrator.cli import main; main({line.split()!r}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "orchestrator.wings.predict" not in done.stdout.splitlines()[-1].split()
     # Only the last line: the help text contains "torch" too.
     loaded = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
     assert not loaded & set(HEAVY)

@@ -18,7 +18,7 @@ from zero_runtime.offload.plan import Tier
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, whole_itemsize
 from zero_runtime.optim.matrix_owners import OwnedMatrix, most_sent_elements, owned_matrices, working_bytes
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.precision import ITEMSIZE_BYTES, WEIGHT_BLOCK_NUMEL, MixedPrecision
+from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.predict.memory.activation_count import LinearTrace
 from zero_runtime.predict.memory.caching_allocator import AllocatorSettings
 from zero_runtime.predict.memory.counted_unit import CountRules
@@ -72,19 +72,13 @@ def held_plan(config: RunConfig) -> ZeroPlan:
     return config.zero.plan if config.precision.dtypes.weights is None else config.zero.plan.freeing_params()
 
 
-def _block_numel(config: RunConfig, unit: Mapping[str, Any], shapes: Mapping[str, Any]) -> int:
-    if unit["precision"].get("weights") is not None:
-        return WEIGHT_BLOCK_NUMEL
-    aligned = config.zero.wire.aligned_numel(config.parallel.tp)
-    return math.lcm(int(shapes["block_numel"]) if unit["trainable"] else 1, aligned)
-
-
 def _layout(config: RunConfig, shapes: Mapping[str, Any], unit: Mapping[str, Any]) -> FlatLayout:
+    of_states, precision = int(shapes["block_numel"]) if unit["trainable"] else 1, MixedPrecision(**unit["precision"])
     return FlatLayout.build(
         [(name, tuple(shape)) for name, shape in unit["shapes"]],
         shard_count=held_plan(config).shard_count(config.data_ranks),
         world=config.data_ranks,
-        block_numel=_block_numel(config, unit, shapes),
+        block_numel=config.zero.wire.block_numel(precision, of_states, config.parallel.tp),
     )
 
 
