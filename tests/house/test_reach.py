@@ -27,6 +27,7 @@ STARTS = (
 WINGS: tuple[str, ...] = (
     "orchestrator.wings.predict",
     "zero_runtime.predict",
+    "zero_runtime.profile",
 )
 # What a parameter passes between the plan and the step, in this order; a file may have left the list, none joins it
 # without another leaving.
