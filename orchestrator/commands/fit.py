@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         return fit_estimator.main(asked.estimator, words, as_json=asked.json)
     over = _columns(asked.table)
     line = _name_of(words_that_count(words), asked.table, asked.explain)
-    with counting_child.started_ahead(needed=may_be_lean(words) and memory_cache.stored(line) is None):
+    with counting_child.started_ahead(needed=memory_cache.stored(line) is None):
         code = _answer(asked, overrides, over)
     if code != INCOMPLETE:
         memory_cache.store(line, {"answered": True})
@@ -82,11 +82,6 @@ def _name_of(words: Collection[str], *more: str | None) -> str:
 def words_that_count(words: Sequence[str]) -> set[str]:
     """Those that may decide what is counted: flags and machines do not, but for what is counted for CPU ranks."""
     return {word for word in words if not word.startswith(("-", *MACHINES))}
-
-
-def may_be_lean(words: Sequence[str]) -> bool:
-    """Whether no word can choose an adapter, so that the child process needs few libraries."""
-    return not any(word.lstrip("+").startswith(("adapter", "experiment", "sweeps")) for word in words)
 
 
 def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None) -> int:

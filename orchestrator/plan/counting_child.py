@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -20,8 +19,6 @@ from orchestrator.machine.processes import how_it_ended
 
 SILENCE_S = 600.0  # that the child may take for one answer, also beside other programs that take the cores
 TELL_S = 2.0
-LEAN = "lean"  # see orchestrator/worker/lean_imports.py
-LACKING = ("ImportError", "ModuleNotFoundError", "AttributeError")
 TRACE = "trace-"  # the start of the keys of traces
 Tell = Callable[[str], None]
 Answer = Mapping[str, Any]
@@ -40,30 +37,17 @@ class Counting:
         self._within_s, self._end = within_s, time.monotonic() + within_s
 
     def answers(self) -> Iterator[tuple[str, Answer]]:
-        """The keys and answers as they arrive. What a lean child could not import, or what it failed at otherwise, is
-        asked again, of one that imports everything."""
-        lean, failed = not _has_adapter(self._asked), set()
-        for key, answer in self._ask_child(self._asked, lean=lean):
-            if lean and _lacks_import(answer):
-                failed.add(key)
-            else:
-                yield key, answer
-        if failed:
-            units = {key: one for key, one in self._asked["units"].items() if key in failed}
-            families = [family for family in self._asked["activations"] if failed & family.keys()]
-            yield from self._ask_child({"units": units, "activations": families}, lean=False)
-
-    def _ask_child(self, asked: Mapping[str, Any], *, lean: bool) -> Iterator[tuple[str, Answer]]:
-        """One child's answers. It is killed if it is silent for SILENCE_S, or at the end of the time."""
+        """The keys and answers as they arrive from a child. It is killed if it is silent for SILENCE_S, or at the end
+        of the time."""
         lines: SimpleQueue[str | None] = SimpleQueue()
         try:
-            child = _waiting.pop() if lean and _waiting else Child(lean=lean)
+            child = _waiting.pop() if _waiting else Child()
         except OSError as error:
             self.silence = f"the process that counts could not be started: {error}"
             return
         # The thread blocks on the child's pipes, so that this one can check for silence.
-        threading.Thread(target=_talk, args=(child.process, json.dumps(asked), lines), daemon=True).start()
-        progress = _Progress(len(asked["units"]) + sum(map(len, asked["activations"])), self._tell)
+        threading.Thread(target=_talk, args=(child.process, json.dumps(self._asked), lines), daemon=True).start()
+        progress = _Progress(len(self._asked["units"]) + sum(map(len, self._asked["activations"])), self._tell)
         answered = time.monotonic()
         try:
             while (now := time.monotonic()) < min(answered + SILENCE_S, self._end):
@@ -99,9 +83,9 @@ class _Progress:
 class Child:
     """The child process, which imports its libraries and waits for what is asked. What it prints to stderr is kept."""
 
-    def __init__(self, *, lean: bool) -> None:
+    def __init__(self) -> None:
         self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  it is read when the process has ended
-        self.process = start_process(self._words, lean=lean)
+        self.process = start_process(self._words)
 
     def ended(self) -> str:
         """How it ended, with its last words."""
@@ -112,9 +96,9 @@ class Child:
             self.process.kill()
 
 
-def start_process(stderr: IO[bytes], *, lean: bool) -> subprocess.Popen[str]:
+def start_process(stderr: IO[bytes]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        children.words("orchestrator.worker.count", *([LEAN] * lean)),
+        children.words("orchestrator.worker.count"),
         env=children.environment({**os.environ, "CUDA_VISIBLE_DEVICES": ""}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -130,7 +114,7 @@ def started_ahead(*, needed: bool) -> Iterator[None]:
     end it is killed if nothing was asked."""
     if needed:
         with suppress(OSError):
-            _waiting.append(Child(lean=True))
+            _waiting.append(Child())
     try:
         yield
     finally:
@@ -148,17 +132,6 @@ def _answer_in(line: str) -> tuple[str, Answer] | None:
     except (ValueError, TypeError, RecursionError):
         return None
     return (key, answer) if isinstance(key, str) and isinstance(answer, dict) else None
-
-
-def _lacks_import(answer: Answer) -> bool:
-    """Whether something may have been missing that a lean child leaves out."""
-    return answer.get("passing", False) or str(answer.get("unknown", "")).startswith(LACKING)
-
-
-def _has_adapter(asked: Mapping[str, Any]) -> bool:
-    """Whether a configuration that is asked for has one, for which the child needs more libraries."""
-    families = (family.values() for family in asked["activations"])
-    return any(one["adapter"]["kind"] != "none" for one in itertools.chain(asked["units"].values(), *families))
 
 
 def _talk(child: subprocess.Popen[str], asked: str, lines: SimpleQueue[str | None]) -> None:

@@ -1,7 +1,6 @@
 """The program of the child process that counts (shapes.py).
 
-`count.py lean` imports only what a count without adapters needs, see [Note: lean imports]. It imports before it reads
-what is asked, so that it can be started while that is still being composed.
+It imports before it reads what is asked, so that it can be started while that is still being composed.
 """
 
 from __future__ import annotations
@@ -10,15 +9,9 @@ import gc
 import json
 import sys
 
-from orchestrator.plan.counting_child import LEAN
-
 
 def main() -> None:
     gc.disable()  # what is imported stays, so that collections would only visit it
-    if sys.argv[1:] == [LEAN]:
-        from orchestrator.worker import lean_imports
-
-        lean_imports.import_lean()
     from orchestrator.worker import shapes
 
     gc.freeze()

@@ -16,7 +16,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,7 +126,7 @@ class Typist:
         monkeypatch.setattr(hardware, "_ask_nvidia_smi", list)
         monkeypatch.setattr(hardware, "_smi", lambda query: [])
         monkeypatch.setattr(doctor, "loopback", lambda: "127.0.0.1")
-        monkeypatch.setattr(counting_child.Counting, "_ask_child", _counted)
+        monkeypatch.setattr(counting_child.Counting, "answers", _counted)
         monkeypatch.setattr(counting_child, "Child", _no_child)  # which fit starts before it reads its words
         monkeypatch.setattr(sync, "start_sync", _nothing_missing)
         monkeypatch.setattr(subprocess, "run", _no_tool)
@@ -240,7 +240,7 @@ def _recorded(point: Point, *, as_json: bool, admission: object) -> int:
     return 0
 
 
-def _no_child(*, lean: bool) -> NoReturn:
+def _no_child() -> NoReturn:
     raise OSError
 
 
@@ -249,8 +249,9 @@ def _nothing_missing(*words: object, **named: object) -> SimpleNamespace:
     return SimpleNamespace(stdout=[], poll=lambda: 0, wait=lambda: 0, returncode=0)
 
 
-def _counted(_: counting_child.Counting, asked: Mapping[str, Any], *, lean: bool) -> Iterator[tuple[str, Any]]:
+def _counted(counting: counting_child.Counting) -> Iterator[tuple[str, Any]]:
     """What the child process would answer for one small model."""
+    asked = counting._asked
     yield from ((key, UNITS) for key in asked["units"])
     for family in asked["activations"]:
         place = memory_cache.trace_key([from_dict(one) for one in family.values()], *MICROS)

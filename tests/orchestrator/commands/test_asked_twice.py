@@ -92,16 +92,16 @@ def test_a_question_that_was_interrupted_has_the_same_answer_when_asked_again(
     ask: Asking, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C after the first answer of the process that counts; asked again, after two, four and so on."""
-    alone, kept, interrupts = ask(name, "empty"), Counting._ask_child, 0
+    alone, kept, interrupts = ask(name, "empty"), Counting.answers, 0
 
-    def interrupted(self: Counting, asked: Any, *, lean: bool) -> Iterator[tuple[str, Any]]:
-        for number, answer in enumerate(kept(self, asked, lean=lean)):
+    def interrupted(self: Counting) -> Iterator[tuple[str, Any]]:
+        for number, answer in enumerate(kept(self)):
             if number == 2**interrupts:
                 raise KeyboardInterrupt
             yield answer
 
     with monkeypatch.context() as patch:
-        patch.setattr(Counting, "_ask_child", interrupted)
+        patch.setattr(Counting, "answers", interrupted)
         while (found := ask(name, "torn")).code == 130:
             interrupts += 1
     assert interrupts

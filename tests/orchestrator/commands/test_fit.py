@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,13 +48,13 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def from_the_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_child(stderr: object, *, lean: bool) -> None:
+    def no_child(stderr: object) -> None:
         raise AssertionError("a child process was started")
 
     if "counted" in request.fixturenames:
         monkeypatch.setenv("XDG_CACHE_HOME", str(request.getfixturevalue("counted")))
     monkeypatch.setattr(counting_child, "start_process", no_child)
-    monkeypatch.setattr(command, "may_be_lean", lambda words: False)  # no child before it is needed
+    monkeypatch.setattr(counting_child, "started_ahead", lambda needed: nullcontext())  # no child before it is needed
 
 
 class Say:

@@ -49,10 +49,10 @@ def test_answers_of_other_versions_or_code_are_not_found(monkeypatch: pytest.Mon
 
 
 def child_of(answers: Callable[[dict[str, Any]], Iterator[tuple[str, Any]]]) -> Callable[..., Any]:
-    """In place of `Counting._ask_child`."""
+    """In place of `Counting.answers`."""
 
-    def ask(_: counting_child.Counting, request: dict[str, Any], *, lean: bool) -> Iterator[tuple[str, Any]]:
-        return answers(request)
+    def ask(counting: counting_child.Counting) -> Iterator[tuple[str, Any]]:
+        return answers(counting._asked)  # type: ignore[arg-type]
 
     return ask
 
@@ -69,7 +69,7 @@ def test_only_the_same_question_has_a_stored_answer(monkeypatch: pytest.MonkeyPa
             yield place, {"linear": len(asked)}
             yield from ((key, {"bytes": {}}) for key in family)
 
-    monkeypatch.setattr(counting_child.Counting, "_ask_child", child_of(answers))
+    monkeypatch.setattr(counting_child.Counting, "answers", child_of(answers))
     two, eight = (config_of_line(f"batch.micro={micro} resources.device=cpu") for micro in (2, 8))
     found = []
     for configs, together in (([two], False), ([two, eight], True), ([two, eight], True), ([two, eight], False)):
@@ -91,7 +91,7 @@ def test_half_an_answer_is_not_stored(monkeypatch: pytest.MonkeyPatch, tmp_path:
         keys = [key for family in request["activations"] for key in family]
         yield from ((key, {"bytes": {}}) for key in (keys[:3] if len(asked) == 1 else keys))
 
-    monkeypatch.setattr(counting_child.Counting, "_ask_child", child_of(answers))
+    monkeypatch.setattr(counting_child.Counting, "answers", child_of(answers))
     first = memory_cache.answers([], configs, together=True)
     assert sum("unknown" in answer for answer in first.values()) == 1
     second = memory_cache.answers([], configs, together=True)
@@ -103,8 +103,8 @@ def test_half_an_answer_is_not_stored(monkeypatch: pytest.MonkeyPatch, tmp_path:
 class Child:
     """In place of a process that was started, and answers nothing."""
 
-    def __init__(self, *, lean: bool) -> None:
-        self.lean, self.killed = lean, False
+    def __init__(self) -> None:
+        self.killed = False
         self.process = SimpleNamespace(stdin=io.StringIO(), stdout=())
 
     def ended(self) -> str:
@@ -114,62 +114,33 @@ class Child:
         self.killed = True
 
 
-PLAIN, LORA = {"adapter": {"kind": "none"}}, {"adapter": {"kind": "lora"}}
-
-
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
     found: list[Child] = []
 
-    def start(*, lean: bool) -> Child:
-        found.append(Child(lean=lean))
+    def start() -> Child:
+        found.append(Child())
         return found[-1]
 
     monkeypatch.setattr(counting_child, "Child", start)
     return found
 
 
-def ask(one: dict[str, Any]) -> None:
-    assert list(counting_child.Counting({"units": {"a": one}, "activations": []}).answers()) == []
+def ask() -> None:
+    assert list(counting_child.Counting({"units": {"a": {}}, "activations": []}).answers()) == []
 
 
 def test_a_child_that_was_started_ahead_is_the_one_that_is_asked(started: list[Child]) -> None:
     with counting_child.started_ahead(needed=True):
-        ask(PLAIN)
+        ask()
         assert [child.killed for child in started] == [True]  # it answers one question
-        ask(PLAIN)
+        ask()
     assert [child.killed for child in started] == [True, True]
 
 
-def test_a_child_that_was_started_ahead_is_not_asked_about_adapters_and_is_killed(started: list[Child]) -> None:
+def test_a_child_that_was_started_ahead_and_not_asked_is_killed(started: list[Child]) -> None:
     with counting_child.started_ahead(needed=True):
-        ask(LORA)
-        assert [(child.lean, child.killed) for child in started] == [(True, False), (False, True)]
-    assert all(child.killed for child in started)
+        assert [child.killed for child in started] == [False]
+    assert [child.killed for child in started] == [True]
     with counting_child.started_ahead(needed=False):
-        assert len(started) == 2
-
-
-def test_adapters_are_found_in_all_that_is_asked() -> None:
-    assert not counting_child._has_adapter({"units": {"a": PLAIN}, "activations": [{"b": PLAIN}]})
-    assert counting_child._has_adapter({"units": {"a": LORA}, "activations": []})
-    assert counting_child._has_adapter({"units": {}, "activations": [{"a": PLAIN, "b": LORA}]})
-
-
-@pytest.mark.parametrize("first", ["ImportError: no", "AttributeError: no", "passing"])
-def test_what_a_lean_child_could_not_import_is_asked_of_a_complete_one(
-    monkeypatch: pytest.MonkeyPatch, first: str
-) -> None:
-    asked = {"units": {"a": PLAIN, "b": PLAIN}, "activations": [{"c": PLAIN}, {"d": PLAIN}]}
-    found: list[tuple[list[str], bool]] = []
-
-    def child(_: object, request: dict[str, Any], *, lean: bool) -> Iterator[tuple[str, Any]]:
-        keys = [*request["units"], *(key for family in request["activations"] for key in family)]
-        found.append((keys, lean))
-        failed = {"unknown": first, "passing": first == "passing"}
-        yield from ((key, failed if len(found) == 1 and key in "ac" else {"unknown": "ValueError"}) for key in keys)
-
-    monkeypatch.setattr(counting_child.Counting, "_ask_child", child)
-    answers = list(counting_child.Counting(asked).answers())
-    assert sorted(answers) == [(key, {"unknown": "ValueError"}) for key in "abcd"]
-    assert found == [(["a", "b", "c", "d"], True), (["a", "c"], False)]
+        assert len(started) == 1

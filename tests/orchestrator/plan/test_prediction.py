@@ -330,7 +330,7 @@ def test_output_that_a_library_prints_in_the_child_is_skipped(monkeypatch: pytes
 def process_of(code: str) -> Callable[..., subprocess.Popen[str]]:
     """Starts a process that runs this code in place of the one that counts."""
 
-    def start(stderr: IO[bytes], *, lean: bool) -> subprocess.Popen[str]:
+    def start(stderr: IO[bytes]) -> subprocess.Popen[str]:
         words = [sys.executable, "-c", code]
         return subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, encoding="utf-8", errors="replace"

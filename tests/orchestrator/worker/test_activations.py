@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -10,7 +11,7 @@ import pytest
 import torch
 from harness.allocations import allocated_peak
 from harness.ranks import run_alone, run_ranks
-from points import make_config
+from points import config_of_line, make_config
 
 from orchestrator.config.schema import (
     Adapter,
@@ -25,6 +26,7 @@ from orchestrator.config.schema import (
 from orchestrator.config.state_groups import Precision
 from orchestrator.plan.memory_cache import activations_key, units_key
 from orchestrator.plan.step import Memories
+from orchestrator.worker import activations
 from orchestrator.worker.activations import answers, trace_of
 from orchestrator.worker.setup import build_deferred
 from orchestrator.worker.shapes import units_of
@@ -228,3 +230,17 @@ def test_gpu_attention_keeps_what_its_kernels_keep_and_offload_leaves_the_source
     # x 24 x 24 numbers in each of 4 blocks.
     assert sixteen[0] - sixteen[1] == 4 * 16
     assert thirty_two[0] - thirty_two[1] > 4 * 3 * 4 * SEQ * SEQ * 4
+
+
+def test_a_step_in_which_a_module_was_imported_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, calls = activations._counted, []
+
+    def importing(*args: object) -> activations.CountedStep:
+        calls.append(args)
+        if len(calls) == 1:
+            monkeypatch.setitem(sys.modules, "made_by_an_import", None)
+        return counted(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(activations, "_counted", importing)
+    activations.trace_of(config_of_line("model=llama_tiny resources.device=cpu batch.micro=1 batch.seq=16"))
+    assert len(calls) == 2
