@@ -24,7 +24,7 @@ from orchestrator.plan.point import Point
 from orchestrator.plan.points import checked_points, judged
 from orchestrator.plan.rules.scene import Scene, here
 from orchestrator.text.streams import complain, few
-from orchestrator.worker.faults import Faults
+from orchestrator.wings.faults import Faults
 
 if TYPE_CHECKING:
     from orchestrator.commands.admission import Admission

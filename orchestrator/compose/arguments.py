@@ -21,7 +21,6 @@ VERBS = {
     "fit": "orchestrator.commands.fit",
     "calibrate": "orchestrator.commands.calibrate",
     "choose": "orchestrator.commands.choose",
-    "generate": "orchestrator.commands.generate",
     "ui": "orchestrator.commands.ui",
     "sync": "orchestrator.commands.sync",
     "compare": "orchestrator.commands.compare",

@@ -13,6 +13,7 @@ from typing import Any
 
 # The wings' verbs, each with its module, which has `main` and `parser`: `python run.py VERB ...` calls its `main`.
 VERBS = {
+    "generate": "orchestrator.wings.generate.generate",
     "export-weights": "orchestrator.commands.export",
     "import": "orchestrator.commands.import_config",
     "export": "orchestrator.commands.export_config",

@@ -11,11 +11,11 @@ from itertools import pairwise
 from typing import Any
 
 from orchestrator.config.schema import Measure
-from orchestrator.machine.energy import EnergyMeter, joules_of_all
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns
 from orchestrator.rounds.order import round_sizes
 from orchestrator.rounds.recorded import PASSES, Round, counted, to_repeat, with_repeated, without_loaded
+from orchestrator.wings.energy import EnergyMeter, joules_of_all
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share, stalled_shares
 
 Tell = Callable[..., None]

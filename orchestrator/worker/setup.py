@@ -15,9 +15,9 @@ from torch import nn
 from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokenizer
 from orchestrator.config.state_groups import Offload
 from orchestrator.launch.environment import set_kernel_cache
-from orchestrator.machine.energy import EnergyCounter, gpu_counters, package_counters
 from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.records.run_record import scratch_path
+from orchestrator.wings.energy import EnergyCounter, gpu_counters, package_counters
 from orchestrator.worker.sliced import check_sequences, messages_of, slices_of, tensor_parallel
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model

@@ -13,15 +13,17 @@ import torch
 
 from orchestrator.config.schema import MeasureKind, RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord, Stopped
-from orchestrator.machine.energy import EnergyMeter
 from orchestrator.plan.tensor_messages import TensorMessages, messages_in, words
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
-from orchestrator.worker import evaluate, measure, predicted, profile
+from orchestrator.wings.energy import EnergyMeter
+from orchestrator.wings.faults import Faults
+from orchestrator.wings.profile import profile_rank as profile
+from orchestrator.wings.validation import evaluate
+from orchestrator.wings.validation.held_out import HeldOut, examples_of
+from orchestrator.worker import measure, predicted
 from orchestrator.worker.core_speed import ReferenceWork, compares_cores
 from orchestrator.worker.event_writer import EventWriter
-from orchestrator.worker.faults import Faults
-from orchestrator.worker.held_out import HeldOut, examples_of
 from orchestrator.worker.micro_batches import MicroBatches
 from orchestrator.worker.result import RunFacts, combined, full_numel
 from orchestrator.worker.rounds import MeasuredRounds
@@ -91,10 +93,8 @@ class RankRun:
         self._runtime = runtime
         self._batches, self._tensor = MicroBatches(config, runtime, self._data), tensor
         self._kept = recomputation.memory
-        steps = config.steps(self._data.train_samples)
-        assert steps is not None  # the rules' end of training
-        self._steps = steps
-        self._schedule = config.scheduler.curve.build(config.optimizer.lr, self._steps)
+        self._steps = steps = config.steps(self._data.train_samples) or 0  # the rules see to an end of training
+        self._schedule = config.scheduler.curve.build(config.optimizer.lr, steps)
         self._readings = measure.Readings()
         self._audit = DTypeAudit(runtime, asked_dtypes(config, runtime))
         self._rounds = MeasuredRounds(

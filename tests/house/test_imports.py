@@ -118,15 +118,21 @@ ROOMS = {
         "report": "charts config exit_codes records rounds text",
         "launch": "config machine plan records report rounds text tracking",
         "slurm": "config launch machine records tracking",
-        "worker": "compose config launch machine plan records rounds text workloads",
+        "worker": "config launch machine plan records rounds text wings.energy wings.faults wings.profile "
+        "wings.validation workloads",
         "commands": "compose config exit_codes foreign launch machine plan records report slurm text tracking wings "
-        "worker workloads",
+        "wings.faults workloads",
         "cli": "commands compose config exit_codes machine records slurm text wings",
         "start": "cli machine",
         "api": "commands config records report",
         "orchestrator": "api",
         "plugins": "commands config",
         "shipped": "",
+        "wings.energy": "",
+        "wings.faults": "",
+        "wings.generate": "commands config exit_codes launch records report text wings.validation worker workloads",
+        "wings.profile": "compose config launch plan records",
+        "wings.validation": "config launch records worker workloads",
     },
     "zero_runtime": {
         "dtypes": "",
@@ -282,6 +288,8 @@ def room_of(module: str) -> str:
     _, _, inside = module.partition(".")
     if module.startswith("zero_runtime.") and inside in PURE:
         return "pure"
+    if inside.startswith("wings."):
+        return ".".join(inside.split(".")[:2])  # each wing is a room
     return inside.split(".")[0] or module
 
 

@@ -12,7 +12,7 @@ import pytest
 from points import make_config
 from stub_worker import make_result
 
-from orchestrator.commands import doctor, generate
+from orchestrator.commands import doctor
 from orchestrator.commands.next_run import next_after_run
 from orchestrator.compose import arguments, overrides
 from orchestrator.compose.arguments import SHARED_PARSER, VERBS
@@ -25,6 +25,7 @@ from orchestrator.report import ranking, summary
 from orchestrator.report.ranking import Entry
 from orchestrator.text import paths
 from orchestrator.wings import load
+from orchestrator.wings.generate import generate
 
 CLUSTER = Scene(Hardware(cores=2, cpu="cpu", slurm=True))
 TYPED = ("zero=stage2", "precision=bf16", "data.path=null", "measure.steps=10", "measure.warmup_steps=1")

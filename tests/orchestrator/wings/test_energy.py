@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from orchestrator.machine.energy import EnergyMeter, gpu_counters, joules_of_all, package_counters
+from orchestrator.wings.energy import EnergyMeter, gpu_counters, joules_of_all, package_counters
 
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
 

@@ -20,7 +20,7 @@ from orchestrator.records.record_file import read_json
 from orchestrator.records.record_shapes import PROFILE, misfit
 from orchestrator.records.record_shapes import RESULT as RESULT_SHAPE
 from orchestrator.records.run_record import AttemptPaths
-from orchestrator.worker import profile
+from orchestrator.wings.profile import profile_rank as profile
 
 RESULT = {"throughput": {"step_ms": {"median": 500.0}}}
 ROOM = 1024  # bytes that the prediction leaves out: storages of a few numbers, as of the norm's sum

@@ -22,7 +22,7 @@ from orchestrator.text.paths import program
 from orchestrator.text.streams import complain
 from orchestrator.text.units import many, size
 
-ENTRY = "orchestrator.worker.generate:run_rank"
+ENTRY = "orchestrator.wings.generate.generate_rank:run_rank"
 NEW_TOKENS = 32
 LIMIT_S = 24 * 3600.0  # a rank that hangs is found by the watch (resources.stuck_s)
 # What the words of a line become if they do not say: an evaluation, whose rules are those of generation.

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli import main
-from orchestrator.commands.generate import read
 from orchestrator.config.parts import plain
 from orchestrator.config.schema import Train
 from orchestrator.config.strict import Refusal
 from orchestrator.records.run_record import identity
+from orchestrator.wings.generate.generate import read
 
 
 def test_prompts_are_separated_from_settings(tmp_path: Path) -> None:

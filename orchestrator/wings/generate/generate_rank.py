@@ -11,7 +11,7 @@ from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
-from orchestrator.worker.held_out import generated
+from orchestrator.wings.validation.held_out import generated
 from orchestrator.worker.setup import build_runtime, prepare_process
 from orchestrator.workloads.models import prepare_to_generate
 from orchestrator.workloads.tokenizer import texts_of

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.worker.faults import VARIABLE, Faults, InjectedFault
+from orchestrator.wings.faults import VARIABLE, Faults, InjectedFault
 
 
 def test_nothing_happens_without_the_variable() -> None:

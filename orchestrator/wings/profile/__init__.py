@@ -1,0 +1,1 @@
+"""A wing: what two steps of a run did, by module; time, operations and memory."""
