@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from orchestrator import wings
 from orchestrator.compose import arguments, folders, help_page, point_count
 from orchestrator.compose.arguments import Arguments
 from orchestrator.compose.help_topics import Topics, width_of_terminal
@@ -24,7 +25,6 @@ from orchestrator.plan.point import Point
 from orchestrator.plan.points import checked_points, judged
 from orchestrator.plan.rules.scene import Scene, here
 from orchestrator.text.streams import complain, few
-from orchestrator.wings.faults import Faults
 
 if TYPE_CHECKING:
     from orchestrator.commands.admission import Admission
@@ -154,15 +154,16 @@ def _are_trained(points: Sequence[Point]) -> bool:
 
 def _check_fault(points: Sequence[Point]) -> None:
     """Refuses a ZLAB_FAULT that cannot be parsed or acts in no point: such a run would seem to pass its test."""
+    if not os.environ.get(wings.FAULT):
+        return
     try:
-        fault = Faults.from_env()
+        # How many steps some epochs have is not known here.
+        sizes = [(point.config.resources.ranks or 1, point.config.steps()) for point in points]
+        problem = wings.load(wings.CHECK_FAULT)(sizes)
     except ValueError as error:
         raise Refusal([str(error)]) from None
-    # How many steps some epochs have is not known here.
-    measured = [(point.config.resources.ranks or 1, point.config.steps() or fault.step) for point in points]
-    problems = [fault.problem(ranks, steps) for ranks, steps in measured]
-    if all(problems):
-        raise Refusal(problems[:1])
+    if problem:
+        raise Refusal([problem])
 
 
 def _anchor_problem(label: str, points: Sequence[Point]) -> str | None:

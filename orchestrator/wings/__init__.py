@@ -20,6 +20,20 @@ VERBS = {
     "launch": "orchestrator.commands.launch_script",
 }
 
+# Entry of a rank of measure=eval, which trains nothing.
+EVALUATION = "orchestrator.wings.validation.evaluate:run_rank"
+# Meter of the energy of a rank's device.
+ENERGY = "orchestrator.wings.energy:meter_of"
+# The variable that asks for a fault, and what refuses one that can never act.
+FAULT, CHECK_FAULT = "ZLAB_FAULT", "orchestrator.wings.faults:problem_of"
+# What a run does beside its steps: the classes of orchestrator/worker/listeners.py's listeners.
+LISTENERS = {
+    "fault": "orchestrator.wings.faults:FaultListener",
+    "validation": "orchestrator.wings.validation.held_out:Validation",
+    "examples": "orchestrator.wings.generate.examples:Examples",
+    "profile": "orchestrator.wings.profile.profile_rank:Profile",
+}
+
 
 def load(place: str) -> Any:
     """The object that "package.module:attribute" names, or the module that "package.module" names."""

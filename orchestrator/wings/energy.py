@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 POWERCAP = Path("/sys/class/powercap")
 
 
@@ -118,12 +120,24 @@ class EnergyMeter:
             used[counter.name] = now - before
         return used
 
+    @staticmethod
+    def of_all(ranks: Sequence[Mapping[str, float]]) -> float | None:
+        """Joules of all ranks together; see `joules_of_all`."""
+        return joules_of_all(ranks)
+
     def _read(self) -> dict[str, float]:
         found = {}
         for counter in self._counters:
             with contextlib.suppress(OSError, ValueError):
                 found[counter.name] = counter.read_j()
         return found
+
+
+def meter_of(device: torch.device) -> EnergyMeter:
+    """The meter of a rank with this device, of all counters that it can read."""
+    if device.type != "cuda":
+        return EnergyMeter(package_counters())
+    return EnergyMeter(gpu_counters(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
 
 
 def joules_of_all(ranks: Sequence[Mapping[str, float]]) -> float | None:

@@ -9,10 +9,13 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-VARIABLE = "ZLAB_FAULT"
+from orchestrator import wings
+from orchestrator.worker.listeners import Listener, RankRun
+
+VARIABLE = wings.FAULT
 KINDS = ("raise", "sigkill", "hang", "oom", "slow")
 SLOW_S = 1.0
 # More memory than any machine has, so that the allocator itself refuses.
@@ -69,3 +72,22 @@ class Faults:
             os.kill(os.getpid(), signal.SIGKILL)
         while True:
             time.sleep(1)
+
+
+class FaultListener(Listener):
+    """Lets the fault act in the step that it names."""
+
+    def __init__(self, run: RankRun) -> None:
+        super().__init__(run)
+        self._faults = Faults.from_env()
+
+    def before_step(self, step: int) -> None:
+        self._faults.at_step(step, self.run.rank.rank)
+
+
+def problem_of(sizes: Sequence[tuple[int, int | None]]) -> str:
+    """Why the fault acts in none of these runs, given as ranks and steps, which are None where nobody knows them; empty
+    if it acts in one. ValueError if it cannot be parsed."""
+    fault = Faults.from_env()
+    problems = [fault.problem(ranks, steps or fault.step) for ranks, steps in sizes]
+    return problems[0] if all(problems) else ""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ from torch import nn
 from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokenizer
 from orchestrator.config.state_groups import Offload
 from orchestrator.launch.environment import set_kernel_cache
+from orchestrator.launch.rank import RankInfo, RankRecord
 from orchestrator.plan.tensor_messages import TensorMessages
-from orchestrator.records.run_record import scratch_path
-from orchestrator.wings.energy import EnergyCounter, gpu_counters, package_counters
+from orchestrator.records.run_record import AttemptPaths, scratch_path
 from orchestrator.worker.sliced import check_sequences, messages_of, slices_of, tensor_parallel
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model
@@ -28,6 +28,7 @@ from zero_runtime.dtypes import short_name
 from zero_runtime.initial_values import Initialise
 from zero_runtime.integrations.pretrained import weights_of
 from zero_runtime.kernels.registration import prepare
+from zero_runtime.memory.census import take_census
 from zero_runtime.memory.dtype_rules import AskedDTypes
 from zero_runtime.numa import bind_to_gpu
 from zero_runtime.offload.plan import OffloadPlan, Tier
@@ -37,7 +38,9 @@ from zero_runtime.own_device import device_index, make_current
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.sequence_parallel.division import SequenceParallel
 from zero_runtime.unit_planner import UnitRules
-from zero_runtime.watch.watch import RankWatch
+from zero_runtime.watch.failure import is_out_of_memory, memory_error
+from zero_runtime.watch.watch import RankWatch, WatchSettings
+from zero_runtime.world import WorldSettings, join_world, leave_world
 
 
 def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
@@ -56,11 +59,28 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
     return device
 
 
-def energy_counters(device: torch.device) -> list[EnergyCounter]:
-    """The counters of energy that a rank with this device can read."""
-    if device.type != "cuda":
-        return package_counters()
-    return gpu_counters(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+@contextmanager
+def world_of(attempt: AttemptPaths, config: RunConfig, rank: RankInfo, device: torch.device) -> Iterator[RankWatch]:
+    """Within it, this rank is in the process group of the attempt's ranks; gives the watch over them."""
+    settings = WorldSettings(
+        watch=WatchSettings(stuck_s=config.resources.stuck_s),
+        on_end=RankRecord(attempt, rank.rank).write_error,
+    )
+    with join_world(rank.meeting, rank.rank, rank.world, device, settings) as watch:
+        yield watch
+    leave_world()  # a rank that failed must not: it could wait here forever and never record its error
+
+
+@contextmanager
+def with_memory(runtime: ZeroRuntime, watch: RankWatch, rank: int) -> Iterator[None]:
+    """Adds the memory held at the time to an out of memory error."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        position, _ = watch.journal.read()
+        raise memory_error(rank, error, position, asdict(take_census(runtime))) from error
 
 
 def build_data(config: RunConfig) -> TokenData:

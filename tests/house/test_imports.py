@@ -118,10 +118,9 @@ ROOMS = {
         "report": "charts config exit_codes records rounds text",
         "launch": "config machine plan records report rounds text tracking",
         "slurm": "config launch machine records tracking",
-        "worker": "config launch machine plan records rounds text wings.energy wings.faults wings.profile "
-        "wings.validation workloads",
+        "worker": "config launch machine plan records rounds text wings workloads",
         "commands": "compose config exit_codes foreign launch machine plan records report slurm text tracking wings "
-        "wings.faults workloads",
+        "workloads",
         "cli": "commands compose config exit_codes machine records slurm text wings",
         "start": "cli machine",
         "api": "commands config records report",
@@ -129,9 +128,9 @@ ROOMS = {
         "plugins": "commands config",
         "shipped": "",
         "wings.energy": "",
-        "wings.faults": "",
-        "wings.generate": "commands config exit_codes launch records report text wings.validation worker workloads",
-        "wings.profile": "compose config launch plan records",
+        "wings.faults": "wings worker",
+        "wings.generate": "commands config exit_codes launch records report text worker workloads",
+        "wings.profile": "compose config launch plan records worker",
         "wings.validation": "config launch records worker workloads",
     },
     "zero_runtime": {

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import RunConfig, from_dict
-from orchestrator.launch.rank import RankInfo, RankRecord
+from orchestrator.launch.rank import RankInfo
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
-from orchestrator.wings.validation.held_out import generated
-from orchestrator.worker.setup import build_runtime, prepare_process
+from orchestrator.wings.generate.examples import generated
+from orchestrator.worker.setup import build_runtime, prepare_process, world_of
 from orchestrator.workloads.models import prepare_to_generate
 from orchestrator.workloads.tokenizer import texts_of
 from zero_runtime.memory.census import take_census
 from zero_runtime.runtime import ZeroRuntime
-from zero_runtime.watch.watch import WatchSettings
-from zero_runtime.world import WorldSettings, join_world, leave_world
 
 
 def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
@@ -26,10 +24,7 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
     asked = require_json(attempt.root / "generation.json")
     config = from_dict(require_json(attempt.config))
     device = prepare_process(config, rank.local_rank)
-    settings = WorldSettings(
-        watch=WatchSettings(stuck_s=config.resources.stuck_s), on_end=RankRecord(attempt, rank.rank).write_error
-    )
-    with join_world(rank.meeting, rank.rank, rank.world, device, settings) as watch:
+    with world_of(attempt, config, rank, device) as watch:
         runtime = build_runtime(config, device, watch, trains=False).runtime
         prepare_to_generate(runtime.model, config.model.path)
         runtime.collectives.journal.end_start()
@@ -44,7 +39,6 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
             parameters = sum(unit.layout.numel for unit in runtime.units)
             facts = {"seconds": seconds, "parameters": parameters, "memory": asdict(census)}
             write_json_atomic(attempt.result, {"answers": in_turn, **facts})
-    leave_world()
 
 
 def _answer(

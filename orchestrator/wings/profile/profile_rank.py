@@ -24,11 +24,31 @@ from orchestrator.launch.rank import RankInfo
 from orchestrator.plan.rough_time import peak_flops_per_s
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
+from orchestrator.worker.listeners import Listener
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.profiler.step_profile import profile_step
 from zero_runtime.runtime import ZeroRuntime
 
 MATRIX_SIDE, MATRIX_TIMES = 1024, 5  # of the products that a CPU's ranks time
+
+
+class Profile(Listener):
+    """Profiles further steps of a run that was measured; they are forgotten, as those of further rounds are."""
+
+    def add_to(self, result: dict[str, Any]) -> None:
+        run = self.run
+        if not run.measurement.rounds.is_last_attempt:
+            return
+        run.measurement.read_last_step()
+        run.writer.tell("profiling")
+
+        def step() -> None:
+            run.runtime.clock.start()
+            run.loop.step(run.measurement)
+            run.runtime.clock.end().forget()
+            run.runtime.reset_ledger()
+
+        result |= profiled(run.config, run.runtime, run.attempt, run.rank, step, result)
 
 
 def profiled(

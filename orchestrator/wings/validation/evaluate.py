@@ -2,97 +2,70 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from orchestrator.config.schema import RunConfig
-from orchestrator.launch.rank import RankInfo, RankRecord
+from orchestrator.launch.rank import RankInfo
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker import measure
-from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share
-from orchestrator.worker.result import RunFacts, combined
-from orchestrator.worker.setup import build_data, build_runtime, prepare_process, refuse_different_data
+from orchestrator.worker.result import combined
+from orchestrator.worker.result_writer import ResultWriter
+from orchestrator.worker.setup import TrainingSetup, build_data, build_runtime, prepare_process, with_memory, world_of
 from orchestrator.workloads.models import IGNORED_LABEL, token_losses
 from zero_runtime.memory.census import take_census
-from zero_runtime.runtime import ZeroRuntime
-from zero_runtime.watch.failure import is_out_of_memory, memory_error
-from zero_runtime.watch.watch import RankWatch, WatchSettings
-from zero_runtime.world import WorldSettings, join_world, leave_world
+from zero_runtime.step_report import StepReport
 
 
 def run_rank(attempt: AttemptPaths, config: RunConfig, rank: RankInfo) -> None:
     """Evaluates the configuration as one of its ranks. Rank 0 writes result.json on success."""
     device = prepare_process(config, rank.local_rank)
-    settings = WorldSettings(
-        watch=WatchSettings(stuck_s=config.resources.stuck_s),
-        on_end=RankRecord(attempt, rank.rank).write_error,
-    )
-    with join_world(rank.meeting, rank.rank, rank.world, device, settings) as watch:
-        runtime = build_runtime(config, device, watch, trains=False).runtime
-        runtime.model.eval()
-        with with_memory(runtime, watch, rank.rank):
-            Evaluation(attempt, config, rank, runtime).run()
-    leave_world()
-
-
-@contextlib.contextmanager
-def with_memory(runtime: ZeroRuntime, watch: RankWatch, rank: int) -> Iterator[None]:
-    """Adds the memory held at the time to an out of memory error."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        position, _ = watch.journal.read()
-        raise memory_error(rank, error, position, asdict(take_census(runtime))) from error
+    with world_of(attempt, config, rank, device) as watch:
+        built = build_runtime(config, device, watch, trains=False)
+        built.runtime.model.eval()
+        with with_memory(built.runtime, watch, rank.rank):
+            Evaluation(attempt, config, rank, built).run()
 
 
 class Evaluation:
     """The forwards of one rank and their measurements."""
 
-    def __init__(self, attempt: AttemptPaths, config: RunConfig, rank: RankInfo, runtime: ZeroRuntime) -> None:
-        self._attempt, self._config, self._rank, self._runtime = attempt, config, rank, runtime
+    def __init__(self, attempt: AttemptPaths, config: RunConfig, rank: RankInfo, built: TrainingSetup) -> None:
+        self._attempt, self._config, self._rank, self._runtime = attempt, config, rank, built.runtime
         self._data = build_data(config)
-        self._events = EventWriter(attempt.metrics, in_background=False)
+        self._batches = self._found_batches()
+        steps = config.measure.warmup_steps + self._batches
+        self._writer = ResultWriter(attempt, config, rank, built, self._data, steps)
         self._readings = measure.Readings()
-        self._losses = torch.zeros((), dtype=torch.float64, device=runtime.device)
+        self._losses = torch.zeros((), dtype=torch.float64, device=built.runtime.device)
         self._tokens = 0
 
     def run(self) -> None:
         try:
             self._run()
         finally:
-            self._events.end()
+            self._writer.end()
 
     def _run(self) -> None:
-        runtime, warmup, batches = self._runtime, self._config.measure.warmup_steps, self._batches()
-        refuse_different_data(self._runtime.collectives, self._data.hash)
-        self._tell(
-            "ready",
-            parameters=self._facts(batches).parameters,
-            data_hash=self._data.hash,
-            predicted=measure.model_states(runtime, {}),
-        )
+        runtime, warmup = self._runtime, self._config.measure.warmup_steps
+        self._writer.tell_ready()
         runtime.collectives.journal.end_start()
         load = LoadMeter()
         with torch.no_grad():
             for step in range(warmup):
-                self._forward(step % batches, counted=False, step=step)
+                self._forward(step % self._batches, counted=False, step=step)
             load.begin()
-            for step in range(batches):
+            for step in range(self._batches):
                 self._forward(step, counted=True, step=warmup + step)
         tokens = int(runtime.sum_over_ranks(self._tokens))
         loss = float(runtime.collectives.sum_over_data_(self._losses)) / max(tokens, 1)
-        self._write(self._result(loss, tokens, batches, load.end()))
+        self._write(self._result(loss, tokens, load.end()))
 
-    def _batches(self) -> int:
+    def _found_batches(self) -> int:
         """Batches of each rank: as many as asked for, as far as there are held-out samples."""
         own = self._data.validation_samples // (self._config.batch.micro * self._rank.world)
         if own == 0:
@@ -122,37 +95,13 @@ class Evaluation:
         if counted:
             self._losses += losses
             self._tokens += tokens
-        self._tell_step(step, mean, seconds, counted=counted)
+        self._writer.tell_step(step + 1, StepReport(mean, math.nan), None, seconds, warmup=not counted)
 
-    def _tell_step(self, step: int, loss: float, seconds: float, *, counted: bool) -> None:
-        kind, mib = measure.memory_now(self._runtime.device)
-        self._tell(
-            "step",
-            step=step + 1,
-            warmup=not counted,
-            loss=loss,
-            grad_norm=None,
-            skipped=False,
-            loss_scale=1.0,
-            lr=None,
-            step_ms=seconds * 1e3,
-            tokens_per_second=self._facts(0).tokens_per_step / seconds,
-            memory_mib=mib,
-            memory_kind=kind,
-        )
-
-    def _result(self, loss: float, tokens: int, batches: int, used: Used | None) -> dict[str, Any]:
-        readings, runtime, warmup = self._readings, self._runtime, self._config.measure.warmup_steps
-        assert readings.census is not None
-        local = {
-            **asdict(readings.census),
-            "activations_bytes": 0,
-            "activations_host_bytes": 0,
-            **measure.peaks(runtime.device),
-        }
-        memory = measure.worst_of(runtime.collectives.gather_objects(local))
+    def _result(self, loss: float, tokens: int, used: Used) -> dict[str, Any]:
+        readings, runtime, facts = self._readings, self._runtime, self._writer.facts
+        memory = self._writer.memory(readings)
         share = others_share(runtime.collectives.gather_objects(used))
-        return combined(self._facts(warmup + batches), readings, memory, share, warmup) | {
+        return combined(facts, readings, memory, share, self._config.measure.warmup_steps) | {
             "communication": measure.communication(runtime, readings.ledger, reduces_at_boundary=False),
             "loss": {
                 "first": loss,
@@ -165,16 +114,9 @@ class Evaluation:
             },
         }
 
-    def _facts(self, steps: int) -> RunFacts:
-        return RunFacts(self._config, self._runtime, self._data, self._rank.world, steps)
-
-    def _tell(self, event: str, **values: Any) -> None:
-        if self._rank.rank == 0:
-            self._events.write(event, **values)
-
     def _write(self, result: dict[str, Any]) -> None:
         if self._rank.rank == 0:
-            self._tell("validation", step=result["steps"], loss=result["loss"]["last"])
+            self._writer.tell("validation", step=result["steps"], loss=result["loss"]["last"])
             write_json_atomic(self._attempt.result, result)
 
 
