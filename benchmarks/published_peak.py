@@ -20,7 +20,7 @@ import transformers
 import yaml
 from torch import nn
 
-from orchestrator.workloads.adapters import add_lora, lora_config
+from orchestrator.wings.pretrained.adapters import add_lora, lora_config
 from orchestrator.workloads.models import build_meta_model, model_config, token_losses
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.initial_values import parameters_on_meta

@@ -12,7 +12,7 @@ from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.exit_codes import FAILED
 from orchestrator.text.streams import complain
 from orchestrator.text.units import count, many, size
-from orchestrator.workloads.companions import write_companions
+from orchestrator.wings.pretrained.companions import write_companions
 
 if TYPE_CHECKING:
     from zero_runtime.checkpoint.load import CheckpointReader
@@ -95,7 +95,7 @@ def _export_of_engine(checkpoint: CheckpointReader, out: Path, dtype: str) -> No
 
 
 def _export_adapter(checkpoint: CheckpointReader, out: Path, dtype: str, config: dict[str, Any]) -> None:
-    from orchestrator.workloads import adapters
+    from orchestrator.wings.pretrained import adapters
 
     weights = _write(adapters.adapter_weights(checkpoint.state("master")), out, dtype, stem=adapters.ADAPTER)
     settings, base = config["adapter"], config["model"]["path"]

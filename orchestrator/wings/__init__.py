@@ -26,6 +26,9 @@ EVALUATION = "orchestrator.wings.validation.evaluate:run_rank"
 ENERGY = "orchestrator.wings.energy:meter_of"
 # The variable that asks for a fault, and what refuses one that can never act.
 FAULT, CHECK_FAULT = "ZLAB_FAULT", "orchestrator.wings.faults:problem_of"
+# Modules for what a saved model has besides its weights, and what writes the files next to weights.
+TOKENIZER, ADAPTERS = "orchestrator.wings.pretrained.tokenizer", "orchestrator.wings.pretrained.adapters"
+WRITE_COMPANIONS = "orchestrator.wings.pretrained.companions:write_companions"
 # What a run does beside its steps: the classes of orchestrator/worker/listeners.py's listeners.
 LISTENERS = {
     "fault": "orchestrator.wings.faults:FaultListener",

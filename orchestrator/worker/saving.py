@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator import wings
 from orchestrator.config.schema import AdapterKind, CheckpointKind, RunConfig, WeightsExport, to_dict
 from orchestrator.records.record_file import EventTail, append_event, read_or_warn
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.text.units import spans
-from orchestrator.workloads.companions import write_companions
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.foreign.formats import foreign_reader
 from zero_runtime.checkpoint.foreign.source import ForeignCheckpoint, load_foreign
@@ -242,7 +242,7 @@ class Saving:
             return
         save_gathered_weights(self._runtime, self._attempt.weights, dtype=TORCH_DTYPE[dtype])
         if self._rank == 0:
-            write_companions(self._attempt.weights, self._run, dtype)
+            wings.load(wings.WRITE_COMPANIONS)(self._attempt.weights, self._run, dtype)
 
     def _weights_folder(self) -> str | None:
         return str(self._attempt.weights) if self._config.weights is not WeightsExport.none else None

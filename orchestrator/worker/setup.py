@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from orchestrator import wings
 from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokenizer
 from orchestrator.config.state_groups import Offload
 from orchestrator.launch.environment import set_kernel_cache
@@ -87,8 +88,7 @@ def build_data(config: RunConfig) -> TokenData:
     encode = encode_pairs = None
     if config.data.tokenizer is Tokenizer.model:
         assert config.model.path is not None
-        from orchestrator.workloads import tokenizer  # here: predictions do not wait for its libraries
-
+        tokenizer = wings.load(wings.TOKENIZER)
         if config.data.kind is DataKind.pairs:
             encode_pairs = tokenizer.pair_encoder(config.model.path)
         else:
@@ -204,8 +204,7 @@ def build_deferred(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
     model = build_deferred_model(settings.model_type, settings.config, as_saved=settings.path is not None)
     if adapter.kind is AdapterKind.none:
         return model, None
-    from orchestrator.workloads import adapters  # PEFT is an extra
-
+    adapters = wings.load(wings.ADAPTERS)
     wrapped = adapters.add_lora(model, adapters.lora_config(adapter.rank, adapter.alpha, adapter.targets))
     return wrapped.train(), adapters.first_values(wrapped)
 

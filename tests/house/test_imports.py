@@ -91,12 +91,12 @@ IMPORTERS = {
     "matplotlib": {"orchestrator/charts/raster.py"},
     "transformers": {
         "orchestrator/workloads/models.py",
-        "orchestrator/workloads/tokenizer.py",
+        "orchestrator/wings/pretrained/tokenizer.py",
         "zero_runtime/integrations/pretrained.py",
         "zero_runtime/integrations/transformers.py",
         "zero_runtime/sequence_parallel/attention.py",
     },
-    "peft": {"orchestrator/workloads/adapters.py"},
+    "peft": {"orchestrator/wings/pretrained/adapters.py"},
 }
 # The rooms that each room of a package imports. A room is a folder or a top-level file; the files of PURE form one
 # room, which every room may import.
@@ -120,7 +120,7 @@ ROOMS = {
         "slurm": "config launch machine records tracking",
         "worker": "config launch machine plan records rounds text wings workloads",
         "commands": "compose config exit_codes foreign launch machine plan records report slurm text tracking wings "
-        "workloads",
+        "wings.pretrained",
         "cli": "commands compose config exit_codes machine records slurm text wings",
         "start": "cli machine",
         "api": "commands config records report",
@@ -129,9 +129,10 @@ ROOMS = {
         "shipped": "",
         "wings.energy": "",
         "wings.faults": "wings worker",
-        "wings.generate": "commands config exit_codes launch records report text worker workloads",
+        "wings.generate": "commands config exit_codes launch records report text wings.pretrained worker workloads",
         "wings.profile": "compose config launch plan records worker",
         "wings.validation": "config launch records worker workloads",
+        "wings.pretrained": "config workloads",
     },
     "zero_runtime": {
         "dtypes": "",

@@ -12,6 +12,7 @@ import tokenize
 from collections.abc import Iterable
 from functools import cache
 
+from orchestrator import wings
 from tests.house.test_imports import MODULES, ROOT, modules_imported
 
 # Modules that the processes of a run and of a sweep start with, the command line first.
@@ -28,6 +29,7 @@ WINGS: tuple[str, ...] = (
     "orchestrator.wings.energy",
     "orchestrator.wings.faults",
     "orchestrator.wings.generate",
+    "orchestrator.wings.pretrained",
     "orchestrator.wings.profile",
     "orchestrator.wings.validation",
 )
@@ -79,6 +81,23 @@ def trunk() -> dict[str, str]:
 def test_the_trunk_imports_no_wing() -> None:
     in_wing = {module: by for module, by in trunk().items() if module.startswith(WINGS or ("?",))}
     assert in_wing == {}, "a wing is named in a table and imported when it is used"
+
+
+def test_every_name_in_the_table_of_wings_is_there() -> None:
+    parts = [part for name, value in vars(wings).items() if name.isupper() for part in _texts(value)]
+    places = [part.partition(":") for part in parts if part.startswith("orchestrator.")]
+    assert places
+    for module, _, name in places:
+        assert module in MODULES, module
+        defined = {getattr(node, "name", "") for node in ast.parse((ROOT / MODULES[module]).read_text()).body}
+        assert not name or name in defined, (module, name)
+
+
+def _texts(value: object) -> Iterable[str]:
+    if isinstance(value, str):
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    return [text for one in inside for text in _texts(one)]
 
 
 def test_the_sizes_only_go_down() -> None:

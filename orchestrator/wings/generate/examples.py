@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from orchestrator.config.schema import DataKind, RunConfig, Tokenizer
+from orchestrator.wings.pretrained.tokenizer import Texts, texts_of
 from orchestrator.worker.listeners import Listener
 from orchestrator.workloads.data import TokenData
 from orchestrator.workloads.models import prepare_to_generate
 from orchestrator.workloads.sources import Example
-from orchestrator.workloads.tokenizer import Texts, texts_of
 from zero_runtime.runtime import ZeroRuntime
 
 POSITION_KEYS = ("max_position_embeddings", "n_positions")

@@ -12,9 +12,9 @@ from orchestrator.launch.rank import RankInfo
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.wings.generate.examples import generated
+from orchestrator.wings.pretrained.tokenizer import texts_of
 from orchestrator.worker.setup import build_runtime, prepare_process, world_of
 from orchestrator.workloads.models import prepare_to_generate
-from orchestrator.workloads.tokenizer import texts_of
 from zero_runtime.memory.census import take_census
 from zero_runtime.runtime import ZeroRuntime
 

@@ -12,8 +12,8 @@ from orchestrator.config.pretrained import TOKENIZER, companions
 
 def write_companions(out: Path, config: Mapping[str, Any], dtype: str) -> str:
     """Writes configuration and tokenizer next to a run's weights. Returns a description of the tokenizer."""
+    from orchestrator.wings.pretrained.tokenizer import save_byte_tokenizer
     from orchestrator.workloads.models import saved_config
-    from orchestrator.workloads.tokenizer import save_byte_tokenizer
     from zero_runtime.dtypes import TORCH_DTYPE
 
     model, data = config["model"], config.get("data", {})
