@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from benchmarks.gpt import Gpt, GptSize, loss_of  # noqa: E402
+from zero_runtime import state_bytes as memory_model  # noqa: E402
 from zero_runtime.accounting import predicted_state_bytes, unit_sizes  # noqa: E402
-from zero_runtime.memory import model as memory_model  # noqa: E402
-from zero_runtime.memory.census import take_census  # noqa: E402
+from zero_runtime.census import take_census  # noqa: E402
 from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402

@@ -59,21 +59,21 @@ from orchestrator.config.schema import (  # noqa: E402
 )
 from orchestrator.config.state_groups import Offload, Precision, Zero  # noqa: E402
 from orchestrator.plan import memory_cache  # noqa: E402
-from orchestrator.plan.step import ConfigMemory, units_of  # noqa: E402
-from orchestrator.worker.activations import trace_of  # noqa: E402
+from orchestrator.wings.predict.activations import trace_of  # noqa: E402
+from orchestrator.wings.predict.shapes import units_of as shapes_of  # noqa: E402
+from orchestrator.wings.predict.step import ConfigMemory, units_of  # noqa: E402
 from orchestrator.worker.setup import build_deferred  # noqa: E402
-from orchestrator.worker.shapes import units_of as shapes_of  # noqa: E402
 from orchestrator.workloads.models import token_losses  # noqa: E402
 from zero_runtime.activations.recompute import Recomputation  # noqa: E402
 from zero_runtime.activations.rule import RecomputeRule  # noqa: E402
-from zero_runtime.memory.activation_count import LinearTrace, Trace  # noqa: E402
-from zero_runtime.memory.census import take_census  # noqa: E402
-from zero_runtime.memory.counted_unit import CountRules  # noqa: E402
-from zero_runtime.memory.step_memory import StepMemory, StepPeaks, replay_states  # noqa: E402
+from zero_runtime.census import take_census  # noqa: E402
 from zero_runtime.offload.copy_streams import HoldingCopies  # noqa: E402
 from zero_runtime.offload.plan import Tier  # noqa: E402
 from zero_runtime.plan import OuterSharding  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
+from zero_runtime.predict.memory.activation_count import LinearTrace, Trace  # noqa: E402
+from zero_runtime.predict.memory.counted_unit import CountRules  # noqa: E402
+from zero_runtime.predict.memory.step_memory import StepMemory, StepPeaks, replay_states  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
 from zero_runtime.tensor_source import TensorSource  # noqa: E402
 

@@ -52,15 +52,16 @@ from benchmarks.stages_report import cpu_name  # noqa: E402
 from benchmarks.timed_points import FINAL_STEPS, Final, Round  # noqa: E402
 from orchestrator.compose import arguments  # noqa: E402
 from orchestrator.compose.line import composed  # noqa: E402
-from orchestrator.plan import memory_cache, speed  # noqa: E402
-from orchestrator.plan.choice import NEAR, ShortRun, best_run  # noqa: E402
+from orchestrator.plan import speed  # noqa: E402
 from orchestrator.plan.point import Point  # noqa: E402
 from orchestrator.plan.points import judged  # noqa: E402
-from orchestrator.plan.prediction import hardware_name  # noqa: E402
 from orchestrator.plan.rules.scene import here  # noqa: E402
-from orchestrator.plan.speed import Speed, TimingJob, speed_of  # noqa: E402
-from orchestrator.plan.step import Memories  # noqa: E402
 from orchestrator.rounds.intervals import percentile  # noqa: E402
+from orchestrator.wings.predict import memory_cache  # noqa: E402
+from orchestrator.wings.predict.choice import NEAR, ShortRun, best_run  # noqa: E402
+from orchestrator.wings.predict.prediction import hardware_name  # noqa: E402
+from orchestrator.wings.predict.speed import Speed, TimingJob, speed_of  # noqa: E402
+from orchestrator.wings.predict.step import Memories  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 RUNS = 4  # as in `choose`

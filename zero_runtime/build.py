@@ -16,7 +16,6 @@ from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.inference import NO_OPTIMIZER, begin_inference, check_training
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels.registration import VARIABLE, Chosen, chosen
-from zero_runtime.memory.model import UnitSize
 from zero_runtime.offload.open import offloaded_shards, open_tier
 from zero_runtime.offload.preflight import check_offload
 from zero_runtime.offload.tier import StateTier, residence
@@ -30,6 +29,7 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
 from zero_runtime.settings import RuntimeSettings, moves_of
 from zero_runtime.shard_location import OffloadedShards
+from zero_runtime.state_bytes import UnitSize
 from zero_runtime.tensor_parallel.refusals import check_divided
 from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
 from zero_runtime.tensor_source import TensorSource

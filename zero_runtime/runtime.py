@@ -269,7 +269,7 @@ class ZeroRuntime:
         """Keep the gradients of the backwards inside full and unreduced on each rank.
 
         The next backward outside adds to them and reduces the sum. If the plan shards gradients, this saves
-        communication at the cost of memory: `memory.model.kept_grad_bytes`.
+        communication at the cost of memory: full gradients between micro-batches.
         """
         self.backwards.synced = False
         try:

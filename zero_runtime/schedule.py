@@ -24,7 +24,7 @@ from zero_runtime.plan import Phase, ZeroPlan
 
 
 class ScheduledUnit(Protocol):
-    """What the schedule calls: a `Unit`, or a `CountedUnit`, which only counts the bytes (memory/counted_unit.py)."""
+    """What the schedule calls: a `Unit`, or a `CountedUnit` (predict/memory), which only counts the bytes."""
 
     @property
     def trainable(self) -> bool: ...

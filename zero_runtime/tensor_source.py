@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from zero_runtime.memory.outside_step import READ_NUMEL
+from zero_runtime.state_bytes import READ_NUMEL
 
 # Fills a 1-D tensor with elements of a parameter: `read_into(name, start, target)`.
 ReadInto = Callable[[str, int, torch.Tensor], object]

@@ -6,7 +6,7 @@ that of the innermost unit module that contains all its users. All parameters of
 and the same precision.
 
 A tied embedding therefore belongs to the root and stays unsharded during a complete pass. If it were released between
-its two uses, each micro-batch would need a third gather of it, and the closed forms of the traffic (memory/model.py)
+its two uses, each micro-batch would need a third gather of it, and the closed forms of the traffic (state_bytes.py)
 would not hold.
 
 [Note: unit size]

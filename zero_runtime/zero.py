@@ -22,7 +22,7 @@ from zero_runtime.deepspeed.zero_names import (
     unwrap_model_for_generation,
 )
 from zero_runtime.errors import ParameterReadError, PlanError, some
-from zero_runtime.memory.live_estimate import (
+from zero_runtime.predict.memory.live_estimate import (
     estimate_zero2_model_states_mem_needs_all_live,
     estimate_zero3_model_states_mem_needs_all_live,
 )

@@ -20,8 +20,7 @@ from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal, nearest
 from orchestrator.launch import environment
 from orchestrator.machine import hardware
-from orchestrator.plan.decision import Wishes, retry_states
-from orchestrator.plan.point import Point
+from orchestrator.plan.point import Point, Wishes, retry_states
 from orchestrator.plan.points import checked_points, judged
 from orchestrator.plan.rules.scene import Scene, here
 from orchestrator.text.streams import complain, few
@@ -76,11 +75,11 @@ def _run(composition: Composition, asked: Arguments) -> int:
 
         return join.join(points[0], admission=_admission(asked, scene))
     from orchestrator.commands.run import run_point
-    from orchestrator.plan import prediction
+    from orchestrator.plan.predictor import predictor
     from orchestrator.plan.rules.output import place_problems
 
     admission = _admission(asked, scene)
-    if wrong := prediction.problems(points, counting_within_s=admission.within_s):
+    if wrong := predictor().problems(points, counting_within_s=admission.within_s):
         raise Refusal(list(wrong.values()))
     if problems := place_problems(points[0].config.output):
         raise Refusal(problems)

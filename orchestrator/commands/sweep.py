@@ -25,9 +25,9 @@ from orchestrator.launch.verdict import end_of
 from orchestrator.machine import children, slots
 from orchestrator.machine.hardware import Hardware, short_name
 from orchestrator.machine.processes import started
-from orchestrator.plan import decision, prediction
-from orchestrator.plan.decision import Refused, Wishes
-from orchestrator.plan.point import Point
+from orchestrator.plan import decision
+from orchestrator.plan.point import Point, Refused, Wishes
+from orchestrator.plan.predictor import predictor
 from orchestrator.plan.rules.output import place_problems
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import read_or_warn, write_json_atomic
@@ -273,8 +273,8 @@ def decided(request: SweepRequest, hardware: Hardware, screen: Screen | None = N
     points = _runnable(request)
     tell = None if screen is None or request.as_json else partial(screen.say, style="dim")
     unknown: dict[str, str] = {}
-    predicted = prediction.predict(points, tell, unknown=unknown) if request.predicts else {}
-    wrong = prediction.problems(points) if request.predicts else {}
+    predicted = predictor().predict(points, tell, unknown=unknown) if request.predicts else {}
+    wrong = predictor().problems(points) if request.predicts else {}
     some = len(wrong) < len(points)  # otherwise it is raised as an error
     for problem, count in Counter(wrong.values()).items() if some else ():
         complain(f"refused: {problem}      ({count} of {len(request.points)} points)")

@@ -19,8 +19,7 @@ from orchestrator.compose.line import composed
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.schema import to_dict
 from orchestrator.config.strict import Refusal
-from orchestrator.plan.decision import Refused, Wishes, retry_states
-from orchestrator.plan.point import Point
+from orchestrator.plan.point import Point, Refused, Wishes, retry_states
 from orchestrator.plan.points import distinct, judged
 from orchestrator.plan.rules.scene import Scene, here
 from orchestrator.records import sweep_record

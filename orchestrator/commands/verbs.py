@@ -20,7 +20,7 @@ from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshol
 from orchestrator.compose import arguments
 from orchestrator.config.strict import nearest
 from orchestrator.exit_codes import BAD_USAGE
-from orchestrator.plan import decision
+from orchestrator.plan.point import retry_states
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import BadRecord, EventTail, read_or_warn, require_json, warn_once
 from orchestrator.records.record_shapes import STATE, SWEEP
@@ -260,7 +260,7 @@ def _resume(asked: argparse.Namespace) -> int:
 
 def _retry(asked: argparse.Namespace) -> int:
     try:
-        decision.retry_states(asked.retry)
+        retry_states(asked.retry)
     except ValueError as error:
         raise VerbError(str(error)) from None
     more = ["--json"] if asked.json else []

@@ -18,9 +18,6 @@ SHARED_PARSER = "orchestrator.commands.verbs"  # of the verbs that read and cont
 VERBS = {
     "io-bench": "orchestrator.commands.io_bench",
     "doctor": "orchestrator.commands.doctor",
-    "fit": "orchestrator.commands.fit",
-    "calibrate": "orchestrator.commands.calibrate",
-    "choose": "orchestrator.commands.choose",
     "ui": "orchestrator.commands.ui",
     "sync": "orchestrator.commands.sync",
     "compare": "orchestrator.commands.compare",

@@ -10,8 +10,8 @@ from orchestrator.launch import local_executor
 from orchestrator.launch import verdict as watch
 from orchestrator.launch.verdict import Verdict, Watch
 from orchestrator.machine.processes import signals_ignored
-from orchestrator.plan import prediction, remedies
 from orchestrator.plan.point import Point
+from orchestrator.plan.predictor import predictor
 from orchestrator.records.record_file import BadRecord, EventTail, read_or_warn
 from orchestrator.records.record_shapes import RANK
 from orchestrator.records.run_record import Attempt, result_of
@@ -121,7 +121,7 @@ def record(attempt: Attempt, verdict: Verdict) -> Verdict:
     facts = {}
     if memory and (stored := read_or_warn(attempt.paths.config)):
         config = from_dict(stored)
-        facts = {"memory": memory, "remedies": remedies.described(config, memory, prediction.needs)}
+        facts = {"memory": memory, "remedies": predictor().fixes(config, memory)}
         verdict = verdict._replace(message=f"{verdict.message}; {facts['remedies']}".rstrip("; "))
     attempt.move(verdict.state, rank=verdict.rank, message=verdict.message, log=lines, **facts)
     return verdict

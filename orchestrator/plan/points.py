@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from orchestrator.compose.labels import label
 from orchestrator.config.schema import RunConfig, root_limits, to_dict
 from orchestrator.config.strict import Broken, Built, build_parts
-from orchestrator.plan.decision import Refused
-from orchestrator.plan.point import Point
+from orchestrator.plan.point import Point, Refused
 from orchestrator.plan.rules import table as rules
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.plan.rules.training import option_is_not_undone

@@ -13,6 +13,9 @@ from typing import Any
 
 # The wings' verbs, each with its module, which has `main` and `parser`: `python run.py VERB ...` calls its `main`.
 VERBS = {
+    "fit": "orchestrator.wings.predict.fit",
+    "calibrate": "orchestrator.wings.predict.calibrate",
+    "choose": "orchestrator.wings.predict.choose",
     "generate": "orchestrator.wings.generate.generate",
     "export-weights": "orchestrator.commands.export",
     "import": "orchestrator.commands.import_config",
@@ -36,6 +39,8 @@ LISTENERS = {
     "examples": "orchestrator.wings.generate.examples:Examples",
     "profile": "orchestrator.wings.profile.profile_rank:Profile",
 }
+PREDICTOR = "orchestrator.wings.predict.prediction"  # which plans ask: see orchestrator/plan/predictor.py
+PREDICTED = "orchestrator.wings.predict.predicted"  # what rank 0 shows beside what it measures
 
 
 def load(place: str) -> Any:

@@ -12,8 +12,8 @@ from orchestrator.worker import measure
 from orchestrator.worker.core_speed import ReferenceWork, compares_cores
 from orchestrator.worker.rounds import MeasuredRounds, Tell
 from orchestrator.worker.setup import asked_dtypes
-from zero_runtime.memory.census import ActivationCensus, take_census
-from zero_runtime.memory.dtype_audit import DTypeAudit
+from zero_runtime.census import ActivationCensus, take_census
+from zero_runtime.dtype_audit import DTypeAudit
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport
 

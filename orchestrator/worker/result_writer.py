@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from orchestrator import wings
 from orchestrator.config.schema import RunConfig
 from orchestrator.launch.rank import RankInfo
-from orchestrator.plan.tensor_messages import messages_in, words
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
-from orchestrator.worker import measure, predicted
+from orchestrator.worker import measure
 from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.measurement import Measurement
 from orchestrator.worker.result import RunFacts, combined
@@ -39,11 +39,10 @@ class ResultWriter:
         steps: int,
     ) -> None:
         self._attempt, self._config, self._data, self._rank = attempt, config, data, rank
-        self._runtime, self._kept, self._tensor = built.runtime, built.recomputation.memory, built.tensor
+        self._runtime, self._kept = built.runtime, built.recomputation.memory
         trains_on_gpu = built.runtime.trains and built.runtime.device.type == "cuda"
         self._events = EventWriter(attempt.metrics, in_background=trains_on_gpu)
         self._training: dict[str, Any] | None = None
-
         self.facts = RunFacts(config, built.runtime, data, rank.world, steps)
 
     # ---- events ------------------------------------------------------------------------------------------------
@@ -73,7 +72,10 @@ class ResultWriter:
         )
 
     def _planned(self) -> dict[str, Any]:
-        return predicted.planned(self._config) if self._rank.rank == 0 and self._runtime.trains else {}
+        if self._rank.rank != 0 or not self._runtime.trains:
+            return {}
+        found: dict[str, Any] = wings.load(wings.PREDICTED).planned(self._config)
+        return found
 
     def warning(self) -> str | None:
         """What a user should know of this run before its first step."""
@@ -149,7 +151,7 @@ class ResultWriter:
             combined(self.facts, readings, dict(memory), rounds.others_share(), measurement.warmup_steps)
             | rounds.to_dict()
             | {
-                "communication": self._communication(readings),
+                "communication": measure.communication(self._runtime, readings.ledger, self._config),
                 "loss": {
                     "first": None if missing and missing[0][0] == 1 else finite[0],
                     "last": finite[-1],
@@ -161,16 +163,6 @@ class ResultWriter:
             | ({} if self._training is None else {"training": self._training})
         )
 
-    def _communication(self, readings: measure.Readings) -> dict[str, Any]:
-        tensor = messages_in(self._config, self._tensor)
-        return measure.communication(
-            self._runtime,
-            readings.ledger,
-            reduces_at_boundary=self._config.zero.reduce_at_boundary,
-            tensor=tensor,
-            tensor_words=words(self._config, tensor),
-        )
-
     def write(self, result: dict[str, Any], saving: Saving, validation_loss: float | None) -> None:
         """Writes result.json and the last event. Other ranks do nothing."""
         if self._rank.rank != 0:
@@ -179,7 +171,7 @@ class ResultWriter:
             self.tell_validation(saving, self.facts.steps, validation_loss)
         write_json_atomic(self._attempt.result, result)
         # Only after the peaks are measured: they would include the memory that counting takes.
-        result["memory"] |= predicted.known(self._config)
+        result["memory"] |= wings.load(wings.PREDICTED).known(self._config)
         write_json_atomic(self._attempt.result, result)
         self.tell("finish")
         self.flush()

@@ -17,27 +17,28 @@ from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokeniz
 from orchestrator.config.state_groups import Offload
 from orchestrator.launch.environment import set_kernel_cache
 from orchestrator.launch.rank import RankInfo, RankRecord
-from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.records.run_record import AttemptPaths, scratch_path
-from orchestrator.worker.sliced import check_sequences, messages_of, slices_of, tensor_parallel
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model
 from zero_runtime.activations.recompute import Recomputation
+from zero_runtime.census import take_census
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.collectives import Collectives
+from zero_runtime.dtype_rules import AskedDTypes
 from zero_runtime.dtypes import short_name
 from zero_runtime.initial_values import Initialise
 from zero_runtime.integrations.pretrained import weights_of
 from zero_runtime.kernels.registration import prepare
-from zero_runtime.memory.census import take_census
-from zero_runtime.memory.dtype_rules import AskedDTypes
 from zero_runtime.numa import bind_to_gpu
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.own_device import device_index, make_current
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.sequence_parallel.attention import check_model
 from zero_runtime.sequence_parallel.division import SequenceParallel
+from zero_runtime.tensor_parallel.division import TensorParallel
+from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
 from zero_runtime.unit_planner import UnitRules
 from zero_runtime.watch.failure import is_out_of_memory, memory_error
 from zero_runtime.watch.watch import RankWatch, WatchSettings
@@ -105,6 +106,22 @@ def build_data(config: RunConfig) -> TokenData:
     )
 
 
+def tensor_parallel(config: RunConfig) -> TensorParallel:
+    """The runtime's settings: each rank keeps its own logits, for the loss by the vocabulary."""
+    return TensorParallel(config.parallel.tp, tuple(config.parallel.patterns), gathers_logits=False)
+
+
+def slices_of(config: RunConfig, model: nn.Module) -> TensorSlices:
+    """What the first rank of a group holds of a full model. PlanError, with degrees that do, if tp does not divide."""
+    return NOT_SPLIT if config.parallel.tp == 1 else tensor_parallel(config).plan(model).slices(0)
+
+
+def check_sequences(config: RunConfig, model: nn.Module) -> None:
+    """Raise PlanError, with degrees that do, if sp does not divide a model's sequences or heads."""
+    if config.parallel.sp > 1:
+        check_model(model, config.parallel.sp)
+
+
 def unit_rules(config: RunConfig, model: nn.Module) -> UnitRules:
     """The settings that decide the units of the full model. PlanError if its layers or sequences are not divided."""
     precision = config.precision
@@ -119,11 +136,10 @@ def unit_rules(config: RunConfig, model: nn.Module) -> UnitRules:
 
 
 class TrainingSetup(NamedTuple):
-    """The runtime that trains the model, the recomputation of the model's blocks, and the messages of its slices."""
+    """The runtime that trains the model, and the recomputation of the model's blocks."""
 
     runtime: ZeroRuntime
     recomputation: Recomputation
-    tensor: TensorMessages
 
 
 def build_runtime(
@@ -140,7 +156,6 @@ def build_runtime(
     """
     assert config.batch.accumulation is not None
     model, initialise = build_deferred(config)
-    tensor = messages_of(config, model)
     recomputation = Recomputation(model, config.recompute, device)
     precision = config.precision
     settings = RuntimeSettings(
@@ -172,7 +187,7 @@ def build_runtime(
             device,
         )
     _compile_kernels(config, device)
-    return TrainingSetup(runtime, recomputation, tensor)
+    return TrainingSetup(runtime, recomputation)
 
 
 def asked_dtypes(config: RunConfig, runtime: ZeroRuntime) -> AskedDTypes:

@@ -28,7 +28,7 @@ from trials import Trial, Wrong
 
 from orchestrator import cli
 from orchestrator.charts import raster
-from orchestrator.commands import doctor, export, fit, launch_script, sync
+from orchestrator.commands import doctor, export, launch_script, sync
 from orchestrator.commands import run as study
 from orchestrator.commands import sweep as sweep_command
 from orchestrator.compose import compose, folders, plain_line
@@ -37,14 +37,14 @@ from orchestrator.compose.composition import Composed, Composition
 from orchestrator.config.schema import from_dict, to_dict
 from orchestrator.launch.script_ranks import ScriptEnd
 from orchestrator.machine import hardware
-from orchestrator.plan import counting_child, memory_cache
 from orchestrator.plan.point import Point
-from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import program
-from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
-from zero_runtime.timing.segments import SegmentTable
-from zero_runtime.timing.work import LinearWork
+from orchestrator.wings.predict import counting_child, fit, memory_cache
+from orchestrator.wings.predict.tensor_messages import TensorMessages
+from zero_runtime.predict.memory.activation_count import LinearTrace, Mark, Trace
+from zero_runtime.predict.timing.segments import SegmentTable
+from zero_runtime.predict.timing.work import LinearWork
 
 # Allowed beginnings of lines on stderr: any other line comes from a message with a line break in it.
 LINES = ("error: ", "nothing was started (exit 2)", "refused: ", "note: ", "warning: ", "== ", "in /")

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import predicted_speed, timed_points
 from benchmarks.predicted_speed import Compared, regret, report, tau, what_choose_takes
-from orchestrator.plan.speed import Speed
-from zero_runtime.timing.step_time import StepSeconds
+from orchestrator.wings.predict.speed import Speed
+from zero_runtime.predict.timing.step_time import StepSeconds
 
 
 def speed_of(seconds: float, tokens: int) -> Speed:

@@ -15,7 +15,7 @@ from harness.models import TinyTransformer, batch, token_loss_sum
 from harness.oracle import ADAMW, LR, Case, step_tokens
 
 from zero_runtime.accounting import host_tensors, predicted_offload_bytes, predicted_state_bytes
-from zero_runtime.memory.census import take_census
+from zero_runtime.census import take_census
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_settings import ScratchSettings
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule

@@ -46,7 +46,7 @@ class _Process(mp.get_context("forkserver").Process):  # type: ignore[name-defin
         return {**self.__dict__, "_ends": tuple(DupFd(end) for end in self._ends)}
 
     def run(self) -> None:
-        from orchestrator.worker import shapes
+        from orchestrator.wings.predict import shapes
 
         for target, end in enumerate(self._ends):
             os.dup2(end.detach(), target)

@@ -32,6 +32,8 @@ WINGS: tuple[str, ...] = (
     "orchestrator.wings.pretrained",
     "orchestrator.wings.profile",
     "orchestrator.wings.validation",
+    "orchestrator.wings.predict",
+    "zero_runtime.predict",
 )
 # What a parameter passes between the plan and the step, in this order; a file may have left the list, none joins it
 # without another leaving.

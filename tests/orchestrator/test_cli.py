@@ -16,8 +16,7 @@ from orchestrator.commands.sweep import SweepRequest
 from orchestrator.compose import arguments
 from orchestrator.compose.arguments import VERBS
 from orchestrator.machine import provenance
-from orchestrator.plan.decision import Refused
-from orchestrator.plan.point import Point
+from orchestrator.plan.point import Point, Refused
 from orchestrator.records.run_state import RunState
 from orchestrator.slurm.tools import SlurmError
 from orchestrator.text.paths import program

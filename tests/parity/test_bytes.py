@@ -14,11 +14,11 @@ from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step, build_runtime
 
 from zero_runtime.accounting import predicted_state_bytes
-from zero_runtime.memory.census import ActivationCensus, take_census
-from zero_runtime.memory.model import CollectiveCounts, collective_elements, formula
+from zero_runtime.census import ActivationCensus, take_census
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.state_bytes import CollectiveCounts, collective_elements, formula
 
 STAGES = (0, 1, 2, 3)
 PAPER = MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="fp32")

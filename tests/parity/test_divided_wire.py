@@ -27,10 +27,10 @@ from test_tensor_parallel_messages import Axes, tensor_messages
 from test_wire import read_back
 from torch import nn
 
-from zero_runtime.memory.model import CollectiveCounts
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.state_bytes import CollectiveCounts
 from zero_runtime.tensor_parallel.division import TensorParallel
 from zero_runtime.tensor_parallel.joined import join_slices, slice_of
 from zero_runtime.tensor_parallel.plan import SplitPlan

@@ -15,13 +15,13 @@ from test_bytes import SCALARS_BYTES
 from test_offload import FP32, SPEC, offload_to, runtime_of
 
 from zero_runtime.accounting import host_tensors, predicted_offload_bytes, predicted_state_bytes, scratch_bytes
-from zero_runtime.memory.census import take_census
-from zero_runtime.memory.model import UnitSize, step_peak_bytes
+from zero_runtime.census import take_census
 from zero_runtime.offload.copy_streams import PlainCopies
 from zero_runtime.offload.memory import Moves, host_bytes
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.state_bytes import UnitSize, step_peak_bytes
 
 PAPER = MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="fp32")
 HOST = OffloadPlan(optimizer=Tier.HOST, copies=PlainCopies)

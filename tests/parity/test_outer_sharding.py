@@ -24,15 +24,15 @@ from test_offload import offload_to
 from test_rows import CLIP_NORM, JUMPY_SCALE, assert_same_bits, oracle_trace
 
 from zero_runtime.accounting import predicted_state_bytes
+from zero_runtime.census import take_census
 from zero_runtime.errors import PlanError
 from zero_runtime.ledger import Ledger
-from zero_runtime.memory.census import take_census
-from zero_runtime.memory.model import CollectiveCounts, collective_elements, collective_formula, formula
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import AdamW8bitConfig, LambConfig, MuonConfig, OptimizerConfig, SgdConfig
 from zero_runtime.plan import OuterSharding, ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.state_bytes import CollectiveCounts, collective_elements, collective_formula, formula
 from zero_runtime.wire import Wire
 
 KINDS: tuple[OuterSharding, ...] = ("optim", "hpz")

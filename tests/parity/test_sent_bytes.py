@@ -10,11 +10,11 @@ from harness.ranks import run_ranks
 from points import config_of
 
 from orchestrator.config.schema import Adapter, AdapterKind, Batch, RunConfig
-from orchestrator.plan.memory_cache import units_key
-from orchestrator.plan.step import Memories
-from orchestrator.worker.activations import answers
+from orchestrator.wings.predict.activations import answers
+from orchestrator.wings.predict.memory_cache import units_key
+from orchestrator.wings.predict.shapes import units_of
+from orchestrator.wings.predict.step import Memories
 from orchestrator.worker.setup import build_deferred
-from orchestrator.worker.shapes import units_of
 from orchestrator.workloads.models import token_losses
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule

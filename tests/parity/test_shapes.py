@@ -19,8 +19,8 @@ from harness.unsharded import unsharded_peak
 from torch import nn
 
 from zero_runtime.accounting import predicted_state_bytes
+from zero_runtime.census import take_census
 from zero_runtime.errors import ParameterReadError, PlanError
-from zero_runtime.memory.census import take_census
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision

@@ -17,13 +17,13 @@ from harness.trainee import backwards_of_step, full_tensors
 
 from zero_runtime import runtime
 from zero_runtime.accounting import predicted_state_bytes
+from zero_runtime.census import take_census
 from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise_
 from zero_runtime.limits import ConfigError
-from zero_runtime.memory.census import take_census
-from zero_runtime.memory.model import CollectiveCounts
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.state_bytes import CollectiveCounts
 from zero_runtime.unit import Unit
 from zero_runtime.wire import BITS, Wire, gathered, reduced
 

@@ -16,11 +16,11 @@ from harness.generation import ARCHITECTURES, Counted, answer, count_equal, infe
 from harness.ranks import run_ranks
 
 from zero_runtime.accounting import predicted_state_bytes
+from zero_runtime.census import take_census
 from zero_runtime.errors import CallOrderError, PlanError, RankError
 from zero_runtime.generation import StepwiseGenerate
 from zero_runtime.kernels.weight_codes import decode_weights, encode_weights, record_bytes
 from zero_runtime.limits import ConfigError
-from zero_runtime.memory.census import take_census
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_settings import ScratchSettings
 from zero_runtime.optim.configs import AdamWConfig

@@ -26,9 +26,9 @@ from zero_runtime.checkpoint.rng import set_random_states
 from zero_runtime.checkpoint.tensor_file import DTYPES, TensorFile, check_file
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CheckpointError
-from zero_runtime.memory.outside_step import READ_NUMEL
 from zero_runtime.optim.sharded import ToldState
 from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.state_bytes import READ_NUMEL
 from zero_runtime.tensor_source import ReadInto, TensorSource, read_in_blocks
 from zero_runtime.unit import Unit
 from zero_runtime.unit_parameters import fill_local

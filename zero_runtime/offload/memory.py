@@ -1,6 +1,6 @@
 """Bytes of host memory and disk space that offload uses on a rank, by the arithmetic that the tiers allocate by.
 
-Standard library only, like memory/model.py, which computes the bytes that stay on the device. Every host tensor and
+Standard library only, like state_bytes.py, which computes the bytes that stay on the device. Every host tensor and
 slot starts on a separate page.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zero_runtime.memory.model import UnitSize
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.state_bytes import UnitSize
 
 ALIGN_BYTES = 4096  # direct I/O accepts multiples of this as offsets, sizes and addresses on every common file system
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from orchestrator.commands import rank_job
-from orchestrator.commands.calibrate import local_points
-from orchestrator.commands.fit import names
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Refusal
@@ -21,6 +19,8 @@ from orchestrator.report.summary import Row
 from orchestrator.text.paths import program
 from orchestrator.text.streams import complain
 from orchestrator.text.units import many, size
+from orchestrator.wings.predict.calibrate import local_points
+from orchestrator.wings.predict.fit import names
 
 ENTRY = "orchestrator.wings.generate.generate_rank:run_rank"
 NEW_TOKENS = 32

@@ -15,7 +15,7 @@ from orchestrator.wings.generate.examples import generated
 from orchestrator.wings.pretrained.tokenizer import texts_of
 from orchestrator.worker.setup import build_runtime, prepare_process, world_of
 from orchestrator.workloads.models import prepare_to_generate
-from zero_runtime.memory.census import take_census
+from zero_runtime.census import take_census
 from zero_runtime.runtime import ZeroRuntime
 
 

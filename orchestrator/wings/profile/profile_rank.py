@@ -3,7 +3,7 @@
 [Note: MFU]
 MFU (PaLM, arXiv 2204.02311, appendix B) is the model's operations per second as a share of the devices' dense peak.
 The operations are counted by kernel and not taken from 6N + 12LHQT, which they equal for a transformer without causal
-kernels; see [Note: model operations] in zero_runtime/profiler/flops.py. The time is the median of the measured steps,
+kernels; see [Note: model operations] in zero_runtime/profile/flops.py. The time is the median of the measured steps,
 never of profiled ones. HFU is the same of all operations that ran. A peak is that of a data sheet in conf/hardware; for
 other hardware there is none. CPU ranks measure what a large matrix product reaches on all of them at the same time:
 their share of that has a name of its own.
@@ -21,12 +21,12 @@ import torch
 from orchestrator.compose.known_gpus import data_sheet
 from orchestrator.config.schema import RunConfig
 from orchestrator.launch.rank import RankInfo
-from orchestrator.plan.rough_time import peak_flops_per_s
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
+from orchestrator.wings.predict.rough_time import peak_flops_per_s
 from orchestrator.worker.listeners import Listener
 from zero_runtime.dtypes import TORCH_DTYPE
-from zero_runtime.profiler.step_profile import profile_step
+from zero_runtime.profile.step_profile import profile_step
 from zero_runtime.runtime import ZeroRuntime
 
 MATRIX_SIDE, MATRIX_TIMES = 1024, 5  # of the products that a CPU's ranks time

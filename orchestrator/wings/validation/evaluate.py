@@ -17,7 +17,7 @@ from orchestrator.worker.result import combined
 from orchestrator.worker.result_writer import ResultWriter
 from orchestrator.worker.setup import TrainingSetup, build_data, build_runtime, prepare_process, with_memory, world_of
 from orchestrator.workloads.models import IGNORED_LABEL, token_losses
-from zero_runtime.memory.census import take_census
+from zero_runtime.census import take_census
 from zero_runtime.step_report import StepReport
 
 
@@ -102,7 +102,7 @@ class Evaluation:
         memory = self._writer.memory(readings)
         share = others_share(runtime.collectives.gather_objects(used))
         return combined(facts, readings, memory, share, self._config.measure.warmup_steps) | {
-            "communication": measure.communication(runtime, readings.ledger, reduces_at_boundary=False),
+            "communication": measure.communication(runtime, readings.ledger, self._config),
             "loss": {
                 "first": loss,
                 "last": loss,

@@ -31,12 +31,8 @@ from harness.virtual_gpu.row import SEQUENCES, Row
 from zero_runtime.accounting import unit_sizes
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
-from zero_runtime.memory.activation_count import LinearTrace, Trace
-from zero_runtime.memory.activation_trace import trace_step
-from zero_runtime.memory.counted_unit import CountRules
-from zero_runtime.memory.dtype_audit import DTypeAudit
-from zero_runtime.memory.dtype_rules import AskedDTypes
-from zero_runtime.memory.step_memory import StepMemory, StepPeaks, replay_states
+from zero_runtime.dtype_audit import DTypeAudit
+from zero_runtime.dtype_rules import AskedDTypes
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_file import ScratchFile
 from zero_runtime.offload.scratch_settings import ScratchSettings
@@ -52,6 +48,10 @@ from zero_runtime.optim.configs import (
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.memory.activation_count import LinearTrace, Trace
+from zero_runtime.predict.memory.activation_trace import trace_step
+from zero_runtime.predict.memory.counted_unit import CountRules
+from zero_runtime.predict.memory.step_memory import StepMemory, StepPeaks, replay_states
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.unit_parameters import UnitParameters
 from zero_runtime.unit_planner import UnitRules

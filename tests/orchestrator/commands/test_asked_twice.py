@@ -11,9 +11,8 @@ from harness.warm_shapes import WarmShapes
 from measured import Measured
 
 from orchestrator import cli
-from orchestrator.commands import calibrate
-from orchestrator.plan import counting_child
-from orchestrator.plan.counting_child import Counting
+from orchestrator.wings.predict import calibrate, counting_child
+from orchestrator.wings.predict.counting_child import Counting
 
 # A tile of the loss has four of these sequences, so that there are traces between the sizes that are asked for, and the
 # GPU is so small that the largest micro-batch that fits is in one of them.
