@@ -153,6 +153,7 @@ class ResultWriter:
             | {
                 "communication": measure.communication(self._runtime, readings.ledger, self._config),
                 "loss": {
+                    # A resumed run whose earlier record lacks step 1 knows no first loss.
                     "first": None if missing and missing[0][0] == 1 else finite[0],
                     "last": finite[-1],
                     "validation": readings.validation_loss,
@@ -169,7 +170,7 @@ class ResultWriter:
             return
         if validation_loss is not None:  # of an earlier attempt that ended before it recorded it
             self.tell_validation(saving, self.facts.steps, validation_loss)
-        write_json_atomic(self._attempt.result, result)
+        write_json_atomic(self._attempt.result, result)  # first without: counting may take long, or fail
         # Only after the peaks are measured: they would include the memory that counting takes.
         result["memory"] |= wings.load(wings.PREDICTED).known(self._config)
         write_json_atomic(self._attempt.result, result)

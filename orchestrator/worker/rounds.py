@@ -130,6 +130,7 @@ class MeasuredRounds:
         )
         ranks = self._gather(used)
         self._counted_s, self._counted_steps = self._counted_s + ranks[0].counted_s, self._counted_steps + len(step_ms)
+        # Ranks may share a counter, which is counted once, so that all of them are needed at a time.
         joules = self._energy.of_all([rank.joules or {} for rank in ranks]) if self._energy else None
         per_step = None if joules is None else joules / len(made)
         shares = (others_share(ranks), stalled_shares(ranks))
@@ -153,6 +154,8 @@ class MeasuredRounds:
         if self._asked == 1 or missing_s <= 0 or not self._counted_s:
             return []
         missing = math.ceil(missing_s * self._counted_steps / self._counted_s)
+        # As long as the configured rounds, or shorter, because a load comes and goes in seconds; but not so many that
+        # changing turns takes longer than the steps.
         as_configured = math.ceil(missing / self._counted_steps * self._asked)
         rounds = min(max(as_configured, math.ceil(missing_s / ROUND_S)), missing, MOST_FURTHER)
         steps = math.ceil(missing / rounds) + 1  # the first is not counted

@@ -100,6 +100,7 @@ class Saving:
         if checkpoint is None:
             return Progress()
         trainer = checkpoint.index.trainer
+        # Samples, not steps, say where the data goes on: this run's global batch may have another size.
         progress = Progress(trainer["step"], trainer["samples"])
         self._check_data(checkpoint.path, trainer)
         if progress.step >= self._steps:
@@ -107,6 +108,7 @@ class Saving:
         load_checkpoint(self._runtime, checkpoint)
         self.first_update = trainer.get("first_update", 0)
         self._last = progress.step
+        # Another run's best checkpoint is in that run's folder, where this one's retention does not keep it.
         if checkpoint.path.parent == self._attempt.checkpoints and trainer.get("best"):
             self.best = Best(**trainer["best"])
         if self._rank == 0:
@@ -262,6 +264,7 @@ class Saving:
             **(more or {}),
         }
         if self._keeps_best and self.best is not None:
+            # Before the save, which deletes what the retention does not name.
             retention = replace(self._saver.settings.retention, also=(self.best.step,))
             self._saver.settings = replace(self._saver.settings, retention=retention)
         start = time.perf_counter()

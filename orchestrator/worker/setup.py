@@ -155,6 +155,7 @@ def build_runtime(
     Needs the process group. `trains`: if False, the runtime is for inference, without an optimizer.
     """
     assert config.batch.accumulation is not None
+    # The model has no memory yet: the runtime makes each rank's shards, so that no rank ever holds all of it.
     model, initialise = build_deferred(config)
     recomputation = Recomputation(model, config.recompute, device)
     precision = config.precision
@@ -174,7 +175,7 @@ def build_runtime(
         tensor_parallel=tensor_parallel(config),
         sequence_parallel=SequenceParallel(config.parallel.sp),
     )
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # a folder of weights stays open until the runtime has read this rank's shards
         if config.model.path is not None:
             folder = stack.enter_context(WeightsFolder(config.model.path))
             settings = replace(settings, weights=weights_of(folder, model))
