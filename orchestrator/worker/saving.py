@@ -264,7 +264,6 @@ class Saving:
             **(more or {}),
         }
         if self._keeps_best and self.best is not None:
-            # Before the save, which deletes what the retention does not name.
             retention = replace(self._saver.settings.retention, also=(self.best.step,))
             self._saver.settings = replace(self._saver.settings, retention=retention)
         start = time.perf_counter()
