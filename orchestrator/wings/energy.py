@@ -122,8 +122,14 @@ class EnergyMeter:
 
     @staticmethod
     def of_all(ranks: Sequence[Mapping[str, float]]) -> float | None:
-        """Joules of all ranks together; see `joules_of_all`."""
-        return joules_of_all(ranks)
+        """The energy of all ranks, in which a counter of several ranks counts once; None if a rank has no counter."""
+        if not ranks or not all(ranks):
+            return None
+        found: dict[str, float] = {}
+        for rank in ranks:
+            for name, joules in rank.items():
+                found[name] = max(joules, found.get(name, 0.0))
+        return sum(found.values())
 
     def _read(self) -> dict[str, float]:
         found = {}
@@ -138,14 +144,3 @@ def meter_of(device: torch.device) -> EnergyMeter:
     if device.type != "cuda":
         return EnergyMeter(package_counters())
     return EnergyMeter(gpu_counters(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
-
-
-def joules_of_all(ranks: Sequence[Mapping[str, float]]) -> float | None:
-    """The energy of all ranks, in which a counter of several ranks counts once; None if a rank has no counter."""
-    if not ranks or not all(ranks):
-        return None
-    found: dict[str, float] = {}
-    for rank in ranks:
-        for name, joules in rank.items():
-            found[name] = max(joules, found.get(name, 0.0))
-    return sum(found.values())

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from orchestrator.config.schema import RunConfig, from_dict
-from orchestrator.launch.rank import RankInfo, RankRecord
+from orchestrator.launch.rank import RankInfo
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.wings.predict import speed
 from orchestrator.worker.event_writer import EventWriter
-from orchestrator.worker.setup import build_deferred, offload_plan, prepare_process, unit_rules
+from orchestrator.worker.setup import build_deferred, offload_plan, prepare_process, unit_rules, world_of
 from orchestrator.workloads.models import token_losses
 from zero_runtime.accounting import unit_sizes
 from zero_runtime.activations.recompute import Recomputation
@@ -35,8 +35,7 @@ from zero_runtime.predict.timing.segments import Key
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.settings import RuntimeSettings
 from zero_runtime.unit_planner import UnitRules
-from zero_runtime.watch.watch import RankWatch, WatchSettings
-from zero_runtime.world import WorldSettings, join_world, leave_world
+from zero_runtime.watch.watch import RankWatch
 
 STEPS = 8  # timed micro-batches of a model, and real steps
 SIZES = [1 << power for power in (14, 18, 20, 22, 24, 26)]  # bytes of the tensors of collectives and copies
@@ -49,16 +48,12 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
     asked = require_json(attempt.root / "calibration.json")
     config = from_dict(require_json(attempt.config))
     device = prepare_process(config, rank.local_rank)
-    settings = WorldSettings(
-        watch=WatchSettings(stuck_s=config.resources.stuck_s), on_end=RankRecord(attempt, rank.rank).write_error
-    )
-    with join_world(rank.meeting, rank.rank, rank.world, device, settings) as watch:
+    with world_of(attempt, config, rank, device) as watch:
         events = EventWriter(attempt.metrics, in_background=False)
         calibration = Calibration(device, watch, lambda job: events.write("measured", key=job["key"], kind=job["kind"]))
         answers = calibration.answers(asked["jobs"], asked["budget_s"])
         if rank.rank == 0:
             write_json_atomic(attempt.result, {"answers": answers})
-    leave_world()
 
 
 class ShortModel(NamedTuple):

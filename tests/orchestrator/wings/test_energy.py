@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from orchestrator.wings.energy import EnergyMeter, gpu_counters, joules_of_all, package_counters
+from orchestrator.wings.energy import EnergyMeter, gpu_counters, package_counters
 
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
 
@@ -98,8 +98,8 @@ def test_packages_that_cannot_all_be_read_have_no_energy(tmp_path: Path) -> None
 
 
 def test_ranks_that_share_a_counter_count_it_once_and_one_without_leaves_the_sum_unknown() -> None:
-    assert joules_of_all([{"a": 2.0}, {"b": 3.0}]) == 5.0
-    assert joules_of_all([{"host package-0": 2.0}, {"host package-0": 2.1}]) == 2.1
-    assert joules_of_all([{"a": 2.0}, {}]) is None
-    assert joules_of_all([]) is None
+    assert EnergyMeter.of_all([{"a": 2.0}, {"b": 3.0}]) == 5.0
+    assert EnergyMeter.of_all([{"host package-0": 2.0}, {"host package-0": 2.1}]) == 2.1
+    assert EnergyMeter.of_all([{"a": 2.0}, {}]) is None
+    assert EnergyMeter.of_all([]) is None
     assert EnergyMeter().end() == {}
