@@ -26,8 +26,7 @@ from orchestrator.plan.point import Point
 from orchestrator.plan.points import judged
 from orchestrator.plan.prediction import hardware_name
 from orchestrator.plan.rules.scene import here
-from orchestrator.records import sweep_record
-from orchestrator.report import costs, ranking
+from orchestrator.report import comparison, costs, ranking
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program, shown
@@ -80,14 +79,14 @@ def main(argv: Sequence[str]) -> int:
         return FAILED
     finalists = choice.shortlist(ranked, asked.runs)
     is_here = not ranked[0].config.hardware.is_described
-    measured = _confirmed(finalists, words, screen) if is_here and asked.runs else {}
-    chosen = choice.best_run(measured) if measured else None
-    best = next(one for one in finalists if one.label == chosen.label) if chosen else ranked[0]
+    measured, tied = _confirmed(finalists, words, screen) if is_here and asked.runs else ({}, ())
+    chosen = choice.best_run(measured, tied) if measured else ranked[0].label
+    best = next(one for one in ranked if one.label == chosen)
     if is_here and asked.runs and not measured:
         complain("error: none of the short runs ended with a result")
         return FAILED
     largest = max(fitting, key=lambda one: one.micro)
-    _show(ranked, finalists, Outcome(best, measured, chosen.tied if chosen else ()), largest, screen, asked.json)
+    _show(ranked, finalists, Outcome(best, measured, tied), largest, screen, asked.json)
     return OK if len(fits) == tried else INCOMPLETE
 
 
@@ -164,8 +163,11 @@ def _measured(found: Sequence[Candidate], name: str, screen: Screen) -> list[Can
     return choice.with_speeds(found, name)
 
 
-def _confirmed(finalists: Sequence[Candidate], words: Sequence[str], screen: Screen) -> dict[str, ShortRun]:
-    """The runs that ended with a result, by label."""
+def _confirmed(
+    finalists: Sequence[Candidate], words: Sequence[str], screen: Screen
+) -> tuple[dict[str, ShortRun], tuple[str, ...]]:
+    """The runs that ended with a result, by label, and the labels of those that tie for the fastest; of too few rounds
+    to tell, the fastest alone."""
     longer = [] if "measure" in fit.names(words) else ["measure=standard"]
     scene, points = here(), []
     for one in finalists:
@@ -174,16 +176,15 @@ def _confirmed(finalists: Sequence[Candidate], words: Sequence[str], screen: Scr
     request = SweepRequest("choose", tuple(points), command=())
     screen.say(f"confirming {many(len(points), 'candidate')} by short runs", "bold")
     _, sweep = swept(request, scene.hardware, screen)
-    standings = [] if sweep is None else sweep_record.standings(sweep)
-    results = {standing.label: standing.result() for standing in standings}
+    rows = [] if sweep is None else [row for row in comparison.ranked(sweep) if row.is_measured]
     predicted = {one.label: one.tokens_per_second for one in finalists}
-    return {label: _short_run(predicted[label], result) for label, result in results.items() if result}
-
-
-def _short_run(predicted: float, result: dict[str, Any]) -> ShortRun:
-    steps, known = result["throughput"]["tokens_per_second"], ranking.speed(result)
-    low, high = (known.low, known.high) if known else (steps["p10"], steps["p90"])
-    return ShortRun(predicted, steps["median"], low, high)
+    runs = {
+        row.entry.label: ShortRun(predicted[row.entry.label], value)
+        for row in rows
+        if row.entry.result and (value := ranking.METRICS[ranking.DEFAULT_METRIC].read(row.entry.result)) is not None
+    }
+    tied = [row.entry.label for row in rows if row.place == 1] or list(runs)[:1]
+    return runs, tuple(tied)
 
 
 def _show(
@@ -222,7 +223,7 @@ def _because(outcome: Outcome) -> str:
     runs, found = many(len(outcome.measured), "short run"), f"{digits(measured)} tokens/s"
     if len(outcome.tied) == 1:
         return f"the fastest of {runs}, {found}"
-    return f"the fastest by prediction of {len(outcome.tied)} that tie in {runs}: their ranges overlap; {found}"
+    return f"the fastest by prediction of {len(outcome.tied)} that tie in {runs}; {found}"
 
 
 def _row(one: Candidate, first: Candidate, outcome: Outcome) -> tuple[str, ...]:

@@ -87,28 +87,16 @@ def shortlist(ranked: Sequence[Candidate], count: int) -> list[Candidate]:
 
 
 class ShortRun(NamedTuple):
-    """Tokens per second of a candidate: predicted, and those of its short run with their interval between rounds; of
-    a run with too few rounds, p10 and p90 of its steps."""
+    """Tokens per second of a candidate: predicted, and those of its short run."""
 
     predicted: float
     median: float
-    low: float
-    high: float
 
 
-class BestRun(NamedTuple):
-    """The chosen candidate, and those that tie for the fastest run, the chosen one included."""
-
-    label: str
-    tied: tuple[str, ...]
-
-
-def best_run(runs: Mapping[str, ShortRun]) -> BestRun:
-    """The fastest of at least one short run. Of those whose ranges overlap that of the fastest it is the one with the
-    highest prediction: between them a short run decides by chance."""
-    fastest = max(runs.values(), key=lambda one: one.median)
-    tied = tuple(label for label, one in runs.items() if one.high >= fastest.low)
-    return BestRun(max(tied, key=lambda label: (runs[label].predicted, runs[label].median)), tied)
+def best_run(runs: Mapping[str, ShortRun], fastest: Sequence[str]) -> str:
+    """Of the runs that tie for the fastest the one with the highest prediction: between them a short run decides by
+    chance."""
+    return max(fastest, key=lambda label: (runs[label].predicted, runs[label].median))
 
 
 def fastest_of_rows(ranked: Sequence[Candidate]) -> list[Candidate]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.report import costs
-from orchestrator.report.ranking import Entry, Ranked, ratio
+from orchestrator.report.ranking import Entry, Ranked
 from orchestrator.rounds import recorded
-from orchestrator.rounds.intervals import EQUAL, RoundsEstimate
+from orchestrator.rounds.comparison import SpeedVerdict, compare
 from orchestrator.text.units import significant, size
 
 
@@ -38,15 +38,13 @@ def _cheapest(entries: Sequence[Entry]) -> list[str]:
     known.sort(key=lambda entry: amounts[id(entry)])
     first, *others = known
 
-    def of_time(entry: Entry) -> RoundsEstimate:
-        return ratio(entry.result or {}, first.result or {}, recorded.ms_per_token)
+    def is_dearer(entry: Entry) -> bool:
+        if amounts[id(first)] == 0:
+            return amounts[id(entry)] > 0
+        of_time = compare(entry.result or {}, first.result or {}, family=len(others))
+        return of_time.times(per_ms(entry) / per_ms(first)).verdict is SpeedVerdict.slower
 
-    free = amounts[id(first)] == 0
-    ties = [
-        entry
-        for entry in others
-        if (amounts[id(entry)] == 0 if free else of_time(entry).low * per_ms(entry) / per_ms(first) <= 1 + EQUAL)
-    ]
+    ties = [entry for entry in others if not is_dearer(entry)]
     most = max(amounts[id(entry)] for entry in [first, *ties])
     low, high = significant(amounts[id(first)]), significant(most)
     amount = f"{low if low == high else f'{low} to {high}'} {next(iter(currencies))}".strip()

@@ -16,35 +16,27 @@ from orchestrator.report import costs, trained
 from orchestrator.report.losses import loss_to_exact, perplexity_texts
 from orchestrator.report.summary import Table, run_command, without_key
 from orchestrator.rounds import recorded
-from orchestrator.rounds.intervals import (
-    EQUAL,
-    LEAST,
-    RoundsEstimate,
-    compared,
-    of_rounds,
-    ratio_of_separate,
-    ratio_of_turns,
-)
+from orchestrator.rounds.comparison import EQUAL, SpeedVerdict, compare
+from orchestrator.rounds.intervals import LEAST, RoundsEstimate, of_rounds
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, change_text, digits, loss, significant, size
 
 
 class Metric(NamedTuple):
-    """A metric by which points are ranked. in_rounds: its value in each round; None for a value that is exact."""
+    """A metric by which points are ranked. times: for a speed, the times in each round that its comparison is of; None
+    for a value that is exact."""
 
     words: str
     higher_first: bool
     read: Callable[[dict[str, Any]], float | None]
-    in_rounds: Callable[[dict[str, Any]], list[float]] | None = None
-
-
-def _speeds(result: dict[str, Any]) -> list[float]:
-    return [1e3 / ms for ms in recorded.ms_per_token(result)]
+    times: Callable[[Mapping[str, Any]], list[float]] | None = None
 
 
 def speed(result: dict[str, Any]) -> RoundsEstimate | None:
     """Tokens per second of all ranks; None if there are too few rounds for an interval."""
-    return of_rounds(_speeds(result)) if recorded.is_ranked(result) else None
+    if not recorded.is_ranked(result):
+        return None
+    return of_rounds([1e3 / ms for ms in recorded.ms_per_token(result)])
 
 
 # The settings of an evaluation that generation does not have: in part they would contradict its own data.
@@ -57,13 +49,13 @@ METRICS = {
         "median tokens/s of all ranks",
         True,
         lambda result: float(result["throughput"]["tokens_per_second"]["median"]),
-        _speeds,
+        recorded.ms_per_token,
     ),
     "tokens_per_second_per_rank": Metric(
         "median tokens/s of one rank",
         True,
         lambda result: float(result["throughput"]["tokens_per_second"]["median"]) / result["world"],
-        lambda result: [value / result["world"] for value in _speeds(result)],
+        lambda result: [ms * result["world"] for ms in recorded.ms_per_token(result)],
     ),
     "step_ms": Metric(
         "median step time",
@@ -92,7 +84,7 @@ def rule(metric: str) -> str:
     """Describes how the rows are ordered."""
     order = "higher" if METRICS[metric].higher_first else "lower"
     tie = f"its rounds show no difference of more than {100 * EQUAL:g} % from the first row of its group"
-    tie = tie if METRICS[metric].in_rounds else "the same value"
+    tie = tie if METRICS[metric].times else "the same value"
     return f"sorted by {METRICS[metric].words}, {order} first; = marks a tie: {tie}"
 
 
@@ -158,7 +150,7 @@ def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]
     leader: Ranked | None = None
     placed = 0
     for entry in measured:
-        if how.in_rounds is not None and not recorded.is_ranked(entry.result or {}):
+        if how.times is not None and not recorded.is_ranked(entry.result or {}):
             ranked.append(Ranked(entry, metric=metric))
             continue
         placed += 1
@@ -172,26 +164,12 @@ def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]
 
 
 def _hidden(leader: Entry, entry: Entry, how: Metric, rivals: int) -> float | None:
-    """If the entry may be as good as the leader: up to which relative difference it would seem so; else None. See
-    [Note: equal] in rounds/intervals.py."""
+    """If the entry may be as good as the leader: up to which relative difference it would seem so; else None."""
     best, other = leader.result or {}, entry.result or {}
-    if how.in_rounds is None:
+    if how.times is None:
         return 0.0 if how.read(best) == how.read(other) else None
-    pair = recorded.in_turns(best, other)
-    reference = pair.reference if pair else None
-    best, other = (pair.one, pair.other) if pair else (best, other)
-    larger, smaller = map(how.in_rounds, (best, other) if how.higher_first else (other, best))
-    found = compared(larger, smaller, turns=pair is not None, rivals=rivals, reference=reference)
-    return None if found.differ else found.least - 1
-
-
-def ratio(
-    one: dict[str, Any], other: dict[str, Any], in_rounds: Callable[[dict[str, Any]], list[float]]
-) -> RoundsEstimate:
-    """One result's value by the other's."""
-    if pair := recorded.in_turns(one, other):
-        return ratio_of_turns(in_rounds(pair.one), in_rounds(pair.other), pair.reference)
-    return ratio_of_separate(in_rounds(one), in_rounds(other))
+    found = compare(other, best, how.times, family=rivals)
+    return None if found.verdict is SpeedVerdict.slower else found.hidden
 
 
 HEADER = (

@@ -61,7 +61,7 @@ def test_what_is_chosen_is_the_fastest_in_the_first_round_of_those_that_are_near
 
 
 def test_what_is_chosen_of_a_tie_is_the_fastest_by_prediction() -> None:
-    first, second = row("first", 1.0, [1.8, 2.2], [1.5, 1.5]), row("second", 1.2, [1.7, 2.1], [1.8, 1.8])
+    first, second = row("first", 1.0, [1.8, 2.2, 2.0], [1.5] * 3), row("second", 1.2, [1.9, 2.0, 1.9], [1.8] * 3)
     assert what_choose_takes([first, second]) is first
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from orchestrator.commands import calibrate, choose
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.plan import counting_child
+from orchestrator.report.ranking import Entry, Ranked, rank
 
 TEXT = (
     "model=llama_tiny model.config.num_hidden_layers=2 model.config.hidden_size=32 model.config.intermediate_size=48 "
@@ -24,7 +24,7 @@ TEXT = (
 )
 LINE = TEXT.split(" ")
 PLAIN = (*LINE, "recompute=none", "loss=full")  # fewer traces
-SPREAD = 0.5  # of measured tokens per second, up and down
+ROUNDS = (0.9, 0.94, 0.98, 1.02, 1.06, 1.1)  # the speed of each, by that of the run
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +49,18 @@ def run_as(monkeypatch: pytest.MonkeyPatch, speeds: dict[str, float]) -> list[st
         ran.extend(point.label for point in request.points)
         return 0, "a sweep"
 
-    def standings(_sweep: str) -> list[Any]:
-        def result(label: str) -> Any:
-            known = speeds.get(label)
-            spread = None if known is None else {"median": known, "p10": known - SPREAD, "p90": known + SPREAD}
-            return None if spread is None else {"throughput": {"tokens_per_second": spread}}
+    def ranked(_sweep: str) -> list[Ranked]:
+        return rank([Entry(label, "ok" if label in speeds else "error", result(label)) for label in dict.fromkeys(ran)])
 
-        return [SimpleNamespace(label=label, result=lambda label=label: result(label)) for label in ran]
+    def result(label: str) -> dict[str, Any] | None:
+        if label not in speeds:
+            return None
+        rounds = [{"number": at, "step_ms": [1e3 / speeds[label] / share]} for at, share in enumerate(ROUNDS)]
+        speed = {"tokens_per_second": {"median": speeds[label]}}
+        return {"throughput": speed, "rounds": rounds, "batch": {"tokens_per_step": 1}}
 
     monkeypatch.setattr(choose, "swept", swept)
-    monkeypatch.setattr(choose.sweep_record, "standings", standings)
+    monkeypatch.setattr(choose.comparison, "ranked", ranked)
     return ran
 
 

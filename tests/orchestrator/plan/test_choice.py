@@ -87,12 +87,13 @@ def test_the_reason_is_the_part_that_takes_the_most_additional_time_for_a_token(
 
 
 def test_of_runs_that_tie_with_the_fastest_the_prediction_decides() -> None:
-    fast, tied = ShortRun(1.0, 10.0, 9.0, 11.0), ShortRun(2.0, 8.0, 7.0, 9.0)
-    slow = ShortRun(3.0, 8.5, 8.1, 8.9)  # predicted to be the fastest, and measured to be slower
-    assert best_run({"fast": fast, "tied": tied, "slow": slow}) == ("tied", ("fast", "tied"))
-    assert best_run({"fast": fast, "slow": slow}) == ("fast", ("fast",))
-    equal = fast._replace(predicted=2.0)
-    assert best_run({"tied": tied, "fast": equal}).label == "fast"  # predictions are equal
+    fast, tied = ShortRun(1.0, 10.0), ShortRun(2.0, 8.0)
+    slow = ShortRun(3.0, 8.5)  # predicted to be the fastest, and measured to be slower
+    runs = {"fast": fast, "tied": tied, "slow": slow}
+    assert best_run(runs, ["fast", "tied"]) == "tied"
+    assert best_run(runs, ["fast"]) == "fast"
+    equal = {"tied": tied, "fast": fast._replace(predicted=2.0)}
+    assert best_run(equal, ["tied", "fast"]) == "fast"  # predictions are equal
 
 
 # ---- times between measured micro-batches ----------------------------------------------------------------------------
