@@ -11,13 +11,17 @@ from orchestrator.charts.frame import LegendEntry
 from orchestrator.charts.palette import BEST, OTHERS, PAINTS, Paint
 from orchestrator.charts.scale import AxisUnit, size_unit
 from orchestrator.charts.shapes import Picture
-from orchestrator.report import answer
+from orchestrator.report import ranking
 from orchestrator.report.report_points import ReportPoint, length
 from orchestrator.report.summary import PHASES, STATES
 from orchestrator.text.units import ABSENT, difference, digits, size
 
 OTHER = "other tensors"
 COMPONENTS = {**STATES, "activations": "activations", "other": OTHER}
+RANGE_WORDS = (
+    "the 95 % range between rounds, none from fewer than 3; ties are judged round by round, so ranges of "
+    "rows that differ may overlap"
+)
 REST = ("other", "other")  # of the phases: the rest of a step
 
 
@@ -50,9 +54,9 @@ def speed(points: Sequence[ReportPoint]) -> Figure:
         tuple(_speed_bar(point) for point in points),
         more_legend=_speed_legend(points),
     )
-    rows = [point.ranked for point in points]
-    order = "" if answer.by_speed(rows) else "The rows are not ordered by speed. "
-    caption = f"Bars: median. Whiskers: {answer.RANGE_WORDS}. {order}Rule: {answer.rule(rows)}."
+    metric = points[0].ranked.metric
+    order = "" if metric == ranking.DEFAULT_METRIC else "The rows are not ordered by speed. "
+    caption = f"Bars: median. Whiskers: {RANGE_WORDS}. {order}Rule: {ranking.rule(metric)}."
     return Figure("speed", bars.picture_of(chart), caption)
 
 

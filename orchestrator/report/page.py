@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.charts.palette import DARK, LIGHT
 from orchestrator.charts.svg import classes, hatches, inline, variables
-from orchestrator.report import answer, checks, page_details, page_table, profile_page
+from orchestrator.report import cautions, checks, named_apart, page_details, page_table, profile_page, ranking
 from orchestrator.report.bar_figures import Figure
 from orchestrator.report.figures import settings_of
 from orchestrator.report.report_points import ReportPoint, group_of, is_finite
@@ -108,12 +108,12 @@ def _method(result: Mapping[str, Any]) -> str:
 def _answer(points: Sequence[ReportPoint]) -> str:
     rows = [point.ranked for point in points]
     lines = [
-        f'<p class="answer">{escape(_sentence(answer.conclusion(rows)))}</p>',
-        *(f'<p class="answer">{escape(_sentence(line))}</p>' for line in answer.apart(rows)),
-        f"<p>Rule: {escape(answer.rule(rows))}.</p>",
+        f'<p class="answer">{escape(_sentence(ranking.conclusion(rows)))}</p>',
+        *(f'<p class="answer">{escape(_sentence(line))}</p>' for line in named_apart.lines(rows)),
+        f"<p>Rule: {escape(ranking.rule(rows[0].metric if rows else ranking.DEFAULT_METRIC))}.</p>",
         f"<p>Baselines: {escape(baseline_text(points))}.</p>",
-        *(f"<p>{escape(_sentence(line))}.</p>" for line in answer.notes(rows)),
-        *(_warning(one_line(line)) for line in (*answer.warnings(rows), *checks.warnings(points))),
+        *(f"<p>{escape(_sentence(line))}.</p>" for line in cautions.reused(rows)),
+        *(_warning(one_line(line)) for line in (*cautions.warnings(rows), *checks.warnings(points))),
     ]
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ from orchestrator.records.record_file import EventTail, read_or_warn
 from orchestrator.records.record_shapes import PROFILE, SWEEP
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.sweep_record import Standing, SweepPaths, standings
-from orchestrator.report import answer
+from orchestrator.report import ranking
 from orchestrator.report.ranking import Entry, Ranked
 
 CURVE_BYTES = 4 << 20  # of the events of a point; of a longer run, the end is drawn
@@ -73,14 +73,14 @@ class ReportPoint:
     @property
     def speed(self) -> float | None:
         """tokens/s of all ranks; None without a positive, finite one."""
-        found = answer.speed(self.result) if self.result else None
+        found = ranking.METRICS[ranking.DEFAULT_METRIC].read(self.result) if self.result else None
         return found if found is not None and is_finite(found) and found > 0 else None
 
     @property
     def speed_range(self) -> tuple[float, float] | None:
         """The range between rounds; None without a speed, and if there is none."""
-        found = answer.speed_range(self.result) if self.result and self.speed is not None else None
-        return found if found is not None and all(map(is_finite, found)) else None
+        found = ranking.speed(self.result) if self.result and self.speed is not None else None
+        return (found.low, found.high) if found is not None and all(map(is_finite, found)) else None
 
     @property
     def components(self) -> dict[str, float]:

@@ -21,13 +21,14 @@ from orchestrator.charts.palette import DARK, LIGHT, PAINTS, SERIES, lightness
 from orchestrator.charts.scale import AxisUnit, Scale, padded_range, tick_text, ticks
 from orchestrator.charts.shapes import Label, Marker, Picture, Stroke, shortened, text_width
 from orchestrator.config.schema import to_dict
-from orchestrator.report import answer, comparison, figures, page_details, plane_figures, ranking
+from orchestrator.report import comparison, figures, page_details, plane_figures, ranking
 from orchestrator.report.checks import drift, warnings
 from orchestrator.report.figures import figures_of, overview, settings_of
 from orchestrator.report.ranking import Entry
 from orchestrator.report.report_points import ReportPoint, StepReading, points_of
 from orchestrator.report.scaling import STRONG, WEAK, baseline_text, scalings
 from orchestrator.report.varied import changes, other_than, pareto, share, share_of_ranges, varied_settings
+from orchestrator.rounds.intervals import RoundsEstimate
 
 UNIT = AxisUnit("tokens/s")
 
@@ -212,7 +213,7 @@ def test_a_step_that_slows_down_while_it_is_measured_is_reported_and_noise_is_no
 
 
 def test_a_wide_range_is_reported_as_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "speed_range", lambda result: (80.0, 115.0))
+    monkeypatch.setattr(ranking, "speed", lambda result: RoundsEstimate(80.0, 100.0, 115.0))
     assert warnings(made_points(100)) == ["noise: the range of tokens/s is wider than 20 % of its median: p0 (35 %)"]
 
 
