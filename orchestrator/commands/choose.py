@@ -26,12 +26,13 @@ from orchestrator.plan.point import Point
 from orchestrator.plan.points import judged
 from orchestrator.plan.prediction import hardware_name
 from orchestrator.plan.rules.scene import here
-from orchestrator.report import comparison, costs, ranking
+from orchestrator.report import comparison, ranking
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program, shown
 from orchestrator.text.streams import complain
 from orchestrator.text.units import ABSENT, digits, many, significant, size
+from orchestrator.wings.profile import costs
 
 RUNS = 4  # most real runs
 FIRST = (1, 4, 16)  # micro-batches that are predicted first

@@ -16,11 +16,11 @@ from orchestrator.plan.fit import Fit
 from orchestrator.plan.moments import all_moments
 from orchestrator.plan.prediction import hardware_name
 from orchestrator.plan.speed import Speed
-from orchestrator.report import costs
 from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, digits, many, significant, size
+from orchestrator.wings.profile import costs
 from zero_runtime.memory.caching_allocator import AllocatorSettings
 
 # Columns in the order in which a narrow terminal leaves them out.

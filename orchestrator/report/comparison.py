@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.charts import raster, svg
 from orchestrator.exit_codes import FAILED, INCOMPLETE, NOTHING_FITS, OK
 from orchestrator.records.record_file import read_or_warn, warn_once, write_bytes_atomic, write_text_atomic
 from orchestrator.records.record_shapes import RESULT, SWEEP
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Standing, SweepPaths, standings
-from orchestrator.report import page, ranking, sweep_files
-from orchestrator.report.bar_figures import Figure
-from orchestrator.report.figures import figures_of, overview
-from orchestrator.report.profile_figures import shown_profiles
+from orchestrator.report import ranking, sweep_files
 from orchestrator.report.ranking import Entry, Ranked
-from orchestrator.report.report_points import facts_of, points_of
+from orchestrator.wings.page import page
+from orchestrator.wings.page.bar_figures import Figure
+from orchestrator.wings.page.charts import raster, svg
+from orchestrator.wings.page.figures import figures_of, overview
+from orchestrator.wings.page.report_points import facts_of, points_of
+from orchestrator.wings.profile.profile_figures import shown_profiles
 
 PNG_FACTOR = 1.5  # pixels of report.png for one of the pictures, so that text stays sharp when it is enlarged
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.report import costs
 from orchestrator.report.ranking import Entry, Ranked
 from orchestrator.rounds import recorded
 from orchestrator.rounds.comparison import SpeedVerdict, compare
 from orchestrator.text.units import significant, size
+from orchestrator.wings.profile import costs
 
 
 def lines(ranked: Sequence[Ranked]) -> list[str]:

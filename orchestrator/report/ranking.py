@@ -12,7 +12,7 @@ from orchestrator.config.lossy import lossy_words
 from orchestrator.config.strict import nearest
 from orchestrator.records.run_state import RunState
 from orchestrator.records.versions import Differing
-from orchestrator.report import costs, trained
+from orchestrator.report import trained
 from orchestrator.report.losses import loss_to_exact, perplexity_texts
 from orchestrator.report.summary import Table, run_command, without_key
 from orchestrator.rounds import recorded
@@ -20,6 +20,7 @@ from orchestrator.rounds.comparison import EQUAL, SpeedVerdict, compare
 from orchestrator.rounds.intervals import LEAST, RoundsEstimate, of_rounds
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, change_text, digits, loss, significant, size
+from orchestrator.wings.profile import costs
 
 
 class Metric(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from orchestrator.config.lossy import lossy_words
-from orchestrator.report import costs, named_apart
+from orchestrator.report import named_apart
 from orchestrator.report.cautions import failures, reused, warnings
 from orchestrator.report.ranking import (
     DEFAULT_METRIC,
@@ -28,6 +28,7 @@ from orchestrator.report.ranking import (
 from orchestrator.report.summary import PHASES, Table, run_command
 from orchestrator.report.varied import ABSENT_VALUE, varied_keys
 from orchestrator.rounds.recorded import used_rounds
+from orchestrator.wings.profile import costs
 
 
 def markdown(table_: Table) -> str:

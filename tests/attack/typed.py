@@ -27,7 +27,6 @@ import yaml
 from trials import Trial, Wrong
 
 from orchestrator import cli
-from orchestrator.charts import raster
 from orchestrator.commands import doctor, export, fit, launch_script, sync
 from orchestrator.commands import run as study
 from orchestrator.commands import sweep as sweep_command
@@ -42,6 +41,7 @@ from orchestrator.plan.point import Point
 from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import program
+from orchestrator.wings.page.charts import raster
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
 from zero_runtime.timing.segments import SegmentTable
 from zero_runtime.timing.work import LinearWork

@@ -88,7 +88,7 @@ IMPORTERS = {
     "omegaconf": {"orchestrator/compose/compose.py"},
     "submitit": {"orchestrator/launch/local_executor.py", "orchestrator/slurm/executor.py"},
     "mlflow": {"orchestrator/tracking/store.py"},
-    "matplotlib": {"orchestrator/charts/raster.py"},
+    "matplotlib": {"orchestrator/wings/page/charts/raster.py"},
     "transformers": {
         "orchestrator/workloads/models.py",
         "orchestrator/workloads/tokenizer.py",
@@ -102,11 +102,10 @@ IMPORTERS = {
 # room, which every room may import.
 ROOMS = {
     "orchestrator": {
-        "wings": "",
+        "wings": "config records report rounds text",
         "exit_codes": "",
         "rounds": "",
         "text": "exit_codes",
-        "charts": "",
         "config": "text",
         "machine": "config text",
         "workloads": "config",
@@ -115,12 +114,12 @@ ROOMS = {
         "foreign": "compose config text",
         "plan": "compose config machine records rounds text",
         "tracking": "config machine records report",
-        "report": "charts config exit_codes records rounds text",
+        "report": "config exit_codes records rounds text wings",
         "launch": "config machine plan records report rounds text tracking",
         "slurm": "config launch machine records tracking",
         "worker": "compose config launch machine plan records rounds text workloads",
-        "commands": "compose config exit_codes foreign launch machine plan records report slurm text tracking worker "
-        "workloads",
+        "commands": "compose config exit_codes foreign launch machine plan records report slurm text tracking wings "
+        "worker workloads",
         "cli": "commands compose config exit_codes machine records slurm text",
         "start": "cli machine",
         "api": "commands config records report",

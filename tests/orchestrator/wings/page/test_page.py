@@ -19,9 +19,10 @@ import pytest
 from made_sweep import write_sweep
 
 from orchestrator.records.sweep_record import SweepPaths
-from orchestrator.report import comparison, page
-from orchestrator.report.figures import figures_of
-from orchestrator.report.report_points import facts_of, points_of
+from orchestrator.report import comparison
+from orchestrator.wings.page import page
+from orchestrator.wings.page.figures import figures_of
+from orchestrator.wings.page.report_points import facts_of, points_of
 
 GOLDEN = Path(__file__).with_name("page_structure.txt")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from orchestrator.charts import bars
-from orchestrator.charts import points as drawn
-from orchestrator.charts.bar_data import Bar, BarChart, BarPart
-from orchestrator.charts.effects import EffectRow, Panel, effects
-from orchestrator.charts.frame import LegendEntry
-from orchestrator.charts.palette import OTHERS, PAINTS, SERIES, SeriesStyle
-from orchestrator.charts.points import Dot, LineSeries, Plane
-from orchestrator.charts.scale import AxisUnit, size_unit
-from orchestrator.report.bar_figures import Figure
-from orchestrator.report.report_points import ReportPoint, group_of, length
-from orchestrator.report.scaling import WORDS, Scaling, scalings, world_of
 from orchestrator.report.varied import Varied, changes, other_than, pareto, share, share_of_ranges
 from orchestrator.text.units import change_text, digits, many, size
+from orchestrator.wings.page.bar_figures import Figure
+from orchestrator.wings.page.charts import bars
+from orchestrator.wings.page.charts import points as drawn
+from orchestrator.wings.page.charts.bar_data import Bar, BarChart, BarPart
+from orchestrator.wings.page.charts.effects import EffectRow, Panel, effects
+from orchestrator.wings.page.charts.frame import LegendEntry
+from orchestrator.wings.page.charts.palette import OTHERS, PAINTS, SERIES, SeriesStyle
+from orchestrator.wings.page.charts.points import Dot, LineSeries, Plane
+from orchestrator.wings.page.charts.scale import AxisUnit, size_unit
+from orchestrator.wings.page.report_points import ReportPoint, group_of, length
+from orchestrator.wings.page.scaling import WORDS, Scaling, scalings, world_of
 
 PERCENT = AxisUnit("%", 0.01)
 MOST_LEVELS = 12  # of a setting that are drawn

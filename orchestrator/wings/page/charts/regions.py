@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.charts.bar_data import BarPart
-from orchestrator.charts.frame import AXIS_HEIGHT, WIDTH, LegendEntry, axis_below, axis_left, head
-from orchestrator.charts.scale import AxisUnit, Scale
-from orchestrator.charts.shapes import SMALL_PX, FilledOutline, Label, Marker, Picture, Shape, Stroke, text_width
+from orchestrator.wings.page.charts.bar_data import BarPart
+from orchestrator.wings.page.charts.frame import AXIS_HEIGHT, WIDTH, LegendEntry, axis_below, axis_left, head
+from orchestrator.wings.page.charts.scale import AxisUnit, Scale
+from orchestrator.wings.page.charts.shapes import (
+    SMALL_PX,
+    FilledOutline,
+    Label,
+    Marker,
+    Picture,
+    Shape,
+    Stroke,
+    text_width,
+)
 
 HEIGHT = 300.0
 LEFT, RIGHT = 78.0, WIDTH - 18

@@ -13,8 +13,9 @@ from points import make_config
 from stub_worker import make_result
 
 from orchestrator.config.schema import to_dict
-from orchestrator.report import costs, efficiency, named_apart, ranking, sweep_files
+from orchestrator.report import named_apart, ranking, sweep_files
 from orchestrator.report.ranking import Entry
+from orchestrator.wings.profile import costs, efficiency
 
 CONFIG = to_dict(make_config(Path("outputs")))
 EVEN = (0.99, 0.995, 1.0, 1.0, 1.005, 1.01)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from orchestrator.charts.frame import DASHED, LegendEntry
-from orchestrator.charts.palette import Paint
-from orchestrator.charts.scale import AxisUnit
+from orchestrator.wings.page.charts.frame import DASHED, LegendEntry
+from orchestrator.wings.page.charts.palette import Paint
+from orchestrator.wings.page.charts.scale import AxisUnit
 
 # An outline, a limit or a bar without parts may make the axis this many times as long as the parts and ranges need.
 # What is longer ends at the axis' end, and its number is written there.

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.config.lossy import exact_form, lossy_words
-from orchestrator.report.report_points import ReportPoint, is_finite
+from orchestrator.wings.page.report_points import ReportPoint, is_finite
 
 LOSS_SHARE = 0.02
 NOISY_SHARE = 0.2  # of the median, between the ends of a row's range

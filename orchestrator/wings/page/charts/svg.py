@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from orchestrator.charts.palette import DARK, HATCHES, LIGHT
-from orchestrator.charts.shapes import Area, FilledOutline, Label, Marker, Picture, Shape, Stroke
+from orchestrator.wings.page.charts.palette import DARK, HATCHES, LIGHT
+from orchestrator.wings.page.charts.shapes import Area, FilledOutline, Label, Marker, Picture, Shape, Stroke
 
 FONT = "system-ui, 'DejaVu Sans', Verdana, sans-serif"
 HATCH_NAMES = dict(zip(HATCHES, ("rising", "falling", "dots", "crossed", "level"), strict=True))

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from orchestrator.report.report_points import ReportPoint, group_of
 from orchestrator.report.summary import run_command, training_rows
 from orchestrator.text.streams import one_line
 from orchestrator.text.units import ABSENT
+from orchestrator.wings.page.report_points import ReportPoint, group_of
 
 UNSHOWN = ("output", "tracking")  # of the configuration: where a run is recorded
 NAMED = 6

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from orchestrator.report import costs, ranking
+from orchestrator.report import ranking
 from orchestrator.report.losses import perplexity_texts
-from orchestrator.report.report_points import ReportPoint, group_of
 from orchestrator.report.varied import Varied
 from orchestrator.text.units import ABSENT, change_text, difference, digits, loss, significant, size
+from orchestrator.wings.page.report_points import ReportPoint, group_of
+from orchestrator.wings.profile import costs
 
 Cell = tuple[object, str]  # the value to sort by, "" for none, and the text
 Read = Callable[[ReportPoint], float | None]

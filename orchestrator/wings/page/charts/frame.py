@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from orchestrator.charts.palette import Paint, SeriesStyle
-from orchestrator.charts.scale import AxisUnit, Scale, tick_step, tick_text, ticks
-from orchestrator.charts.shapes import SMALL_PX, TITLE_PX, Area, Label, Marker, Shape, Stroke, text_width
+from orchestrator.wings.page.charts.palette import Paint, SeriesStyle
+from orchestrator.wings.page.charts.scale import AxisUnit, Scale, tick_step, tick_text, ticks
+from orchestrator.wings.page.charts.shapes import SMALL_PX, TITLE_PX, Area, Label, Marker, Shape, Stroke, text_width
 
 WIDTH = 760.0
 TITLE_HEIGHT, LEGEND_HEIGHT, AXIS_HEIGHT = 26.0, 19.0, 42.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from orchestrator.charts.frame import AXIS_HEIGHT, WIDTH, LegendEntry, axis_below, axis_left, head, whisker
-from orchestrator.charts.palette import SeriesStyle
-from orchestrator.charts.scale import AxisUnit, Scale, padded_range
-from orchestrator.charts.shapes import SMALL_PX, Label, Marker, Picture, Shape, Stroke, shortened, text_width
+from orchestrator.wings.page.charts.frame import AXIS_HEIGHT, WIDTH, LegendEntry, axis_below, axis_left, head, whisker
+from orchestrator.wings.page.charts.palette import SeriesStyle
+from orchestrator.wings.page.charts.scale import AxisUnit, Scale, padded_range
+from orchestrator.wings.page.charts.shapes import SMALL_PX, Label, Marker, Picture, Shape, Stroke, shortened, text_width
 
 HEIGHT = 330.0
 LEFT, RIGHT = 78.0, WIDTH - 18

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.report import costs
 from orchestrator.report.summary import Row
 from orchestrator.text.units import significant, size
+from orchestrator.wings.profile import costs
 
 TERA = 1e12
 

@@ -12,16 +12,18 @@ from xml.etree import ElementTree
 import pytest
 from made_sweep import write_sweep
 
-from orchestrator.charts import raster, svg
-from orchestrator.charts.shapes import FilledOutline, Label
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.record_shapes import PROFILE, misfit
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.sweep_record import SweepPaths
-from orchestrator.report import comparison, page
-from orchestrator.report.efficiency import profile_rows
-from orchestrator.report.figures import figures_of, overview
-from orchestrator.report.profile_figures import (
+from orchestrator.report import comparison
+from orchestrator.wings.page import page
+from orchestrator.wings.page.charts import raster, svg
+from orchestrator.wings.page.charts.shapes import FilledOutline, Label
+from orchestrator.wings.page.figures import figures_of, overview
+from orchestrator.wings.page.report_points import ReportPoint, points_of
+from orchestrator.wings.profile.efficiency import profile_rows
+from orchestrator.wings.profile.profile_figures import (
     LAYERS,
     MOST_MODULES,
     MOST_PROFILES,
@@ -29,8 +31,7 @@ from orchestrator.report.profile_figures import (
     over_time,
     shown_profiles,
 )
-from orchestrator.report.profile_page import holders_table, modules_table
-from orchestrator.report.report_points import ReportPoint, points_of
+from orchestrator.wings.profile.profile_page import holders_table, modules_table
 
 MIB = 1 << 20
 SUMMARY = {

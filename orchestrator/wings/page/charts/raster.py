@@ -6,9 +6,9 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.charts.palette import LIGHT
-from orchestrator.charts.shapes import Area, FilledOutline, Label, Marker, Picture, Shape, Stroke
-from orchestrator.charts.svg import outline_of
+from orchestrator.wings.page.charts.palette import LIGHT
+from orchestrator.wings.page.charts.shapes import Area, FilledOutline, Label, Marker, Picture, Shape, Stroke
+from orchestrator.wings.page.charts.svg import outline_of
 
 DPI = 100
 POINTS_PER_PX = 72 / DPI

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.report.report_points import ReportPoint, group_of, length
+from orchestrator.wings.page.report_points import ReportPoint, group_of, length
 
 # Settings that follow the number of ranks: points that differ only in these are one series.
 FOLLOWING = {"resources": ("ranks", "nodes", "threads"), "batch": ("global_size", "accumulation", "micro")}

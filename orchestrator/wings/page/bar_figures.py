@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from orchestrator.charts import bars
-from orchestrator.charts.bar_data import Bar, BarChart, BarPart
-from orchestrator.charts.frame import LegendEntry
-from orchestrator.charts.palette import BEST, OTHERS, PAINTS, Paint
-from orchestrator.charts.scale import AxisUnit, size_unit
-from orchestrator.charts.shapes import Picture
 from orchestrator.report import ranking
-from orchestrator.report.report_points import ReportPoint, length
 from orchestrator.report.summary import PHASES, STATES
 from orchestrator.text.units import ABSENT, difference, digits, size
+from orchestrator.wings.page.charts import bars
+from orchestrator.wings.page.charts.bar_data import Bar, BarChart, BarPart
+from orchestrator.wings.page.charts.frame import LegendEntry
+from orchestrator.wings.page.charts.palette import BEST, OTHERS, PAINTS, Paint
+from orchestrator.wings.page.charts.scale import AxisUnit, size_unit
+from orchestrator.wings.page.charts.shapes import Picture
+from orchestrator.wings.page.report_points import ReportPoint, length
 
 OTHER = "other tensors"
 COMPONENTS = {**STATES, "activations": "activations", "other": OTHER}

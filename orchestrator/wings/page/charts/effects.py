@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from orchestrator.charts.frame import AXIS_HEIGHT, WIDTH, axis_below, head, whisker
-from orchestrator.charts.palette import SeriesStyle
-from orchestrator.charts.scale import AxisUnit, Scale, padded_range
-from orchestrator.charts.shapes import SMALL_PX, Label, Marker, Picture, Shape, Stroke, shortened, text_width
+from orchestrator.wings.page.charts.frame import AXIS_HEIGHT, WIDTH, axis_below, head, whisker
+from orchestrator.wings.page.charts.palette import SeriesStyle
+from orchestrator.wings.page.charts.scale import AxisUnit, Scale, padded_range
+from orchestrator.wings.page.charts.shapes import SMALL_PX, Label, Marker, Picture, Shape, Stroke, shortened, text_width
 
 ROW_PX = 19.0
 NAME_LETTERS = 30

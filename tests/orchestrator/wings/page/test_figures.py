@@ -14,21 +14,22 @@ from made_sweep import LIMIT, write_sweep
 from points import make_config
 from stub_worker import make_result
 
-from orchestrator.charts import raster, svg
-from orchestrator.charts.bar_data import MOST_STRETCH, Bar, BarChart, BarPart, axis_end
-from orchestrator.charts.bars import MOST_ROWS, picture_of
-from orchestrator.charts.palette import DARK, LIGHT, PAINTS, SERIES, lightness
-from orchestrator.charts.scale import AxisUnit, Scale, padded_range, tick_text, ticks
-from orchestrator.charts.shapes import Label, Marker, Picture, Stroke, shortened, text_width
 from orchestrator.config.schema import to_dict
-from orchestrator.report import comparison, figures, page_details, plane_figures, ranking
-from orchestrator.report.checks import drift, warnings
-from orchestrator.report.figures import figures_of, overview, settings_of
+from orchestrator.report import comparison, ranking
 from orchestrator.report.ranking import Entry
-from orchestrator.report.report_points import ReportPoint, StepReading, points_of
-from orchestrator.report.scaling import STRONG, WEAK, baseline_text, scalings
 from orchestrator.report.varied import changes, other_than, pareto, share, share_of_ranges, varied_settings
 from orchestrator.rounds.intervals import RoundsEstimate
+from orchestrator.wings.page import figures, page_details, plane_figures
+from orchestrator.wings.page.charts import raster, svg
+from orchestrator.wings.page.charts.bar_data import MOST_STRETCH, Bar, BarChart, BarPart, axis_end
+from orchestrator.wings.page.charts.bars import MOST_ROWS, picture_of
+from orchestrator.wings.page.charts.palette import DARK, LIGHT, PAINTS, SERIES, lightness
+from orchestrator.wings.page.charts.scale import AxisUnit, Scale, padded_range, tick_text, ticks
+from orchestrator.wings.page.charts.shapes import Label, Marker, Picture, Stroke, shortened, text_width
+from orchestrator.wings.page.checks import drift, warnings
+from orchestrator.wings.page.figures import figures_of, overview, settings_of
+from orchestrator.wings.page.report_points import ReportPoint, StepReading, points_of
+from orchestrator.wings.page.scaling import STRONG, WEAK, baseline_text, scalings
 
 UNIT = AxisUnit("tokens/s")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from orchestrator.charts.palette import Paint
+from orchestrator.wings.page.charts.palette import Paint
 
 FONT_PX, SMALL_PX, TITLE_PX = 12, 11, 14
 # Widths of letters are not known before a browser draws them. This is more than the mean of the common sans-serif

@@ -7,9 +7,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from orchestrator.charts.svg import inline
-from orchestrator.report.efficiency import profile_rows
-from orchestrator.report.profile_figures import (
+from orchestrator.report.summary import Table
+from orchestrator.text.units import ABSENT, digits, percent, size
+from orchestrator.wings.page.charts.svg import inline
+from orchestrator.wings.page.report_points import ReportPoint, length
+from orchestrator.wings.profile.efficiency import profile_rows
+from orchestrator.wings.profile.profile_figures import (
     MOST_PROFILES,
     NAMES,
     WAYS,
@@ -18,9 +21,6 @@ from orchestrator.report.profile_figures import (
     place_of,
     shown_profiles,
 )
-from orchestrator.report.report_points import ReportPoint, length
-from orchestrator.report.summary import Table
-from orchestrator.text.units import ABSENT, digits, percent, size
 
 MOST_MODULES = 40
 

@@ -10,16 +10,18 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from orchestrator.charts.palette import DARK, LIGHT
-from orchestrator.charts.svg import classes, hatches, inline, variables
-from orchestrator.report import cautions, checks, named_apart, page_details, page_table, profile_page, ranking
-from orchestrator.report.bar_figures import Figure
-from orchestrator.report.figures import settings_of
-from orchestrator.report.report_points import ReportPoint, group_of, is_finite
-from orchestrator.report.scaling import baseline_text
+from orchestrator.report import cautions, named_apart, ranking
 from orchestrator.text.paths import program
 from orchestrator.text.streams import one_line
 from orchestrator.text.units import count, many
+from orchestrator.wings.page import checks, page_details, page_table
+from orchestrator.wings.page.bar_figures import Figure
+from orchestrator.wings.page.charts.palette import DARK, LIGHT
+from orchestrator.wings.page.charts.svg import classes, hatches, inline, variables
+from orchestrator.wings.page.figures import settings_of
+from orchestrator.wings.page.report_points import ReportPoint, group_of, is_finite
+from orchestrator.wings.page.scaling import baseline_text
+from orchestrator.wings.profile import profile_page
 
 # A browser that opens the page may run its own script and use its own styles, and may ask for nothing, so that a page
 # that is sent on tells nobody who reads it. The empty icon keeps a server from being asked for one.

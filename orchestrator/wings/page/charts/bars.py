@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.charts.bar_data import Bar, BarChart, axis_end, stacked
-from orchestrator.charts.frame import AXIS_HEIGHT, WIDTH, axis_below, axis_left, head, whisker
-from orchestrator.charts.scale import Scale, tick_text, ticks
-from orchestrator.charts.shapes import SMALL_PX, Area, Label, Marker, Picture, Shape, Stroke, shortened, text_width
+from orchestrator.wings.page.charts.bar_data import Bar, BarChart, axis_end, stacked
+from orchestrator.wings.page.charts.frame import AXIS_HEIGHT, WIDTH, axis_below, axis_left, head, whisker
+from orchestrator.wings.page.charts.scale import Scale, tick_text, ticks
+from orchestrator.wings.page.charts.shapes import (
+    SMALL_PX,
+    Area,
+    Label,
+    Marker,
+    Picture,
+    Shape,
+    Stroke,
+    shortened,
+    text_width,
+)
 
 MOST_ROWS = 32
 ROW_PX, BAR_PX = 21.0, 13.0

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from orchestrator.charts import bars
-from orchestrator.charts.bar_data import Bar, BarChart, BarPart
-from orchestrator.charts.palette import PAINTS, Paint
-from orchestrator.charts.regions import StackedAreas, stacked_areas
-from orchestrator.charts.scale import AxisUnit, size_unit
-from orchestrator.report.bar_figures import Figure
-from orchestrator.report.report_points import ReportPoint, length
 from orchestrator.text.units import digits, size
+from orchestrator.wings.page.bar_figures import Figure
+from orchestrator.wings.page.charts import bars
+from orchestrator.wings.page.charts.bar_data import Bar, BarChart, BarPart
+from orchestrator.wings.page.charts.palette import PAINTS, Paint
+from orchestrator.wings.page.charts.regions import StackedAreas, stacked_areas
+from orchestrator.wings.page.charts.scale import AxisUnit, size_unit
+from orchestrator.wings.page.report_points import ReportPoint, length
 
 MOST_PROFILES = 4  # that the page shows, by the order of the table
 MOST_MODULES = 14

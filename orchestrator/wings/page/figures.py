@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator.charts.shapes import Picture, tiled
-from orchestrator.report import bar_figures, plane_figures
-from orchestrator.report.bar_figures import Figure
-from orchestrator.report.report_points import ReportPoint
 from orchestrator.report.varied import Varied, varied_settings
+from orchestrator.wings.page import bar_figures, plane_figures
+from orchestrator.wings.page.bar_figures import Figure
+from orchestrator.wings.page.charts.shapes import Picture, tiled
+from orchestrator.wings.page.report_points import ReportPoint
 
 NAMES = (
     "speed",
