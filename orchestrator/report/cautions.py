@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.records.versions import words
-from orchestrator.report.ranking import Entry, Ranked, clock
+from orchestrator.report.entry import Entry
+from orchestrator.report.ranking import Ranked, clock
 from orchestrator.report.summary import missing_text
 from orchestrator.rounds import recorded
 from orchestrator.rounds.comparison import SpeedVerdict, compare

@@ -16,13 +16,12 @@ from rich.text import Text
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.records.sweep_record import Planned
-from orchestrator.report import cautions, named_apart, ranking, summary, sweep_table
+from orchestrator.report import cautions, extras, named_apart, ranking, summary, sweep_table
 from orchestrator.report.narrow import left_out_text, narrowed
 from orchestrator.report.progress import RECENT, phase, step_line, step_numbers
 from orchestrator.report.ranking import Ranked
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.units import duration, loss, many
-from orchestrator.wings.profile import efficiency
 
 PLAIN_WIDTH = 10_000  # characters of a line in a pipe or file: no table is as wide
 PLAIN_EVERY_S = 2.0
@@ -100,7 +99,7 @@ class Screen:
         self.console.print()
         talk = [*summary.communication_rows(result), *summary.dtype_rows(result)]
         learned = [*summary.learning_rows(result), *summary.training_rows(result)]
-        used = efficiency.rows(result, config)
+        used = extras.rows(result, config)
         self.rows([*talk, *learned, *used, *summary.checkpoint_rows(result), summary.machine_row(result)])
         for warning in filter(None, (note, cautions.load_text(result))):
             self.warn(warning)

@@ -11,7 +11,14 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import Any
 
+# Modules of what a comparison shows besides the trunk's numbers: orchestrator/report/extras.py says what each has.
+EXTRAS = ("orchestrator.wings.profile.extras",)
+# Who writes more of a sweep's report: functions that return a ReportPart (orchestrator/report/comparison.py).
+REPORT_PARTS = ("orchestrator.wings.page.files:part",)
+# Modules of what the page shows of other wings: `section`, `markdown` and `figures` of the points of a report.
+REPORT_SECTIONS = ("orchestrator.wings.profile.profile_page",)
+
 
 def load(place: str) -> Any:
-    """The object that "package.module:attribute" names."""
+    """The object that "package.module:attribute" names, or the module that "package.module" names."""
     return resolve_name(place)

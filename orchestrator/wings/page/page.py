@@ -14,6 +14,7 @@ from orchestrator.report import cautions, named_apart, ranking
 from orchestrator.text.paths import program
 from orchestrator.text.streams import one_line
 from orchestrator.text.units import count, many
+from orchestrator.wings import REPORT_SECTIONS, load
 from orchestrator.wings.page import checks, page_details, page_table
 from orchestrator.wings.page.bar_figures import Figure
 from orchestrator.wings.page.charts.palette import DARK, LIGHT
@@ -21,7 +22,6 @@ from orchestrator.wings.page.charts.svg import classes, hatches, inline, variabl
 from orchestrator.wings.page.figures import settings_of
 from orchestrator.wings.page.report_points import ReportPoint, group_of, is_finite
 from orchestrator.wings.page.scaling import baseline_text
-from orchestrator.wings.profile import profile_page
 
 # A browser that opens the page may run its own script and use its own styles, and may ask for nothing, so that a page
 # that is sent on tells nobody who reads it. The empty icon keeps a server from being asked for one.
@@ -48,7 +48,7 @@ def page(name: str, points: Sequence[ReportPoint], figures: Sequence[Figure], fa
 {"".join(map(_figure, figures))}</div></section>
 <section id="all-points"><h2>All points</h2>
 {page_table.table(points, settings_of(points))}</section>
-{profile_page.section(points)}
+{"".join(load(place).section(points) for place in REPORT_SECTIONS)}
 {_left_out(points)}
 <section id="environment"><h2>Environment</h2>
 {page_details.listed(page_details.environment(points)) or "<p>Nothing was measured.</p>"}</section>
@@ -162,7 +162,8 @@ def markdown(points: Sequence[ReportPoint], figures: Sequence[Figure], folder: s
     for figure in figures:
         parts.append(f"![{figure.picture.title}]({folder}/{figure.name}.svg)")
         parts.append(figure.caption)
-    parts += profile_page.markdown(points, folder)
+    for place in REPORT_SECTIONS:
+        parts += load(place).markdown(points, folder)
     if made := page_details.environment(points):
         lines = [f"- {name}: {text}" for name, text in {"work": _work(points), **made}.items()]
         parts += ["## Environment", "\n".join(lines)]

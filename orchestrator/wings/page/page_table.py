@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from orchestrator.report import ranking
+from orchestrator.report import extras, ranking
+from orchestrator.report.extras import ExtraColumn
 from orchestrator.report.losses import perplexity_texts
 from orchestrator.report.varied import Varied
-from orchestrator.text.units import ABSENT, change_text, difference, digits, loss, significant, size
-from orchestrator.wings.page.report_points import ReportPoint, group_of
-from orchestrator.wings.profile import costs
+from orchestrator.text.units import ABSENT, change_text, difference, digits, loss, size
+from orchestrator.wings.page.report_points import ReportPoint
 
 Cell = tuple[object, str]  # the value to sort by, "" for none, and the text
 Read = Callable[[ReportPoint], float | None]
@@ -98,7 +98,7 @@ def columns(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> list[C
         Column("loss last", _of_result(_results_number("loss", "last"), loss)),
         Column("loss held out", _of_result(_results_number("loss", "validation"), loss)),
     ]
-    found += _known_only(points)
+    found += map(_extra, extras.columns([point.entry for point in points]))
     texts = perplexity_texts({point.label: point.result for point in points})
     if texts:
         value = _results_number("loss", "perplexity")
@@ -107,21 +107,12 @@ def columns(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> list[C
     return [*found, Column("other load", others), Column("measured", _measured_at, number=False)]
 
 
-def _known_only(points: Sequence[ReportPoint]) -> list[Column]:
-    """The columns of profiles, energy and cost that some point has."""
+def _extra(extra: ExtraColumn) -> Column:
+    def cell(point: ReportPoint) -> Cell:
+        value = extra.values[point.number]
+        return NOTHING if value is None else (value, extra.text(value))
 
-    def profiled(key: str) -> Read:
-        return lambda point: (group_of(point.result, "profile")).get(key)
-
-    reads: dict[str, tuple[Read, Callable[[float], str]]] = {
-        "MFU": (profiled("mfu"), lambda share: f"{100 * share:.1f} %"),
-        "of matrix peak": (profiled("share_of_matrix_peak"), lambda share: f"{100 * share:.1f} %"),
-        "TFLOP/s": (profiled("model_flops_per_s"), lambda value: significant(value / 1e12)),
-        "J/token": (lambda point: costs.joules_per_token(point.result), significant),
-        "cost of 1B tokens": (lambda point: costs.cost_per_billion(point.entry.config, point.result), significant),
-    }
-    shown = {name: pair for name, pair in reads.items() if any(pair[0](point) is not None for point in points)}
-    return [Column(name, _of_result(read, text)) for name, (read, text) in shown.items()]
+    return Column(extra.title, cell)
 
 
 def _setting(setting: Varied) -> Callable[[ReportPoint], Cell]:

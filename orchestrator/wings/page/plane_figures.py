@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from orchestrator.report.varied import Varied, changes, other_than, pareto, share, share_of_ranges
+from orchestrator.report.varied import Varied
 from orchestrator.text.units import change_text, digits, many, size
 from orchestrator.wings.page.bar_figures import Figure
 from orchestrator.wings.page.charts import bars
@@ -16,6 +16,7 @@ from orchestrator.wings.page.charts.frame import LegendEntry
 from orchestrator.wings.page.charts.palette import OTHERS, PAINTS, SERIES, SeriesStyle
 from orchestrator.wings.page.charts.points import Dot, LineSeries, Plane
 from orchestrator.wings.page.charts.scale import AxisUnit, size_unit
+from orchestrator.wings.page.matched import changes, other_than, pareto, share, share_of_ranges
 from orchestrator.wings.page.report_points import ReportPoint, group_of, length
 from orchestrator.wings.page.scaling import WORDS, Scaling, scalings, world_of
 

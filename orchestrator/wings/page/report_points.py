@@ -13,7 +13,8 @@ from orchestrator.records.record_shapes import PROFILE, SWEEP
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.sweep_record import Standing, SweepPaths, standings
 from orchestrator.report import ranking
-from orchestrator.report.ranking import Entry, Ranked
+from orchestrator.report.entry import Entry
+from orchestrator.report.ranking import Ranked
 
 CURVE_BYTES = 4 << 20  # of the events of a point; of a longer run, the end is drawn
 TRAINING_BYTES = 64 << 20  # the same of a training to an end, of which the whole curve is wanted: 200,000 steps

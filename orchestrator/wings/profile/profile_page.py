@@ -9,6 +9,7 @@ from typing import Any
 
 from orchestrator.report.summary import Table
 from orchestrator.text.units import ABSENT, digits, percent, size
+from orchestrator.wings.page.bar_figures import Figure
 from orchestrator.wings.page.charts.svg import inline
 from orchestrator.wings.page.report_points import ReportPoint, length
 from orchestrator.wings.profile.efficiency import profile_rows
@@ -35,6 +36,11 @@ def section(points: Sequence[ReportPoint]) -> str:
         f'<p class="muted">{more} more points have a profile; the first {MOST_PROFILES} are shown.</p>' if more else ""
     )
     return f'<section id="profiles"><h2>Profiles</h2>{left}\n{"".join(map(_profile, found))}</section>'
+
+
+def figures(points: Sequence[ReportPoint]) -> list[Figure]:
+    """All pictures."""
+    return [figure for shown in shown_profiles(points) for figure in shown.figures]
 
 
 def _profile(shown: ShownProfile) -> str:

@@ -15,7 +15,8 @@ from orchestrator.commands import calibrate, choose
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.plan import counting_child
-from orchestrator.report.ranking import Entry, Ranked, rank
+from orchestrator.report.entry import Entry
+from orchestrator.report.ranking import Ranked, rank
 
 TEXT = (
     "model=llama_tiny model.config.num_hidden_layers=2 model.config.hidden_size=32 model.config.intermediate_size=48 "

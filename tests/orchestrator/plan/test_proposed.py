@@ -23,7 +23,7 @@ from orchestrator.machine.hardware import Hardware
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.report import ranking, summary
-from orchestrator.report.ranking import Entry
+from orchestrator.report.entry import Entry
 from orchestrator.text import paths
 
 CLUSTER = Scene(Hardware(cores=2, cpu="cpu", slurm=True))

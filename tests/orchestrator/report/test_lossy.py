@@ -16,7 +16,7 @@ from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned
 from orchestrator.report import ranking, sweep_files, sweep_table
-from orchestrator.report.ranking import Entry
+from orchestrator.report.entry import Entry
 from orchestrator.text.units import ABSENT
 from orchestrator.wings.page.checks import warnings
 from orchestrator.wings.page.report_points import ReportPoint

@@ -12,8 +12,8 @@ from points import make_config
 from stub_worker import make_result
 
 from orchestrator.report import cautions, ranking, sweep_files
+from orchestrator.report.entry import Entry
 from orchestrator.report.narrow import narrowed
-from orchestrator.report.ranking import Entry
 from orchestrator.text.paths import program
 
 CONFIG = make_config(Path("outputs"))

@@ -24,7 +24,7 @@ from orchestrator.records.record_shapes import RESULT, misfit
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
 from orchestrator.report import ranking, sweep_files
-from orchestrator.report.ranking import Entry
+from orchestrator.report.entry import Entry
 
 WORLD, MICRO, BATCHES, SEQ = 2, 2, 3, 16
 LINE = (

@@ -16,8 +16,8 @@ from stub_worker import make_result
 
 from orchestrator.config.schema import to_dict
 from orchestrator.report import comparison, ranking
-from orchestrator.report.ranking import Entry
-from orchestrator.report.varied import changes, other_than, pareto, share, share_of_ranges, varied_settings
+from orchestrator.report.entry import Entry
+from orchestrator.report.varied import varied_settings
 from orchestrator.rounds.intervals import RoundsEstimate
 from orchestrator.wings.page import figures, page_details, plane_figures
 from orchestrator.wings.page.charts import raster, svg
@@ -28,6 +28,7 @@ from orchestrator.wings.page.charts.scale import AxisUnit, Scale, padded_range, 
 from orchestrator.wings.page.charts.shapes import Label, Marker, Picture, Stroke, shortened, text_width
 from orchestrator.wings.page.checks import drift, warnings
 from orchestrator.wings.page.figures import figures_of, overview, settings_of
+from orchestrator.wings.page.matched import changes, other_than, pareto, share, share_of_ranges
 from orchestrator.wings.page.report_points import ReportPoint, StepReading, points_of
 from orchestrator.wings.page.scaling import STRONG, WEAK, baseline_text, scalings
 

@@ -14,7 +14,7 @@ from stub_worker import make_result
 
 from orchestrator.config.schema import to_dict
 from orchestrator.report import named_apart, ranking, sweep_files
-from orchestrator.report.ranking import Entry
+from orchestrator.report.entry import Entry
 from orchestrator.wings.profile import costs, efficiency
 
 CONFIG = to_dict(make_config(Path("outputs")))
