@@ -41,7 +41,7 @@ from orchestrator.plan.point import Point
 from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import program
-from orchestrator.wings.page.charts import raster
+from orchestrator.wings.page.charts import canvas
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
 from zero_runtime.timing.segments import SegmentTable
 from zero_runtime.timing.work import LinearWork
@@ -130,8 +130,9 @@ class Typist:
         monkeypatch.setattr(counting_child, "Child", _no_child)  # which fit starts before it reads its words
         monkeypatch.setattr(sync, "start_sync", _nothing_missing)
         monkeypatch.setattr(subprocess, "run", _no_tool)
-        # matplotlib, which only report.png needs, takes a second; odd numbers in pictures: report/test_figures.py.
-        monkeypatch.setattr(raster, "png", lambda picture, factor: b"")
+        # matplotlib takes a second; odd numbers in pictures: wings/page/test_figures.py.
+        monkeypatch.setattr(canvas, "png", lambda title, pictures, factor: b"")
+        monkeypatch.setattr(canvas, "_shapes", lambda picture: "</svg>")
         monkeypatch.setattr(study, "run_point", _recorded)
         monkeypatch.setattr(export, "_export", lambda path, out, dtype: None)
         monkeypatch.setattr(launch_script, "run_script", lambda command, placement: ScriptEnd())

@@ -88,7 +88,7 @@ IMPORTERS = {
     "omegaconf": {"orchestrator/compose/compose.py"},
     "submitit": {"orchestrator/launch/local_executor.py", "orchestrator/slurm/executor.py"},
     "mlflow": {"orchestrator/tracking/store.py"},
-    "matplotlib": {"orchestrator/wings/page/charts/raster.py"},
+    "matplotlib": {"orchestrator/wings/page/charts/canvas.py"},
     "transformers": {
         "orchestrator/workloads/models.py",
         "orchestrator/workloads/tokenizer.py",

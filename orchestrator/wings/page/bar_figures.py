@@ -10,10 +10,8 @@ from orchestrator.report.summary import PHASES, STATES
 from orchestrator.text.units import ABSENT, difference, digits, size
 from orchestrator.wings.page.charts import bars
 from orchestrator.wings.page.charts.bar_data import Bar, BarChart, BarPart
-from orchestrator.wings.page.charts.frame import LegendEntry
+from orchestrator.wings.page.charts.canvas import AxisUnit, LegendEntry, Picture, size_unit
 from orchestrator.wings.page.charts.palette import BEST, OTHERS, PAINTS, Paint
-from orchestrator.wings.page.charts.scale import AxisUnit, size_unit
-from orchestrator.wings.page.charts.shapes import Picture
 from orchestrator.wings.page.report_points import ReportPoint, length
 
 OTHER = "other tensors"

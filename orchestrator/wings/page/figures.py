@@ -1,4 +1,4 @@
-"""All pictures of a report, in their order, and the picture that holds them all. Pure."""
+"""All pictures of a report, in their order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from orchestrator.report.varied import Varied, varied_settings
 from orchestrator.wings.page import bar_figures, plane_figures
 from orchestrator.wings.page.bar_figures import Figure
-from orchestrator.wings.page.charts.shapes import Picture, tiled
 from orchestrator.wings.page.report_points import ReportPoint
 
 NAMES = (
@@ -46,8 +45,3 @@ def figures_of(points: Sequence[ReportPoint]) -> list[Figure]:
         plane_figures.what_mattered(points, settings),
     )
     return [figure for figure in found if figure is not None]
-
-
-def overview(name: str, figures: Sequence[Figure]) -> Picture:
-    """All pictures in one, in two columns."""
-    return tiled(name, [figure.picture for figure in figures], 2)

@@ -17,8 +17,8 @@ from orchestrator.text.units import count, many
 from orchestrator.wings import REPORT_SECTIONS, load
 from orchestrator.wings.page import checks, page_details, page_table
 from orchestrator.wings.page.bar_figures import Figure
+from orchestrator.wings.page.charts.canvas import inline, variables
 from orchestrator.wings.page.charts.palette import DARK, LIGHT
-from orchestrator.wings.page.charts.svg import classes, hatches, inline, variables
 from orchestrator.wings.page.figures import settings_of
 from orchestrator.wings.page.report_points import ReportPoint, group_of, is_finite
 from orchestrator.wings.page.scaling import baseline_text
@@ -36,10 +36,9 @@ def page(name: str, points: Sequence[ReportPoint], figures: Sequence[Figure], fa
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width,initial-scale=1">
 <title>{escape(name)}</title><link rel="icon" href="data:,">
-<style>{_themes()}{classes()}
+<style>{_themes()}
 {_file("page.css")}</style></head>
 <body><button id="theme" type="button">theme: as the system</button>
-<svg class="hidden" aria-hidden="true">{hatches()}</svg>
 <h1>{escape(name)}</h1>
 {_head(points, facts)}
 <section id="answer"><h2>Answer</h2>

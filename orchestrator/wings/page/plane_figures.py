@@ -9,13 +9,11 @@ from orchestrator.report.varied import Varied
 from orchestrator.text.units import change_text, digits, many, size
 from orchestrator.wings.page.bar_figures import Figure
 from orchestrator.wings.page.charts import bars
-from orchestrator.wings.page.charts import points as drawn
 from orchestrator.wings.page.charts.bar_data import Bar, BarChart, BarPart
+from orchestrator.wings.page.charts.canvas import AxisUnit, LegendEntry, size_unit
 from orchestrator.wings.page.charts.effects import EffectRow, Panel, effects
-from orchestrator.wings.page.charts.frame import LegendEntry
 from orchestrator.wings.page.charts.palette import OTHERS, PAINTS, SERIES, SeriesStyle
-from orchestrator.wings.page.charts.points import Dot, LineSeries, Plane
-from orchestrator.wings.page.charts.scale import AxisUnit, size_unit
+from orchestrator.wings.page.charts.planes import Dot, LineSeries, Plane, curves, scatter
 from orchestrator.wings.page.matched import changes, other_than, pareto, share, share_of_ranges
 from orchestrator.wings.page.report_points import ReportPoint, group_of, length
 from orchestrator.wings.page.scaling import WORDS, Scaling, scalings, world_of
@@ -69,7 +67,7 @@ def speed_and_memory(points: Sequence[ReportPoint], settings: Sequence[Varied]) 
         "Up and left is better. Dashed: the Pareto front, which are the points that no other beats in both speed and "
         f"memory, by their medians: {names}."
     )
-    return Figure("speed_and_memory", drawn.scatter(plane, dots), caption)
+    return Figure("speed_and_memory", scatter(plane, dots), caption)
 
 
 def _styles(
@@ -131,7 +129,7 @@ def learning(points: Sequence[ReportPoint]) -> Figure | None:
         caption += " Dotted: that loss during training."
     if by_tokens:
         caption += " The points differ in tokens per step, so the axis counts tokens."
-    return Figure("learning", drawn.curves(plane, lines), caption)
+    return Figure("learning", curves(plane, lines), caption)
 
 
 def _tokens(point: ReportPoint) -> float:
@@ -179,7 +177,7 @@ def scaling(points: Sequence[ReportPoint]) -> Figure | None:
     caption += f" Not drawn: {len(series) - len(named)} more series." if len(series) > len(named) else ""
     if any(one.threads_differ for one in named):
         caption += " The threads of a rank differ between points, which changes the speed of a rank too."
-    return Figure("scaling", drawn.curves(plane, lines), caption)
+    return Figure("scaling", curves(plane, lines), caption)
 
 
 def _scaling_line(one: Scaling, style: SeriesStyle) -> LineSeries:

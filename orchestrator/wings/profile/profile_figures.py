@@ -9,9 +9,9 @@ from orchestrator.text.units import digits, size
 from orchestrator.wings.page.bar_figures import Figure
 from orchestrator.wings.page.charts import bars
 from orchestrator.wings.page.charts.bar_data import Bar, BarChart, BarPart
+from orchestrator.wings.page.charts.canvas import AxisUnit, size_unit
 from orchestrator.wings.page.charts.palette import PAINTS, Paint
 from orchestrator.wings.page.charts.regions import StackedAreas, stacked_areas
-from orchestrator.wings.page.charts.scale import AxisUnit, size_unit
 from orchestrator.wings.page.report_points import ReportPoint, length
 
 MOST_PROFILES = 4  # that the page shows, by the order of the table

@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.report.summary import Table
 from orchestrator.text.units import ABSENT, digits, percent, size
 from orchestrator.wings.page.bar_figures import Figure
-from orchestrator.wings.page.charts.svg import inline
+from orchestrator.wings.page.charts.canvas import inline
 from orchestrator.wings.page.report_points import ReportPoint, length
 from orchestrator.wings.profile.efficiency import profile_rows
 from orchestrator.wings.profile.profile_figures import (

@@ -1,1 +1,1 @@
-"""Draws pictures of plain numbers: shapes, their text as SVG, and their pixels as PNG. Knows nothing of runs."""
+"""Draws pictures of plain numbers with matplotlib, as SVG and as PNG. Knows nothing of runs."""

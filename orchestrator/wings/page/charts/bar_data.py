@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from orchestrator.wings.page.charts.frame import DASHED, LegendEntry
+from orchestrator.wings.page.charts.canvas import DASHED, AxisUnit, LegendEntry
 from orchestrator.wings.page.charts.palette import Paint
-from orchestrator.wings.page.charts.scale import AxisUnit
 
 # An outline, a limit or a bar without parts may make the axis this many times as long as the parts and ranges need.
 # What is longer ends at the axis' end, and its number is written there.
@@ -77,11 +76,12 @@ class BarChart:
         return entries
 
 
-def axis_end(chart: BarChart) -> float:
-    """The highest value of the axis, which starts at 0."""
-    solid = [end for bar in chart.bars for end in (bar.total, bar.tick or 0.0, bar.spread[1] if bar.spread else 0.0)]
+def axis_end(chart: BarChart, bars: Sequence[Bar] | None = None) -> float:
+    """The highest value of the axis, which starts at 0. bars: those that are drawn, if not all are."""
+    bars = chart.bars if bars is None else bars
+    solid = [end for bar in bars for end in (bar.total, bar.tick or 0.0, bar.spread[1] if bar.spread else 0.0)]
     needed = max(solid, default=0.0)
-    others = [bar.outline for bar in chart.bars if bar.outline is not None]
+    others = [bar.outline for bar in bars if bar.outline is not None]
     others += [chart.limit] if chart.limit is not None else []
     if needed <= 0:
         needed = min(others, default=0.0) or 1.0

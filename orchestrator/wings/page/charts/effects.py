@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from orchestrator.wings.page.charts.frame import AXIS_HEIGHT, WIDTH, axis_below, head, whisker
-from orchestrator.wings.page.charts.palette import SeriesStyle
-from orchestrator.wings.page.charts.scale import AxisUnit, Scale, padded_range
-from orchestrator.wings.page.charts.shapes import SMALL_PX, Label, Marker, Picture, Shape, Stroke, shortened, text_width
+from orchestrator.wings.page.charts import canvas
+from orchestrator.wings.page.charts.canvas import SMALL_PX, WIDTH, Picture, text_width
+from orchestrator.wings.page.charts.palette import LIGHT, SeriesStyle
+from orchestrator.wings.page.charts.planes import padded_range
 
 ROW_PX = 19.0
 NAME_LETTERS = 30
@@ -31,46 +32,53 @@ class Panel:
     """One of the panels next to each other, which share their rows. text: how a change is written in tips."""
 
     name: str
-    unit: AxisUnit
+    unit: canvas.AxisUnit
     style: SeriesStyle
     text: Callable[[float], str]
 
 
 def effects(title: str, panels: Sequence[Panel], rows: Sequence[EffectRow]) -> Picture:
-    """The rows, with a dot for the median and a whisker for the range in each panel."""
-    shapes, top = head(title, ())
-    names = max(text_width(shortened(row.name, NAME_LETTERS)) for row in rows)
+    """The rows, with a dot for the median and a canvas.whisker for the range in each panel."""
+    height = len(rows) * ROW_PX + 4
+    picture, top = canvas.blank(title, (), height)
+    names = max(text_width(canvas.shortened(row.name, NAME_LETTERS)) for row in rows)
     notes = max(text_width(row.note, SMALL_PX) for row in rows)
     left = 24 + names
     width = (WIDTH - left - notes - 16 - (len(panels) - 1) * GAP_PX) / len(panels)
-    bottom = top + len(rows) * ROW_PX + 4
     for index, panel in enumerate(panels):
         start = left + index * (width + GAP_PX)
-        scale = Scale(*_range(rows, index), start, start + width)
-        shapes += axis_below(scale, panel.unit, panel.name, top, bottom, 4)
-        shapes.append(Stroke(((scale.at(0), top), (scale.at(0), bottom)), "muted", 1.4))
+        axes = picture.axes(start, start + width, top, top + height)
+        axes.set(xlim=_range(rows, index, panel.unit), ylim=(len(rows) + 2 / ROW_PX, -2 / ROW_PX))
+        canvas.numbers(axes, "x", panel.unit.named(panel.name), 4)
+        axes.axvline(0, color=LIGHT["muted"], linewidth=1.4)
         for number, row in enumerate(rows):
-            shapes += _changes(row, index, scale, (top + (number + 0.5) * ROW_PX + 2, panel))
+            _change(picture, axes, row, index, (number + 0.5, panel))
     for number, row in enumerate(rows):
-        y = top + (number + 0.5) * ROW_PX + 6
-        name = shortened(row.name, NAME_LETTERS)
-        shapes.append(Label(8 if row.heading else 20, y, name, bold=row.heading, tip=row.name))
-        shapes.append(Label(WIDTH - notes - 8, y, row.note, SMALL_PX, "muted"))
-    return Picture(title, WIDTH, bottom + AXIS_HEIGHT, tuple(shapes))
+        y, name = top + (number + 0.5) * ROW_PX + 6, canvas.shortened(row.name, NAME_LETTERS)
+        weight = "bold" if row.heading else "normal"
+        picture.mark(
+            picture.text(8 if row.heading else 20, y, name, fontsize=canvas.FONT_PX, fontweight=weight), tip=row.name
+        )
+        picture.text(WIDTH - notes - 8, y, row.note, color=LIGHT["muted"])
+    return picture
 
 
-def _range(rows: Sequence[EffectRow], index: int) -> tuple[float, float]:
+def _range(rows: Sequence[EffectRow], index: int, unit: canvas.AxisUnit) -> tuple[float, float]:
     ends = [end for row in rows if row.changes and (change := row.changes[index]) for end in (change[0], change[2])]
-    return padded_range([0.0, *ends])
+    low, high = padded_range([0.0, *ends])
+    return low / unit.divisor, high / unit.divisor
 
 
-def _changes(row: EffectRow, index: int, scale: Scale, at: tuple[float, Panel]) -> list[Shape]:
+def _change(picture: Picture, axes: Any, row: EffectRow, index: int, at: tuple[float, Panel]) -> None:
     y, panel = at
     change = row.changes[index] if row.changes else None
     if change is None:
-        return []
-    low, middle, high = change
-    tip = f"{row.name}: {panel.text(middle)}, from {panel.text(low)} to {panel.text(high)}"
-    colour, marker = panel.style.colour, panel.style.marker
-    shapes: list[Shape] = [] if low == high else whisker((scale.at(low), y), (scale.at(high), y), colour)
-    return [*shapes, Marker(scale.at(middle), y, marker, colour, 4.5, tip=tip)]
+        return
+    low, middle, high = (end / panel.unit.divisor for end in change)
+    texts = [panel.text(end) for end in change]
+    if low != high:
+        canvas.whisker(axes, (low, y), (high, y), panel.style.colour)
+    (dot,) = axes.plot(
+        [middle], [y], linestyle="none", clip_on=False, zorder=4, **canvas.marker_style(panel.style, 4.5)
+    )
+    picture.mark(dot, tip=f"{row.name}: {texts[1]}, from {texts[0]} to {texts[2]}")

@@ -26,22 +26,20 @@ DARK = {**LIGHT, "ink": "#e6edf3", "muted": "#9da7b3", "grid": "#343b44", "paper
 
 
 class Paint(NamedTuple):
-    """What fills an area. hatch: one of HATCHES; empty for a plain area."""
+    """What fills an area. hatch: of matplotlib; empty for a plain area."""
 
     colour: str
     hatch: str = ""
 
 
 class SeriesStyle(NamedTuple):
-    """How one of several series is drawn. marker: one of MARKERS. dash: lengths in pixels; empty for a solid line."""
+    """How one of several series is drawn. marker: of canvas.MARKERS. dash: lengths in pixels, if any."""
 
     colour: str
     marker: str
     dash: tuple[float, ...] = ()
 
 
-HATCHES = ("/", "\\", ".", "x", "-")
-MARKERS = ("circle", "square", "triangle", "diamond", "down", "cross")
 PAINTS = (
     Paint("blue"),
     Paint("sky"),

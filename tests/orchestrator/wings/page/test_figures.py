@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 from made_sweep import LIMIT, write_sweep
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from points import make_config
 from stub_worker import make_result
 
@@ -20,19 +22,19 @@ from orchestrator.report.entry import Entry
 from orchestrator.report.varied import varied_settings
 from orchestrator.rounds.intervals import RoundsEstimate
 from orchestrator.wings.page import figures, page_details, plane_figures
-from orchestrator.wings.page.charts import raster, svg
 from orchestrator.wings.page.charts.bar_data import MOST_STRETCH, Bar, BarChart, BarPart, axis_end
 from orchestrator.wings.page.charts.bars import MOST_ROWS, picture_of
+from orchestrator.wings.page.charts.canvas import WIDTH, AxisUnit, Picture, document, png, shortened, text_width
 from orchestrator.wings.page.charts.palette import DARK, LIGHT, PAINTS, SERIES, lightness
-from orchestrator.wings.page.charts.scale import AxisUnit, Scale, padded_range, tick_text, ticks
-from orchestrator.wings.page.charts.shapes import Label, Marker, Picture, Stroke, shortened, text_width
+from orchestrator.wings.page.charts.planes import padded_range
 from orchestrator.wings.page.checks import drift, warnings
-from orchestrator.wings.page.figures import figures_of, overview, settings_of
+from orchestrator.wings.page.figures import figures_of, settings_of
 from orchestrator.wings.page.matched import changes, other_than, pareto, share, share_of_ranges
 from orchestrator.wings.page.report_points import ReportPoint, StepReading, points_of
 from orchestrator.wings.page.scaling import STRONG, WEAK, baseline_text, scalings
 
 UNIT = AxisUnit("tokens/s")
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def points_on_disk(folder: Path, count: int, failed: range = range(0)) -> list[ReportPoint]:
@@ -41,7 +43,7 @@ def points_on_disk(folder: Path, count: int, failed: range = range(0)) -> list[R
 
 
 def texts_of(picture: Picture) -> list[str]:
-    return [shape.text for shape in picture.shapes if isinstance(shape, Label)]
+    return [text.get_text() for text in picture.figure.findobj(Text)]
 
 
 def made_points(*speeds: float, worlds: tuple[int, ...] = (), weak: bool = True) -> list[ReportPoint]:
@@ -80,14 +82,9 @@ def test_text_is_readable_on_the_background_of_both_themes(theme: dict[str, str]
         assert (light + 0.05) / (dark + 0.05) >= 4.5  # WCAG 2.1, level AA
 
 
-def test_ticks_are_round_numbers_within_the_axis() -> None:
-    assert ticks(0, 8_300) == [0, 2000, 4000, 6000, 8000]
-    assert ticks(-0.3, 0.11, 4) == pytest.approx([-0.2, 0.0])
-    assert [tick_text(value, 0.25) for value in (0.25, -0.0, 1.5)] == ["0.25", "0.00", "1.50"]
-    assert tick_text(2_000_000, 1e6) == "2,000,000"
+def test_a_range_of_one_number_is_not_empty() -> None:
     low, high = padded_range([5.0])
     assert low < 5 < high
-    assert Scale(0, 10, 100, 200).at(25) == 200
 
 
 def test_a_long_label_keeps_both_of_its_ends() -> None:
@@ -111,7 +108,9 @@ def test_bars_have_names_where_there_is_room_and_a_bounded_height(count: int) ->
     picture = picture_of(BarChart("speed", "", UNIT, (BarPart("x", PAINTS[0]),), bars))
     assert picture.height < 800
     assert ("point0" in texts_of(picture)) == (count <= MOST_ROWS)
-    assert all(0 <= shape.x <= picture.width for shape in picture.shapes if isinstance(shape, Label))
+    document(picture)
+    boxes = [text.get_window_extent() for text in picture.paper.texts]
+    assert all(box.x0 >= 0 and box.x1 <= picture.width for box in boxes)
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -145,7 +144,7 @@ def test_only_points_that_differ_in_nothing_else_are_compared() -> None:
 def test_a_change_that_rounds_to_none_has_no_sign() -> None:
     figure = plane_figures.main_effects(made_points(10_000, 9_999), varied_settings([("a=1",), ("a=2",)], [0, 1]))
     assert figure is not None
-    tips = [shape.tip for shape in figure.picture.shapes if isinstance(shape, Marker)]
+    tips = [tip for _, tip in figure.picture.marks if ":" in tip]
     assert tips == ["2: 0.0 %, from 0.0 % to 0.0 %"] * 2
 
 
@@ -227,7 +226,7 @@ def test_every_picture_is_drawn_from_records_and_is_valid_xml(tmp_path: Path) ->
     drawn = figures_of(points)
     assert [figure.name for figure in drawn] == list(figures.NAMES)
     for figure in drawn:
-        text = svg.document(figure.picture)
+        text = document(figure.picture)
         root = ElementTree.fromstring(text)
         assert root.get("aria-label") == figure.picture.title
         assert not re.search(r"\b(nan|inf)\b", text), figure.name
@@ -256,12 +255,11 @@ def test_the_curves_of_a_training_have_its_validations_and_a_bounded_number_of_s
     figure = plane_figures.learning([replace(point, steps=steps, validations=held)])
     assert figure is not None
     assert "Dotted: that loss during training" in figure.caption
-    curve, dotted = (
-        shape for shape in figure.picture.shapes if isinstance(shape, Stroke) and shape.key == point.number
-    )
-    assert plane_figures.MOST_STEPS / 2 < len(curve.points) <= plane_figures.MOST_STEPS + 1
-    assert len(dotted.points) == len(held)
-    assert curve.points[-1][0] == dotted.points[-1][0]  # both end at the last step
+    lines = [artist.get_xdata() for artist in figure.picture.figure.findobj(Line2D) if artist.get_gid()]
+    curve, dotted = (xs for xs in lines if len(xs) > 1)
+    assert plane_figures.MOST_STEPS / 2 < len(curve) <= plane_figures.MOST_STEPS + 1
+    assert len(dotted) == len(held)
+    assert curve[-1] == dotted[-1]  # both end at the last step
 
 
 def test_numbers_that_no_bar_can_show_are_drawn_as_nothing() -> None:
@@ -274,8 +272,8 @@ def test_numbers_that_no_bar_can_show_are_drawn_as_nothing() -> None:
     points[1].result["throughput"]["tokens_per_second"] = {"p10": -1, "median": math.inf, "p90": math.nan}
     drawn = figures_of(points)
     for figure in drawn:
-        ElementTree.fromstring(svg.document(figure.picture))
-    assert raster.png(overview("odd", drawn))
+        ElementTree.fromstring(document(figure.picture))
+    assert png("odd", [figure.picture for figure in drawn])
 
 
 def test_the_page_has_the_examples_of_a_training_as_text_alone() -> None:
@@ -296,11 +294,25 @@ def test_a_sweep_without_any_result_has_a_picture_of_its_states(tmp_path: Path) 
 
 
 def test_the_png_holds_all_pictures(tmp_path: Path) -> None:
-    whole = overview("sweep", figures_of(points_on_disk(tmp_path, 2)))
-    pixels = raster.png(whole)
+    pictures = [figure.picture for figure in figures_of(points_on_disk(tmp_path, 2))]
+    pixels = png("sweep", pictures, factor=0.5)
     assert pixels[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = (int.from_bytes(pixels[at : at + 4], "big") for at in (16, 20))
-    assert (width, height) == (round(whole.width), pytest.approx(whole.height, abs=1))
+    assert width == (2 * WIDTH + 3 * 24) / 2
+    heights = sum(picture.height + 24 for picture in pictures) / 2
+    assert heights / 2 < height < heights
+
+
+def test_the_marks_of_a_picture_have_their_rows_their_tips_and_the_colours_of_the_page() -> None:
+    bars = (Bar("a & b", (100.0,), 7, note="<fast>"), Bar("$x_1$", (80.0,), 8))
+    picture = picture_of(BarChart("speed", "", UNIT, (BarPart("x", PAINTS[0]),), bars))
+    root = ElementTree.fromstring(document(picture))
+    assert {group.get("data-row") for group in root.iter(f"{SVG}g")} == {None, "7", "8"}
+    assert [title.text for title in root.iter(f"{SVG}title")] == ["a & b; <fast>", "$x_1$"]
+    assert {"a & b", "$x_1$", "<fast>"} <= {text.text for text in root.iter(f"{SVG}text")}
+    drawn = picture.drawn
+    assert "var(--blue)" in drawn
+    assert re.findall(r"#[0-9a-f]{6}|font-family| id=\"(?![pm])", drawn) == []
 
 
 def test_the_estimated_width_of_a_text_is_not_too_small() -> None:

@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 from made_sweep import write_sweep
+from matplotlib.patches import StepPatch
+from matplotlib.text import Text
 
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.record_shapes import PROFILE, misfit
@@ -18,9 +20,8 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.sweep_record import SweepPaths
 from orchestrator.report import comparison
 from orchestrator.wings.page import page
-from orchestrator.wings.page.charts import raster, svg
-from orchestrator.wings.page.charts.shapes import FilledOutline, Label
-from orchestrator.wings.page.figures import figures_of, overview
+from orchestrator.wings.page.charts.canvas import document, png
+from orchestrator.wings.page.figures import figures_of
 from orchestrator.wings.page.report_points import ReportPoint, points_of
 from orchestrator.wings.profile.efficiency import profile_rows
 from orchestrator.wings.profile.profile_figures import (
@@ -141,19 +142,16 @@ def test_a_sweep_without_profiles_has_no_section_of_them(tmp_path: Path) -> None
 
 def test_the_timeline_stacks_its_layers_up_to_the_peak_and_names_phases_with_room(tmp_path: Path) -> None:
     figure = over_time(one_point(tmp_path), 1)
-    regions = [shape for shape in figure.picture.shapes if isinstance(shape, FilledOutline)]
-    assert len(regions) == 2, "layers without any bytes are left out"
-    lower, upper = ({y for _, y in region.points} for region in regions)
-    assert max(lower) > max(upper), "the activations stand on the parameters"
-    assert min(lower) == max(upper)
-    texts = [shape.text for shape in figure.picture.shapes if isinstance(shape, Label)]
+    lower, upper = figure.picture.figure.findobj(StepPatch)  # layers without any bytes are left out
+    assert list(lower.get_data().values) == list(upper.get_data().baseline), "the activations stand on the parameters"
+    texts = [text.get_text() for text in figure.picture.figure.findobj(Text)]
     assert {"forward", "backward", "peak 30.0 MiB in backward of layers.3.mlp"} <= set(texts)
     assert "optimizer" not in texts, "9 ms are narrower than the word"
 
 
 def test_modules_beyond_the_first_are_summed_up(tmp_path: Path) -> None:
     point = one_point(tmp_path, modules=profile(MOST_MODULES + 5)["modules"])
-    texts = [shape.text for shape in by_module(point, 1).picture.shapes if isinstance(shape, Label)]
+    texts = [text.get_text() for text in by_module(point, 1).picture.figure.findobj(Text)]
     assert "5 more modules" in texts
     assert "communication exposed" in texts
     assert "data" not in texts, "it takes less than a thousandth of the step"
@@ -179,14 +177,14 @@ def test_numbers_that_no_picture_can_show_are_drawn_as_nothing(tmp_path: Path) -
     point = one_point(tmp_path, **odd)
     drawn = [over_time(point, 1), by_module(point, 1)]
     for figure in drawn:
-        text = svg.document(figure.picture)
+        text = document(figure.picture)
         ElementTree.fromstring(text)
         assert not re.search(r"\b(nan|inf)\b", text), figure.name
-    assert raster.png(overview("odd", drawn))
+    assert png("odd", [figure.picture for figure in drawn])
     assert holders_table(point.profile).rows
     empty = one_point(tmp_path / "empty", timeline={"ms": [], "bytes": {}, "phases": []}, modules=[], outside_ms={})
     for figure in (over_time(empty, 1), by_module(empty, 1)):
-        ElementTree.fromstring(svg.document(figure.picture))
+        ElementTree.fromstring(document(figure.picture))
 
 
 def test_a_damaged_profile_is_left_out_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
