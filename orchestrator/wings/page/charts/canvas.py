@@ -239,21 +239,26 @@ def _shapes(picture: Picture) -> str:
         picture.figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = file.getvalue()
     text = re.sub(r'<style type="text/css">.*?</style>', "", text[text.index("<defs>") :], flags=re.DOTALL)
-    text = re.sub(r'<g id="(?:mark-(\d+)|[^"]*)">', lambda found: _group(picture, found[1]), text)
-    for name, colour in LIGHT.items():
-        text = text.replace(colour, f"var(--{name})")
-    text = re.sub(r"font-family: [^;]*; ", "", text)
-    text = re.sub(r"(font: [^;']*px) [^;]*", rf"\1 {FONT}", text)  # as matplotlib before 3.10 has it
-    text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text.replace("xlink:href", "href"))
-    text = re.sub(r"\d+\.\d{2,}", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), text)
+    text = re.sub(r"<[^<>]+>", lambda found: _tag(picture, found[0]), text)
     return re.sub(r"\s*\n\s*", " ", text).replace("> <", ">\n<").strip()
 
 
-def _group(picture: Picture, number: str | None) -> str:
+def _tag(picture: Picture, tag: str) -> str:
+    """One tag of matplotlib's; texts between tags stay as they are."""
+    if tag.startswith('<g id="'):
+        return "" if tag.endswith("/>") else _group(picture, tag)
+    for name, colour in LIGHT.items():
+        tag = tag.replace(colour, f"var(--{name})")
+    tag = re.sub(r"font-family: [^;]*; ", "", tag)
+    tag = re.sub(r"(font: [^;']*px) [^;]*", rf"\1 {FONT}", tag)  # as matplotlib before 3.10 has it
+    tag = re.sub(r' transform="rotate\(-0 [^"]*"', "", tag.replace("xlink:href", "href"))
+    return re.sub(r"\d+\.\d{2,}", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), tag)
+
+
+def _group(picture: Picture, tag: str) -> str:
     """The start of an artist's group. What has a tip and no colour has to take the mouse all the same."""
-    if number is None:
-        return "<g>"
-    key, tip = picture.marks[int(number)]
+    number = re.fullmatch(r'<g id="mark-(\d+)">', tag)
+    key, tip = picture.marks[int(number[1])] if number else (None, "")
     row = "" if key is None else f' data-row="{key}"'
     return f'<g{row} pointer-events="all"><title>{escape(tip, quote=False)}</title>' if tip else f"<g{row}>"
 

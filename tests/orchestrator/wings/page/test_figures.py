@@ -304,12 +304,12 @@ def test_the_png_holds_all_pictures(tmp_path: Path) -> None:
 
 
 def test_the_marks_of_a_picture_have_their_rows_their_tips_and_the_colours_of_the_page() -> None:
-    bars = (Bar("a & b", (100.0,), 7, note="<fast>"), Bar("$x_1$", (80.0,), 8))
+    bars = (Bar("a & b", (100.0,), 7, note="<8.583>"), Bar("$x_1$", (80.0,), 8))
     picture = picture_of(BarChart("speed", "", UNIT, (BarPart("x", PAINTS[0]),), bars))
     root = ElementTree.fromstring(document(picture))
     assert {group.get("data-row") for group in root.iter(f"{SVG}g")} == {None, "7", "8"}
-    assert [title.text for title in root.iter(f"{SVG}title")] == ["a & b; <fast>", "$x_1$"]
-    assert {"a & b", "$x_1$", "<fast>"} <= {text.text for text in root.iter(f"{SVG}text")}
+    assert [title.text for title in root.iter(f"{SVG}title")] == ["a & b; <8.583>", "$x_1$"]
+    assert {"a & b", "$x_1$", "<8.583>"} <= {text.text for text in root.iter(f"{SVG}text")}
     drawn = picture.drawn
     assert "var(--blue)" in drawn
     assert re.findall(r"#[0-9a-f]{6}|font-family| id=\"(?![pm])", drawn) == []
