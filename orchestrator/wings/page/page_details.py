@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.report.summary import run_command, training_rows
 from orchestrator.text.streams import one_line
-from orchestrator.text.units import ABSENT
 from orchestrator.wings.page.report_points import ReportPoint, group_of
 
 UNSHOWN = ("output", "tracking")  # of the configuration: where a run is recorded
 NAMED = 6
+
+
+class PointDetails(NamedTuple):
+    """A point as the page unfolds it. trained: how far a training to an end came, and its examples. own: the settings
+    that not all points have."""
+
+    point: ReportPoint
+    title: str
+    command: str
+    trained: Mapping[str, str]
+    own: Mapping[str, str]
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -77,38 +86,22 @@ def _few(labels: Sequence[str]) -> str:
     return ", ".join(labels[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def details(points: Sequence[ReportPoint]) -> str:
-    """The settings that all points share, then each point with its own, as HTML."""
+def details(points: Sequence[ReportPoint]) -> tuple[dict[str, str], list[PointDetails]]:
+    """The settings that all points share, and each point with its own."""
     configs = {point.number: _shown(point.entry.config) for point in points if point.entry.config}
     common = shared(list(configs.values()))
-    same = f"<details><summary>{len(common)} settings that all points share</summary>{listed(common)}</details>"
-    return same + "\n" + "\n".join(_point(point, configs.get(point.number, {}), common) for point in points)
+    return common, [_details(point, configs.get(point.number, {}), common) for point in points]
 
 
 def _shown(config: Mapping[str, Any]) -> dict[str, str]:
     return leaves({key: value for key, value in config.items() if key not in UNSHOWN})
 
 
-def _point(point: ReportPoint, config: Mapping[str, str], common: Mapping[str, str]) -> str:
-    own = {key: value for key, value in config.items() if key not in common}
-    reason = f"<p>{escape(one_line(point.entry.message))}</p>" if point.entry.message else ""
-    folder = escape(point.entry.folder) or ABSENT
-    return (
-        f'<details id="point-{point.number}"><summary>{escape(f"{point.place} {point.label}".strip())} '
-        f'<span class="muted">{escape(point.entry.state)}</span></summary>{reason}'
-        f"<pre>{escape(run_command(point.entry.overrides))}</pre>"
-        f"<p>records: <code>{folder}</code></p>{_trained(point.result or {})}{listed(own)}</details>"
+def _details(point: ReportPoint, config: Mapping[str, str], common: Mapping[str, str]) -> PointDetails:
+    return PointDetails(
+        point,
+        f"{point.place} {point.label}".strip(),
+        run_command(point.entry.overrides),
+        {row.name: row.text for row in training_rows(point.result or {})},
+        {key: value for key, value in config.items() if key not in common},
     )
-
-
-def _trained(result: Mapping[str, Any]) -> str:
-    """How far a training to an end came, and its examples; empty for another run."""
-    rows = training_rows(result)
-    told = "".join(f"<dt>{escape(row.name)}</dt><dd>{escape(one_line(row.text))}</dd>" for row in rows)
-    return f'<dl class="trained">{told}</dl>' if rows else ""
-
-
-def listed(texts: Mapping[str, str]) -> str:
-    """Names and texts as HTML; empty for none."""
-    rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(one_line(value))}</dd>" for key, value in texts.items())
-    return f"<dl>{rows}</dl>" if rows else ""

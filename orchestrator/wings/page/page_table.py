@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from html import escape
 from typing import NamedTuple
 
 from orchestrator.report import extras, ranking
@@ -127,43 +126,3 @@ def _against(best: float) -> Callable[[ReportPoint], Cell]:
         return share, "best" if share == 0 else change_text(1 + share)
 
     return cell
-
-
-def table(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> str:
-    """The table as HTML, with tools to filter it."""
-    shown = columns(points, settings)
-    head = "".join(map(_header, shown))
-    body = "\n".join(_row(point, shown) for point in points)
-    states = dict.fromkeys(point.entry.state for point in points)
-    options = "".join(f"<option>{escape(state)}</option>" for state in states)
-    return f"""<div class="tools">
-<label>filter <input id="filter" type="search" placeholder="words that a row has; -word: has not"></label>
-<label>state <select id="state"><option value="">all</option>{options}</select></label>
-<span id="shown" class="muted">{len(points)} of {len(points)} points</span>
-<span class="muted">a click on a column sorts by it</span></div>
-<div class="wide"><table id="points"><thead><tr>{head}</tr></thead>
-<tbody>
-{body}
-</tbody></table></div>"""
-
-
-def _header(column: Column) -> str:
-    kind = ' class="number"' if column.number else ""
-    first = ' data-first="descending"' if column.falls else ""
-    return f'<th scope="col"{kind}{first}><button type="button">{escape(column.title)}</button></th>'
-
-
-def _row(point: ReportPoint, shown: Sequence[Column]) -> str:
-    kind = "unmeasured" if point.result is None else "first" if point.ranked.place == 1 else ""
-    cells = "".join(_cell(column, point) for column in shown)
-    state = escape(point.entry.state)
-    return f'<tr class="{kind}" data-row="{point.number}" data-state="{state}">{cells}</tr>'
-
-
-def _cell(column: Column, point: ReportPoint) -> str:
-    value, text = column.cell(point)
-    content = escape(text)
-    if column.title == "point":
-        content = f'<a href="#point-{point.number}">{content}</a>'
-    kind = ' class="number"' if column.number else ""
-    return f'<td{kind} data-v="{escape(str(value))}">{content}</td>'

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from orchestrator.report.summary import Table
 from orchestrator.text.units import ABSENT, digits, percent, size
 from orchestrator.wings.page.bar_figures import Figure
-from orchestrator.wings.page.charts.canvas import inline
+from orchestrator.wings.page.page import rendered
 from orchestrator.wings.page.report_points import ReportPoint, length
 from orchestrator.wings.profile.efficiency import profile_rows
 from orchestrator.wings.profile.profile_figures import (
@@ -31,11 +30,12 @@ def section(points: Sequence[ReportPoint]) -> str:
     found = shown_profiles(points)
     if not found:
         return ""
-    more = sum(bool(point.profile) for point in points) - len(found)
-    left = (
-        f'<p class="muted">{more} more points have a profile; the first {MOST_PROFILES} are shown.</p>' if more else ""
+    return rendered(
+        Path(__file__).with_name("section.html"),
+        more=sum(bool(point.profile) for point in points) - len(found),
+        most=MOST_PROFILES,
+        profiles=list(map(_profile, found)),
     )
-    return f'<section id="profiles"><h2>Profiles</h2>{left}\n{"".join(map(_profile, found))}</section>'
 
 
 def figures(points: Sequence[ReportPoint]) -> list[Figure]:
@@ -43,38 +43,17 @@ def figures(points: Sequence[ReportPoint]) -> list[Figure]:
     return [figure for shown in shown_profiles(points) for figure in shown.figures]
 
 
-def _profile(shown: ShownProfile) -> str:
+def _profile(shown: ShownProfile) -> dict[str, Any]:
     point = shown.point
-    rows = "".join(
-        f"<dt>{escape(row.name)}</dt><dd>{escape(row.text)}</dd>"
-        for row in profile_rows(point.result or {})
-        if row.name
-    )
-    figures = "".join(
-        f'<figure id="{one.name}">{inline(one.picture)}<figcaption>{escape(one.caption, quote=False)}</figcaption>'
-        "</figure>\n"
-        for one in shown.figures
-    )
-    folder = Path(point.entry.folder) / "traces"
-    return (
-        f"<h3>{escape(point.label)}</h3><dl>{rows}</dl>\n"
-        f'<div class="pictures">{figures}</div>\n'
-        f"<p>At the peak, in {escape(place_of(point.profile['peak']))}:</p>{_html(holders_table(point.profile))}\n"
-        f"<details><summary>Time and operations by module</summary>{_html(modules_table(point.profile))}</details>\n"
-        f"<p>Traces of the ranks, for a trace viewer: <code>{escape(str(folder))}</code></p>\n"
-    )
-
-
-def _html(table: Table) -> str:
-    kind = [
-        '<{0} class="number">{1}</{0}>' if at >= table.names else "<{0}>{1}</{0}>" for at in range(len(table.header))
-    ]
-    head = "".join(form.format("th", escape(cell)) for form, cell in zip(kind, table.header, strict=True))
-    rows = "\n".join(
-        f"<tr>{''.join(form.format('td', escape(cell)) for form, cell in zip(kind, row, strict=True))}</tr>"
-        for row in table.rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table>"
+    return {
+        "label": point.label,
+        "rows": [row for row in profile_rows(point.result or {}) if row.name],
+        "figures": shown.figures,
+        "place": place_of(point.profile["peak"]),
+        "holders": holders_table(point.profile),
+        "modules": modules_table(point.profile),
+        "folder": str(Path(point.entry.folder) / "traces"),
+    }
 
 
 def holders_table(profile: Mapping[str, Any]) -> Table:

@@ -21,7 +21,7 @@ from orchestrator.report import comparison, ranking
 from orchestrator.report.entry import Entry
 from orchestrator.report.varied import varied_settings
 from orchestrator.rounds.intervals import RoundsEstimate
-from orchestrator.wings.page import figures, page_details, plane_figures
+from orchestrator.wings.page import figures, page, plane_figures
 from orchestrator.wings.page.charts.bar_data import MOST_STRETCH, Bar, BarChart, BarPart, axis_end
 from orchestrator.wings.page.charts.bars import MOST_ROWS, picture_of
 from orchestrator.wings.page.charts.canvas import WIDTH, AxisUnit, Picture, document, png, shortened, text_width
@@ -282,8 +282,8 @@ def test_the_page_has_the_examples_of_a_training_as_text_alone() -> None:
     told = {"epochs": 1.0, "tokens": 9, "learned_tokens": 4, "validations": 1, "best": None, "last_checkpoint": None}
     assert point.result is not None
     point.result["training"] = {**told, "examples": [dict.fromkeys(("prompt", "answer", "reference"), part)]}
-    html = page_details.details([point])
-    assert "<dt>  continued</dt><dd>&#x27;&lt;b&gt;2 plus 2\\n&#x27;</dd>" in html
+    html = page.page("trained", [point], [], {})
+    assert "<dt>  continued</dt><dd>&#39;&lt;b&gt;2 plus 2\\n&#39;</dd>" in html
     assert "1 epoch, 9 tokens, of which 4 count in the loss" in html
 
 
