@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ def write(sweep: SweepPaths, *, with_png: bool = False) -> list[str]:
     Returns the names of the files written, without those of the pictures; a full disk must not hide the rest.
     """
     rows = ranked(sweep)
-    parts: list[ReportPart] = [load(place)(sweep, rows, with_png=with_png) for place in REPORT_PARTS]
+    parts = [part for place in REPORT_PARTS if (part := _part(place, sweep, rows, with_png=with_png)) is not None]
     for path, text in (picture for part in parts for picture in part.pictures.items()):
         if not _is_written(path, text, lasting=False):
             break  # as on a full disk: one warning is enough
@@ -71,6 +71,16 @@ def write(sweep: SweepPaths, *, with_png: bool = False) -> list[str]:
     for part in parts:
         files |= part.files
     return [str(path) for path, content in files.items() if _is_written(path, content)]
+
+
+def _part(place: str, sweep: SweepPaths, rows: Sequence[Ranked], *, with_png: bool) -> ReportPart | None:
+    """What a wing adds. A library that is missing, or has no place for its cache, costs this part and not the rest."""
+    try:
+        found: ReportPart = load(place)(sweep, rows, with_png=with_png)
+    except (ImportError, OSError) as error:
+        warn_once(f"{sweep.page} could not be made: {error}")
+        return None
+    return found
 
 
 def _is_written(path: Path, content: str | bytes, *, lasting: bool = True) -> bool:

@@ -9,6 +9,7 @@ the light theme, and become CSS variables. matplotlib is slow to import, so it i
 from __future__ import annotations
 
 import io
+import logging
 import re
 import warnings
 from collections.abc import Sequence
@@ -102,6 +103,8 @@ class Picture:
 def blank(title: str, legend: Sequence[LegendEntry], height: float, width: float = WIDTH) -> tuple[Picture, float]:
     """A picture of its title and legend, with `height` pixels between them and the axis below; and the pixel at which
     these begin."""
+    # On a new machine it says that it lists the fonts, and without a home that its cache is temporary: to nobody's use.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from matplotlib.figure import Figure
 
     places, x, y = [], 10.0, TITLE_HEIGHT

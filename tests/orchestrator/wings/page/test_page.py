@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -155,6 +156,15 @@ def test_the_files_of_a_report_are_written_together(sweep: SweepPaths) -> None:
     named = re.findall(r"\]\((pictures/\w+\.svg)\)", report)
     assert named
     assert all((sweep.root / name).is_file() for name in named)
+
+
+def test_without_a_library_of_the_page_the_rest_of_the_report_is_written(
+    sweep: SweepPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    written = {Path(path).name for path in comparison.write(sweep, with_png=True)}
+    assert written == {"report.md", "results.csv"}
+    assert f"{sweep.page} could not be made" in caplog.text
 
 
 class Asked(SimpleHTTPRequestHandler):
