@@ -1,4 +1,4 @@
-"""`zlab generate`: prompts, refusals, and one run; and an evaluation that needs no change of an earlier point's id."""
+"""`zlab generate`: prompts, refusals, and one run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import pytest
 
 from orchestrator.cli import main
 from orchestrator.commands.generate import read
-from orchestrator.config.parts import plain
-from orchestrator.config.schema import Train
 from orchestrator.config.strict import Refusal
-from orchestrator.records.run_record import identity
 
 
 def test_prompts_are_separated_from_settings(tmp_path: Path) -> None:
@@ -55,15 +52,6 @@ def test_what_inference_does_not_have_is_refused(
 ) -> None:
     assert main([*words, f"output={tmp_path}"]) == 2
     assert told in capsys.readouterr().err
-
-
-def test_ids_of_earlier_points_do_not_change() -> None:
-    earlier = {"measure": {"steps": 5}, "precision": {"param": "bf16"}}
-    now = {"measure": {"steps": 5, "kind": "train"}, "precision": {"param": "bf16", "weights": None}}
-    now["train"] = plain(Train())
-    assert identity(now, 2, "cpu") == identity(earlier, 2, "cpu")
-    now["measure"]["kind"] = "eval"
-    assert identity(now, 2, "cpu") != identity(earlier, 2, "cpu")
 
 
 @pytest.mark.full
