@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.records.record_file import write_text_atomic
-from zero_runtime.kernels.cpu.build import BuildError, cache_folder
+from zero_runtime.kernels.user_cache import CacheError, cache_folder
 
 
 def cache_file(folder: str, key: str) -> Path:
     """The file of a value, in a folder that is private to the user. OSError if the folder cannot be created."""
     try:
         path = cache_folder() / folder
-    except BuildError as error:
+    except CacheError as error:
         raise OSError(str(error)) from error
     path.mkdir(mode=0o700, exist_ok=True)
     return path / f"{key}.json"

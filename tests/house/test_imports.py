@@ -131,6 +131,7 @@ ROOMS = {
     "zero_runtime": {
         "dtypes": "",
         "process_identity": "",
+        "cgroups": "",
         "own_device": "pure",
         "numa": "",
         "phase_clock": "pure",
@@ -166,7 +167,7 @@ ROOMS = {
         "nested_tensors": "",
         "module_hooks": "graph_entries nested_tensors parameter_reads pure skipped_modules unit users_backward",
         "step_backwards": "collectives module_hooks pure unit users_backward",
-        "offload": "agreement collectives process_identity pure shard_location unit",
+        "offload": "agreement cgroups collectives process_identity pure shard_location unit",
         "optim": "collectives dtypes offload pure tensor_parallel unit",
         "activations": "offload pure tensor_parallel unit_planner",
         "gather_turns": "collectives pure unit unit_parameters",

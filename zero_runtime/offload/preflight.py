@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from zero_runtime import cgroups
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import OffloadError, missing_folder
 from zero_runtime.memory.model import UnitSize, total_state_bytes
-from zero_runtime.offload import cgroups
 from zero_runtime.offload.memory import Moves, host_bytes, nvme_bytes
 from zero_runtime.offload.plan import OffloadPlan
 from zero_runtime.plan import ZeroPlan

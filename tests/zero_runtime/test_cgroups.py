@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_runtime.offload import cgroups
+from zero_runtime import cgroups
 
 
 @pytest.fixture
