@@ -102,17 +102,15 @@ def measured(pairs: int, turn_s: float, output: Path) -> LoggingTurns:
         resources=Resources(ranks=1),
         tracking=Tracking(TrackingKind.mlflow),
     )
-    tracker = start_tracker(config, output)
-    tracker.wait_for_store()
     attempt = new_attempt(output, to_dict(config), "logging", "cpu")
+    tracker = start_tracker(config, output, attempt.paths)
+    tracker.wait_for_store()
     attempt.move(RunState.starting)
     attempt.move(RunState.running)
-    tracker.begin(attempt, config)
     try:
         return _turns(pairs, turn_s, attempt, tracker)
     finally:
         attempt.move(RunState.cancelled, message="the benchmark has ended")
-        tracker.end(attempt)
         tracker.close()
         for warning in tracker.warnings():
             print(warning, file=sys.stderr)

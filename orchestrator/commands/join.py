@@ -14,7 +14,7 @@ from pathlib import Path
 
 from orchestrator.commands.admission import Admission
 from orchestrator.commands.next_run import next_after_run
-from orchestrator.commands.run import begin, next_rows, tell, track
+from orchestrator.commands.run import begin, next_rows, tell
 from orchestrator.launch.environment import joined_settings
 from orchestrator.launch.local_run import record
 from orchestrator.launch.rank import ENTRY, RankInfo, Stopped, rank_in_world, run_recorded
@@ -116,7 +116,7 @@ def _lead(point: Point, rank: RankInfo, meeting: Meeting, entry: str, admission:
         with suppress(TimeoutError):  # of ranks that have not started: there is nothing for them to do
             meeting.tell(attempt.paths.root)
         return _refused(point, attempt, screen, tracker)
-    track(point, attempt, tracker)
+    tracker.wait_for_store()
     attempt.move(RunState.starting)
     try:
         meeting.tell(attempt.paths.root)
@@ -185,7 +185,6 @@ def verdict_of(attempt: Attempt, world: int, failure: BaseException | Stopped | 
 
 
 def _close(point: Point, attempt: Attempt, verdict: Verdict, screen: Screen, tracker: Tracker) -> None:
-    tracker.end(attempt)
     tell(screen, point, attempt, verdict)
     rows = [Row("records", shown(attempt.paths.root))]
     if verdict.state.measured:

@@ -59,7 +59,7 @@ def run_point(
             verdict = None
             # The memory is predicted while the tracker imports its libraries.
             if admission is None or admission.admits(point, attempt, screen, quiet=as_json):
-                track(point, attempt, tracker)
+                tracker.wait_for_store()
                 with _slots(point, screen) as lease:
                     verdict = _followed(point, attempt, entry, screen, tracker, lease)
         code = comparison.exit_code_of({attempt.state})
@@ -71,7 +71,6 @@ def run_point(
         screen.say("stopped: nothing is left running", "bold red")
         code = INTERRUPTED
     finally:
-        tracker.end(attempt)
         _close(point, attempt, screen, tracker)
         if as_json:
             print(_document(point, attempt))
@@ -82,17 +81,11 @@ def begin(point: Point, screen: Screen) -> tuple[Attempt, Tracker]:
     """Creates the attempt, shows its configuration and starts the tracker."""
     config = point.config
     output = Path(config.output).absolute()
-    tracker = start_tracker(config, output)
     name = hardware.detect().name(config.resources.device)
     attempt = new_attempt(output, to_dict(config), point.label, name)
+    tracker = start_tracker(config, output, attempt.paths)
     screen.plan(point.label, config, shown(attempt.paths.root))
     return attempt, tracker
-
-
-def track(point: Point, attempt: Attempt, tracker: Tracker) -> None:
-    """Starts tracking the attempt."""
-    tracker.wait_for_store()
-    tracker.begin(attempt, point.config)
 
 
 def _document(point: Point, attempt: Attempt) -> str:

@@ -106,15 +106,7 @@ class ClusterView:
         if stored is None:
             return
         config = from_dict(stored)
-        tracker = start_tracker(config, self._sweep.output, self._sweep)
-        tracker.wait_for_store()
-        for paths in ended:
-            attempt = Attempt.reopen(paths)
-            tracker.begin(attempt, config, self._sweep)
-            tracker.end(attempt)
-        if all(standing.state.final for standing in sweep_record.standings(self._sweep)):
-            tracker.summary(self._sweep)
-        tracker.close()
+        start_tracker(config, self._sweep.output, self._sweep).close()
 
 
 def _with_reason(point: Standing, sight: JobSight | None) -> Standing:
