@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 
+from orchestrator import wings
 from orchestrator.compose import arguments
-from orchestrator.compose.arguments import VERBS
+from orchestrator.compose.arguments import SHARED_PARSER, VERBS
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INTERRUPTED
 from orchestrator.records.record_file import BadRecord, explained
@@ -82,9 +82,8 @@ def _carried_out(argv: Sequence[str]) -> int:
     if argv[:1] == ["--help"] and argv[1:2] and argv[1] in VERBS:
         argv = [argv[1], "--help"]
     if argv and argv[0] in VERBS:
-        module = importlib.import_module(f"orchestrator.commands.{VERBS[argv[0]]}")
-        # The verbs that read and control sweeps share one parser; every other command has its own.
-        return int(module.main(argv if VERBS[argv[0]] == "verbs" else argv[1:]))
+        place = VERBS[argv[0]]
+        return int(wings.load(place).main(argv if place == SHARED_PARSER else argv[1:]))
     from orchestrator.commands import line  # imported here: a verb, and above all tab completion, does without it
 
     return line.answer(arguments.split(argv))

@@ -11,7 +11,15 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import Any
 
+# The wings' verbs, each with its module, which has `main` and `parser`: `python run.py VERB ...` calls its `main`.
+VERBS = {
+    "export-weights": "orchestrator.commands.export",
+    "import": "orchestrator.commands.import_config",
+    "export": "orchestrator.commands.export_config",
+    "launch": "orchestrator.commands.launch_script",
+}
+
 
 def load(place: str) -> Any:
-    """The object that "package.module:attribute" names."""
+    """The object that "package.module:attribute" names, or the module that "package.module" names."""
     return resolve_name(place)

@@ -110,7 +110,7 @@ ROOMS = {
         "config": "text",
         "machine": "config text",
         "workloads": "config",
-        "compose": "config text",
+        "compose": "config text wings",
         "records": "config machine workloads",
         "foreign": "compose config text",
         "plan": "compose config machine records rounds text",
@@ -119,9 +119,9 @@ ROOMS = {
         "launch": "config machine plan records report rounds text tracking",
         "slurm": "config launch machine records tracking",
         "worker": "compose config launch machine plan records rounds text workloads",
-        "commands": "compose config exit_codes foreign launch machine plan records report slurm text tracking worker "
-        "workloads",
-        "cli": "commands compose config exit_codes machine records slurm text",
+        "commands": "compose config exit_codes foreign launch machine plan records report slurm text tracking wings "
+        "worker workloads",
+        "cli": "commands compose config exit_codes machine records slurm text wings",
         "start": "cli machine",
         "api": "commands config records report",
         "orchestrator": "api",
