@@ -13,8 +13,8 @@ from orchestrator.compose.arguments import SHARED_PARSER, VERBS
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INTERRUPTED
 from orchestrator.records.record_file import BadRecord, explained
-from orchestrator.slurm.tools import SlurmError
 from orchestrator.text.streams import complain, refuse, take_any_text
+from orchestrator.wings.slurm.tools import SlurmError
 
 _OF_STREAMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 

@@ -17,9 +17,9 @@ from orchestrator.machine import hardware, provenance
 from orchestrator.machine.loopback import loopback
 from orchestrator.machine.processes import output_of
 from orchestrator.report.summary import Row
-from orchestrator.slurm.tools import SlurmError, ask
 from orchestrator.text.paths import program
 from orchestrator.text.units import size
+from orchestrator.wings.slurm.tools import SlurmError, ask
 
 ENOUGH_DISK_BYTES = 10 << 30
 SLURM_GPUS, TORCH, NETWORK = "SLURM GPUs", "torch", "network"

@@ -98,7 +98,7 @@ def _join_step() -> None:
     """A task of the user's own srun is a rank: without the others' variables each task would run all of it alone."""
     if "SLURM_STEP_ID" not in os.environ:
         return
-    from orchestrator.slurm import rank, tools
+    from orchestrator.wings.slurm import rank, tools
 
     try:
         rank.say_place_in_step(os.environ)

@@ -7,8 +7,8 @@ from pathlib import Path
 from orchestrator.config.strict import nearest
 from orchestrator.records import sweep_record
 from orchestrator.records.sweep_record import Standing, SweepPaths
-from orchestrator.slurm import sweep as slurm_sweep
 from orchestrator.text.paths import program
+from orchestrator.wings.slurm import sweep as slurm_sweep
 
 
 class VerbError(ValueError):

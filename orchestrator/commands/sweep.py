@@ -36,13 +36,13 @@ from orchestrator.records.sweep_record import TAKEN, Planned, SweepPaths
 from orchestrator.report import comparison, sweep_table
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row
-from orchestrator.slurm import site as slurm_site
-from orchestrator.slurm import sweep as slurm_sweep
-from orchestrator.slurm import tools as slurm_tools
 from orchestrator.text.paths import shown, verb
 from orchestrator.text.streams import complain
 from orchestrator.text.units import many
 from orchestrator.tracking.feed import check_store, complete_left_behind, start_sync
+from orchestrator.wings.slurm import site as slurm_site
+from orchestrator.wings.slurm import sweep as slurm_sweep
+from orchestrator.wings.slurm import tools as slurm_tools
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ from orchestrator.records.sweep_record import Standing, SweepPaths
 from orchestrator.report import comparison, sweep_table
 from orchestrator.report.progress import step_line
 from orchestrator.report.summary import Row
-from orchestrator.slurm import sweep as slurm_sweep
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown, verb
 from orchestrator.text.streams import complain
 from orchestrator.text.units import many
 from orchestrator.tracking.feed import complete_left_behind
+from orchestrator.wings.slurm import sweep as slurm_sweep
 
 FOLLOW_S = 0.3
 LOG_BYTES = 64 << 20  # of a larger log, only the end is shown

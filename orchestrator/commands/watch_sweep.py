@@ -17,8 +17,8 @@ from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Standing, SweepPaths, controller_pid, is_on_cluster, standings
 from orchestrator.report import comparison, sweep_table
 from orchestrator.report.screen import Screen
-from orchestrator.slurm import sweep as slurm_sweep
 from orchestrator.text.units import ABSENT
+from orchestrator.wings.slurm import sweep as slurm_sweep
 
 LOOK_S, CLUSTER_LOOK_S = 0.5, 5.0
 SAY_EVERY_S = 30.0

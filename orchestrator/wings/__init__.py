@@ -13,10 +13,10 @@ from typing import Any
 
 # The wings' verbs, each with its module, which has `main` and `parser`: `python run.py VERB ...` calls its `main`.
 VERBS = {
-    "export-weights": "orchestrator.commands.export",
-    "import": "orchestrator.commands.import_config",
-    "export": "orchestrator.commands.export_config",
-    "launch": "orchestrator.commands.launch_script",
+    "export-weights": "orchestrator.wings.foreign.export_weights",
+    "import": "orchestrator.wings.foreign.import_config",
+    "export": "orchestrator.wings.foreign.export_config",
+    "launch": "orchestrator.wings.scripts.launch_script",
 }
 
 

@@ -28,20 +28,22 @@ from trials import Trial, Wrong
 
 from orchestrator import cli
 from orchestrator.charts import raster
-from orchestrator.commands import doctor, export, fit, launch_script, sync
+from orchestrator.commands import doctor, fit, sync
 from orchestrator.commands import run as study
 from orchestrator.commands import sweep as sweep_command
 from orchestrator.compose import compose, folders, plain_line
 from orchestrator.compose.arguments import Arguments
 from orchestrator.compose.composition import Composed, Composition
 from orchestrator.config.schema import from_dict, to_dict
-from orchestrator.launch.script_ranks import ScriptEnd
 from orchestrator.machine import hardware
 from orchestrator.plan import counting_child, memory_cache
 from orchestrator.plan.point import Point
 from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import program
+from orchestrator.wings.foreign import export_weights as export
+from orchestrator.wings.scripts import launch_script
+from orchestrator.wings.scripts.script_ranks import ScriptEnd
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
 from zero_runtime.timing.segments import SegmentTable
 from zero_runtime.timing.work import LinearWork

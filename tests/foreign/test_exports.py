@@ -19,17 +19,17 @@ from harness.trainer_runs import as_launched
 from torch import nn
 
 from orchestrator import cli
-from orchestrator.commands.export_config import WRITERS
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Refusal
-from orchestrator.foreign.importing import Line, imported
-from orchestrator.foreign.point_words import same_point
-from orchestrator.foreign.sources import source_of
 from orchestrator.plan.point import Point
 from orchestrator.plan.points import judged
 from orchestrator.plan.rules.scene import here
+from orchestrator.wings.foreign.export_config import WRITERS
+from orchestrator.wings.foreign.importing import Line, imported
+from orchestrator.wings.foreign.point_words import same_point
+from orchestrator.wings.foreign.sources import source_of
 
 GROUPS = "zero=stage3 zero.shard_ranks=2"
 LINES = (

@@ -86,7 +86,7 @@ IMPORTERS = {
     },
     "hydra": {"orchestrator/compose/compose.py", PLUGIN},
     "omegaconf": {"orchestrator/compose/compose.py"},
-    "submitit": {"orchestrator/launch/local_executor.py", "orchestrator/slurm/executor.py"},
+    "submitit": {"orchestrator/launch/local_executor.py", "orchestrator/wings/slurm/executor.py"},
     "mlflow": {"orchestrator/tracking/store.py"},
     "matplotlib": {"orchestrator/charts/raster.py"},
     "transformers": {
@@ -112,20 +112,22 @@ ROOMS = {
         "workloads": "config",
         "compose": "config text wings",
         "records": "config machine workloads",
-        "foreign": "compose config text",
         "plan": "compose config machine records rounds text",
         "tracking": "config machine records report",
         "report": "charts config exit_codes records rounds text",
         "launch": "config machine plan records report rounds text tracking",
-        "slurm": "config launch machine records tracking",
         "worker": "compose config launch machine plan records rounds text workloads",
-        "commands": "compose config exit_codes foreign launch machine plan records report slurm text tracking wings "
-        "worker workloads",
-        "cli": "commands compose config exit_codes machine records slurm text wings",
+        "commands": "compose config exit_codes launch machine plan records report text tracking wings wings.slurm "
+        "worker",
+        "cli": "commands compose config exit_codes machine records text wings wings.slurm",
         "start": "cli machine",
         "api": "commands config records report",
         "orchestrator": "api",
-        "plugins": "commands config",
+        "plugins": "config wings.optuna",
+        "wings.foreign": "commands compose config exit_codes plan records report text workloads",
+        "wings.optuna": "commands compose config plan records report",
+        "wings.scripts": "commands config exit_codes launch machine records text",
+        "wings.slurm": "config launch machine records tracking",
         "shipped": "",
     },
     "zero_runtime": {
@@ -280,6 +282,8 @@ def modules_imported(file: Path) -> set[str]:
 def room_of(module: str) -> str:
     """The key of ROOMS, or "pure"."""
     _, _, inside = module.partition(".")
+    if inside.startswith("wings."):
+        return ".".join(inside.split(".")[:2])  # each wing is a room
     if module.startswith("zero_runtime.") and inside in PURE:
         return "pure"
     return inside.split(".")[0] or module

@@ -24,7 +24,11 @@ STARTS = (
     "orchestrator.worker.train",
 )
 # The wings, as prefixes of module names.
-WINGS: tuple[str, ...] = ()
+WINGS: tuple[str, ...] = (
+    "orchestrator.wings.foreign",
+    "orchestrator.wings.optuna",
+    "orchestrator.wings.scripts",
+)
 # What a parameter passes between the plan and the step, in this order; a file may have left the list, none joins it
 # without another leaving.
 WAY = (

@@ -19,8 +19,8 @@ from orchestrator.machine import provenance
 from orchestrator.plan.decision import Refused
 from orchestrator.plan.point import Point
 from orchestrator.records.run_state import RunState
-from orchestrator.slurm.tools import SlurmError
 from orchestrator.text.paths import program
+from orchestrator.wings.slurm.tools import SlurmError
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "mlflow", "numpy", "transformers")

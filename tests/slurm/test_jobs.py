@@ -15,10 +15,10 @@ from sending import GPUS, STEPS, Sent, config_of, in_slurm, send, stub_config, t
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.records.record_file import read_json
 from orchestrator.records.run_state import RunState
-from orchestrator.slurm import jobs as slurm
-from orchestrator.slurm import site as slurm_site
-from orchestrator.slurm.sweep import log_of
-from orchestrator.slurm.tools import JobPhase, SlurmError
+from orchestrator.wings.slurm import jobs as slurm
+from orchestrator.wings.slurm import site as slurm_site
+from orchestrator.wings.slurm.sweep import log_of
+from orchestrator.wings.slurm.tools import JobPhase, SlurmError
 
 
 def test_submitting_returns_ids_in_order_and_keeps_files_private_to_their_owner(

@@ -20,7 +20,7 @@ from orchestrator.launch.rank import rank_in_world
 from orchestrator.machine import hardware
 from orchestrator.plan.rules.scene import scene_of
 from orchestrator.plan.rules.table import check_parts
-from orchestrator.slurm import rank as slurm_rank
+from orchestrator.wings.slurm import rank as slurm_rank
 from zero_runtime.own_device import device_index
 
 EIGHT = ["H100"] * 8
