@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from orchestrator import wings
 from orchestrator.compose import arguments
 from orchestrator.compose.arguments import SHARED_PARSER, VERBS
+from orchestrator.config.cluster import ClusterError
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INTERRUPTED
 from orchestrator.records.record_file import BadRecord, explained
 from orchestrator.text.streams import complain, refuse, take_any_text
-from orchestrator.wings.slurm.tools import SlurmError
 
 _OF_STREAMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
@@ -58,7 +58,7 @@ def _answered(argv: Sequence[str]) -> int:
         return code
     except Refusal as refusal:
         return refuse(refusal.problems)
-    except SlurmError as error:
+    except ClusterError as error:
         return refuse(["; ".join(str(error).splitlines())])
     except BrokenPipeError:
         return _end_quietly()

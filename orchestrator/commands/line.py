@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from orchestrator import wings
 from orchestrator.compose import arguments, folders, help_page, point_count
 from orchestrator.compose.arguments import Arguments
 from orchestrator.compose.help_topics import Topics, width_of_terminal
 from orchestrator.compose.labels import sweep_name
 from orchestrator.compose.line import composed, show
 from orchestrator.compose.settable import read_tree
-from orchestrator.config.cluster import ClusterKind
+from orchestrator.config.cluster import ClusterError, ClusterKind
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal, nearest
 from orchestrator.launch import environment
@@ -98,11 +99,9 @@ def _join_step() -> None:
     """A task of the user's own srun is a rank: without the others' variables each task would run all of it alone."""
     if "SLURM_STEP_ID" not in os.environ:
         return
-    from orchestrator.wings.slurm import rank, tools
-
     try:
-        rank.say_place_in_step(os.environ)
-    except tools.SlurmError as error:
+        wings.load(wings.PLACE_IN_STEP)(os.environ)
+    except ClusterError as error:
         raise Refusal([str(error)]) from None
 
 

@@ -19,6 +19,12 @@ VERBS = {
     "launch": "orchestrator.wings.scripts.launch_script",
 }
 
+# The clusters beside this machine, by cluster.kind: see SweepCluster in launch/cluster.py.
+CLUSTERS = {"slurm": "orchestrator.wings.slurm.sweep:SlurmCluster"}
+ASK_SLURM = "orchestrator.wings.slurm.tools:ask"  # for `zlab doctor`: what one of SLURM's tools prints
+# For a task of the user's own srun: sets the variables of a rank.
+PLACE_IN_STEP = "orchestrator.wings.slurm.rank:say_place_in_step"
+
 
 def load(place: str) -> Any:
     """The object that "package.module:attribute" names, or the module that "package.module" names."""

@@ -115,11 +115,10 @@ ROOMS = {
         "plan": "compose config machine records rounds text",
         "tracking": "config machine records report",
         "report": "charts config exit_codes records rounds text",
-        "launch": "config machine plan records report rounds text tracking",
+        "launch": "config machine plan records report rounds text tracking wings",
         "worker": "compose config launch machine plan records rounds text workloads",
-        "commands": "compose config exit_codes launch machine plan records report text tracking wings wings.slurm "
-        "worker",
-        "cli": "commands compose config exit_codes machine records text wings wings.slurm",
+        "commands": "compose config exit_codes launch machine plan records report text tracking wings worker",
+        "cli": "commands compose config exit_codes machine records text wings",
         "start": "cli machine",
         "api": "commands config records report",
         "orchestrator": "api",
@@ -127,7 +126,7 @@ ROOMS = {
         "wings.foreign": "commands compose config exit_codes plan records report text workloads",
         "wings.optuna": "commands compose config plan records report",
         "wings.scripts": "commands config exit_codes launch machine records text",
-        "wings.slurm": "config launch machine records tracking",
+        "wings.slurm": "config launch machine records report tracking",
         "shipped": "",
     },
     "zero_runtime": {

@@ -15,12 +15,12 @@ from orchestrator.commands.admission import Admission
 from orchestrator.commands.sweep import SweepRequest
 from orchestrator.compose import arguments
 from orchestrator.compose.arguments import VERBS
+from orchestrator.config.cluster import ClusterError
 from orchestrator.machine import provenance
 from orchestrator.plan.decision import Refused
 from orchestrator.plan.point import Point
 from orchestrator.records.run_state import RunState
 from orchestrator.text.paths import program
-from orchestrator.wings.slurm.tools import SlurmError
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "mlflow", "numpy", "transformers")
@@ -382,7 +382,7 @@ def test_a_scheduler_that_does_not_answer_is_reported_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def silent(*_: object) -> int:
-        raise SlurmError("sinfo: expected an answer within 30 s; try `scontrol ping`")
+        raise ClusterError("sinfo: expected an answer within 30 s; try `scontrol ping`")
 
     monkeypatch.setattr("orchestrator.commands.sweep.run_sweep", silent)
     assert cli.main(["-m", "zero=stage0"]) == 2

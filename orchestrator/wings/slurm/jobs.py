@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.cluster import ClusterError
 from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.launch.environment import job_settings
 from orchestrator.launch.rank import ENTRY, STOP_SIGNAL
@@ -25,7 +26,6 @@ from orchestrator.wings.slurm.tools import (
     UNSEEN,
     JobPhase,
     JobSight,
-    SlurmError,
     ask,
     read_scontrol_job,
 )
@@ -45,7 +45,7 @@ def submit(jobs: Sequence[Sent], folder: Path, *, name: str = "zlab", entry: str
     Attempts of one shape form one array, split according to the site's MaxArraySize; cluster.throttle applies to all
     arrays together. Scripts, calls in JSON and SLURM's logs are stored in `folder`, which only its owner can read and
     which the nodes must see; each attempt's job.json names its files. If SLURM refuses a job, all are cancelled and
-    SlurmError gives the reason.
+    ClusterError gives the reason.
     """
     ids: dict[int, str] = {}
     waves = Waves()
@@ -59,8 +59,8 @@ def submit(jobs: Sequence[Sent], folder: Path, *, name: str = "zlab", entry: str
                 sent = _send(members, folder, name, entry, after)
                 waves.sent(sent[0].partition("_")[0])
                 ids |= zip(part, sent, strict=True)
-        except SlurmError:
-            with suppress(SlurmError):
+        except ClusterError:
+            with suppress(ClusterError):
                 cancel(list(ids.values()))
             raise
     return [ids[index] for index in range(len(jobs))]
@@ -193,7 +193,7 @@ class SlurmQueue:
 
     def _has_accounting(self) -> bool:
         if self._accounting is None:
-            with suppress(SlurmError):
+            with suppress(ClusterError):
                 self._accounting = slurm_tools.accounting_works()
         return bool(self._accounting)
 
@@ -214,7 +214,7 @@ def _states_from(words: Sequence[str], read: Callable[[str], dict[str, JobSight]
     """The states that a tool prints; None if it did not answer, empty if it knows none of the jobs."""
     try:
         return read(ask(words))
-    except SlurmError as error:
+    except ClusterError as error:
         return {} if NO_SUCH_JOB in str(error) else None
 
 

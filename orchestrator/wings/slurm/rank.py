@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 
+from orchestrator.config.cluster import ClusterError
 from orchestrator.launch.rank import RankRecord, Stopped, leave_failed, rank_in_world, run_recorded
 from orchestrator.machine.interfaces import interface_to, set_interface
 from orchestrator.machine.loopback import loopback
@@ -17,7 +18,7 @@ from orchestrator.machine.processes import redirect_output
 from orchestrator.records.record_file import read_or_warn, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
-from orchestrator.wings.slurm.tools import SlurmError, ask, environ_job, read_scontrol_job
+from orchestrator.wings.slurm.tools import ask, environ_job, read_scontrol_job
 
 FIRST_PORT, PORTS = 15000, 15000  # below the range of ports that kernels assign automatically
 SPECIAL_STEPS = 0xFFFFFFF0
@@ -84,7 +85,7 @@ def address_of(
         pass
     match = re.search(r"\bNodeAddr=(\S+)", tell(["scontrol", "-o", "show", "node", node]))
     if match is None:
-        raise SlurmError(
+        raise ClusterError(
             f"{node}: expected a name that resolves, or its NodeAddr from scontrol, found neither; name the node in "
             "/etc/hosts or set NodeAddr in slurm.conf"
         )
@@ -147,7 +148,7 @@ def requeue(job: str, record: Callable[[str], None], tell: Callable[[Sequence[st
             return outcome
         record(f"job {job} was requeued")
         tell(["scontrol", "requeue", job])
-    except SlurmError as error:
+    except ClusterError as error:
         outcome = f"could not be requeued: {error}"
         record(outcome)
         return outcome

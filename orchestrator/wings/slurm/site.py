@@ -33,11 +33,11 @@ class NodeKind(NamedTuple):
     gpus: dict[str, int]
 
 
-def preflight(configs: Iterable[RunConfig]) -> list[str]:
-    """Resources that the cluster can never give to these points, with fixes. SlurmError if SLURM does not answer."""
+def problems(configs: Iterable[RunConfig]) -> list[str]:
+    """Resources that the cluster can never give to these points, with fixes. ClusterError if SLURM does not answer."""
     kinds = _node_kinds()
-    problems = [problem for config in configs if (problem := problem_of(config, kinds))]
-    return list(dict.fromkeys(problems))
+    found = [problem for config in configs if (problem := problem_of(config, kinds))]
+    return list(dict.fromkeys(found))
 
 
 def _node_kinds() -> list[NodeKind]:

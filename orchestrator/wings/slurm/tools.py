@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from orchestrator.config.cluster import ClusterError
+
 TIMEOUT_S = 30.0
 NONE = ("", "N/A", "(null)", "None", "Unknown", "None assigned")
-
-
-class SlurmError(RuntimeError):
-    """A SLURM tool refused, did not answer or is missing."""
 
 
 class JobPhase(str, Enum):
@@ -74,22 +72,22 @@ def ask(
     *,
     text: str | None = None,
 ) -> str:
-    """Runs the tool with `text` on its standard input and returns its output. SlurmError if it fails, or if it does not
-    answer within `timeout_s`, as when SLURM's controller is down."""
+    """Runs the tool with `text` on its standard input and returns its output. ClusterError if it fails, or if it does
+    not answer within `timeout_s`, as when SLURM's controller is down."""
     tool = words[0]
     try:
         done = subprocess.run(
             words, env=environ, input=text, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s
         )
     except FileNotFoundError:
-        raise SlurmError(f"{tool}: expected it on the PATH, found none; use a machine of the cluster") from None
+        raise ClusterError(f"{tool}: expected it on the PATH, found none; use a machine of the cluster") from None
     except OSError as error:
-        raise SlurmError(f"{tool}: expected a program that starts, found: {error.strerror}") from None
+        raise ClusterError(f"{tool}: expected a program that starts, found: {error.strerror}") from None
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{tool}: expected an answer within {timeout_s:g} s; try `scontrol ping`") from None
+        raise ClusterError(f"{tool}: expected an answer within {timeout_s:g} s; try `scontrol ping`") from None
     if done.returncode != 0:
         reason = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        raise SlurmError(f"{' '.join(words[:2])}: {reason}")
+        raise ClusterError(f"{' '.join(words[:2])}: {reason}")
     return done.stdout
 
 

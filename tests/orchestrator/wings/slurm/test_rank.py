@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import psutil
 import pytest
 
+from orchestrator.config.cluster import ClusterError
 from orchestrator.launch.rank import rank_in_world
 from orchestrator.wings.slurm import rank as slurm_rank
 from orchestrator.wings.slurm.rank import address_of, interface_to, port_of, requeue, say_place, say_place_in_step
-from orchestrator.wings.slurm.tools import SlurmError, environ_job
+from orchestrator.wings.slurm.tools import environ_job
 
 JOB = {"SLURM_JOB_ID": "4411208", "SLURM_ARRAY_JOB_ID": "4411207", "SLURM_ARRAY_TASK_ID": "2", "SLURM_PROCID": "5"}
 JOB |= {"SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_RESTART_COUNT": "2"}
@@ -100,7 +101,7 @@ def test_a_nodes_name_is_used_if_it_resolves_and_otherwise_its_address_in_slurm(
     assert address_of("gpu1", resolve=lambda name: "10.0.0.1", tell=nowhere_to_ask) == "gpu1"
     told = "NodeName=gpu1 Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=gpu1 Port=6818\n"
     assert address_of("gpu1", resolve=nowhere, tell=lambda words: told) == "10.0.0.7"
-    with pytest.raises(SlurmError, match="name the node in /etc/hosts"):
+    with pytest.raises(ClusterError, match="name the node in /etc/hosts"):
         address_of("gpu1", resolve=nowhere, tell=lambda words: "Node gpu1 not found")
 
 
@@ -128,7 +129,7 @@ class Scontrol:
     def __call__(self, words: Sequence[str]) -> str:
         self.asked.append(words[-2])
         if words[-2] == "requeue" and not self.requeues:
-            raise SlurmError("scontrol requeue: Requested operation is presently disabled")
+            raise ClusterError("scontrol requeue: Requested operation is presently disabled")
         return f"JobId=7 JobState={self.state} Reason=None Restarts=0 ExitCode=0:0 NodeList=n StartTime=N/A\n"
 
 

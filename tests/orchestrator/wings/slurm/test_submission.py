@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 from points import make_config
 
-from orchestrator.config.cluster import Cluster, ClusterKind
+from orchestrator.config.cluster import Cluster, ClusterError, ClusterKind
 from orchestrator.config.schema import RunConfig
 from orchestrator.launch.environment import GLIBC
 from orchestrator.launch.rank import ENTRY
 from orchestrator.records.record_file import read_json
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.wings.slurm import jobs as slurm
-from orchestrator.wings.slurm.tools import SlurmError
 
 SBATCH = """#!/bin/sh
 case "$(cat)" in *nowhere*) echo "sbatch: error: invalid partition specified: nowhere" >&2; exit 1;; esac
@@ -131,6 +130,6 @@ def test_the_largest_request_is_submitted_last_if_arrays_wait_for_each_other(slu
 
 def test_if_one_array_is_refused_the_others_are_cancelled(slurm_tools: Path) -> None:
     sent = jobs(slurm_tools, 2) + jobs(slurm_tools, 1, partition="nowhere")
-    with pytest.raises(SlurmError, match="sbatch --parsable: sbatch: error: invalid partition specified: nowhere"):
+    with pytest.raises(ClusterError, match="sbatch --parsable: sbatch: error: invalid partition specified: nowhere"):
         slurm.submit(sent, slurm_tools / "jobs")
     assert (slurm_tools / "cancelled").read_text() == "--quiet 44111_0 44111_1\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from points import make_config
 
-from orchestrator.config.cluster import Cluster, ClusterKind
+from orchestrator.config.cluster import Cluster, ClusterError, ClusterKind
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.state_groups import Zero
 from orchestrator.wings.slurm import jobs as slurm
@@ -20,7 +20,6 @@ from orchestrator.wings.slurm.tools import (
     DENIED,
     UNSEEN,
     JobPhase,
-    SlurmError,
     expand_ids,
     outside_of_jobs,
     read_limit_min,
@@ -114,7 +113,7 @@ def test_time_limits_are_read(text: str, minutes: float | None) -> None:
 
 
 class Tools:
-    """Stands in for SLURM's tools: one answer for each tool, SlurmError for a tool without one; records the calls."""
+    """Stands in for SLURM's tools: one answer for each tool, ClusterError for a tool without one; records the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: str) -> None:
         self.asked: list[str] = []
@@ -126,7 +125,7 @@ class Tools:
         key = words[0] if words[0] != "scontrol" else "_".join(["scontrol", *words[-2:]][:2])
         self.asked.append(key)
         if key not in self.answers:
-            raise SlurmError(key)
+            raise ClusterError(key)
         return self.answers[key]
 
 
@@ -186,13 +185,13 @@ def test_no_error_is_raised_if_slurm_does_not_answer(monkeypatch: pytest.MonkeyP
 
 
 def test_a_tool_that_hangs_fails_or_is_missing_is_reported_as_an_error() -> None:
-    with pytest.raises(SlurmError, match=r"sleep: expected an answer within 0.05 s"):
+    with pytest.raises(ClusterError, match=r"sleep: expected an answer within 0.05 s"):
         slurm_tools.ask(["sleep", "5"], timeout_s=0.05)
-    with pytest.raises(SlurmError, match="no-such-tool: expected it on the PATH"):
+    with pytest.raises(ClusterError, match="no-such-tool: expected it on the PATH"):
         slurm_tools.ask(["no-such-tool"])
-    with pytest.raises(SlurmError, match="ls /no/such/folder: "):
+    with pytest.raises(ClusterError, match="ls /no/such/folder: "):
         slurm_tools.ask(["ls", "/no/such/folder"])
-    with pytest.raises(SlurmError, match="expected a program that starts, found: Permission denied"):
+    with pytest.raises(ClusterError, match="expected a program that starts, found: Permission denied"):
         slurm_tools.ask(["/"])
 
 
