@@ -9,12 +9,12 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from orchestrator.commands.admission import Admission
 from orchestrator.commands.next_run import next_after_run
-from orchestrator.commands.run import begin, next_rows, tell, track
+from orchestrator.commands.run import carry_out, next_rows
 from orchestrator.launch.environment import joined_settings
 from orchestrator.launch.local_run import record
 from orchestrator.launch.rank import ENTRY, RankInfo, Stopped, rank_in_world, run_recorded
@@ -27,7 +27,6 @@ from orchestrator.records.run_state import RunState
 from orchestrator.report import comparison
 from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row
-from orchestrator.text.paths import shown
 from orchestrator.tracking.feed import Tracker
 
 MEET_S = 180.0  # longer than rank 0 may take to predict the run's memory
@@ -102,64 +101,64 @@ def join(point: Point, entry: str = ENTRY, admission: Admission | None = None) -
             # torchrun sends SIGTERM to all ranks as soon as one has failed. Rank 0 still has to record the failure, and
             # it ends without the signal because its next collective fails.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return _lead(point, rank, meeting, entry, admission)
+        return carry_out(point, _JoinedRanks(rank, meeting, entry), Screen(), admission)
     paths = AttemptPaths(meeting.hear(rank.rank))
     if (state := Attempt.reopen(paths).state) is RunState.pruned:
         return comparison.exit_code_of({state})
     return 0 if run_recorded(paths, rank, entry) is None else 1
 
 
-def _lead(point: Point, rank: RankInfo, meeting: Meeting, entry: str, admission: Admission | None) -> int:
-    screen = Screen()
-    attempt, tracker = begin(point, screen)
-    if admission is not None and not admission.admits(point, attempt, screen):
+class _JoinedRanks:
+    """The ranks of torchrun or srun, of which this process is rank 0."""
+
+    def __init__(self, rank: RankInfo, meeting: Meeting, entry: str) -> None:
+        self._rank, self._meeting, self._entry = rank, meeting, entry
+
+    def signals(self) -> AbstractContextManager[None]:
+        return nullcontext()  # the other launcher has its own; see `join`
+
+    def refused(self, attempt: Attempt) -> None:
         with suppress(TimeoutError):  # of ranks that have not started: there is nothing for them to do
-            meeting.tell(attempt.paths.root)
-        return _refused(point, attempt, screen, tracker)
-    track(point, attempt, tracker)
-    attempt.move(RunState.starting)
-    try:
-        meeting.tell(attempt.paths.root)
-        attempt.move(RunState.running)
-        failure = _run_shown(point, rank, attempt, screen, entry)
-        verdict = verdict_of(attempt, rank.world, failure)
-    except TimeoutError as error:
-        verdict = Verdict(RunState.error, 0, str(error))
-    verdict = record(attempt, verdict)
-    _close(point, attempt, verdict, screen, tracker)
-    return comparison.exit_code_of({verdict.state})
+            self._meeting.tell(attempt.paths.root)
 
+    def followed(self, point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> Verdict:
+        attempt.move(RunState.starting)
+        try:
+            self._meeting.tell(attempt.paths.root)
+            attempt.move(RunState.running)
+            failure = self._run_shown(point, attempt, screen)
+            verdict = verdict_of(attempt, self._rank.world, failure)
+        except TimeoutError as error:
+            verdict = Verdict(RunState.error, 0, str(error))
+        return record(attempt, verdict)
 
-def _refused(point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> int:
-    screen.closing([Row("records", shown(attempt.paths.root)), *next_rows(point, attempt)])
-    tracker.close()
-    return comparison.exit_code_of({attempt.state})
+    def closing_rows(self, point: Point, attempt: Attempt) -> list[Row]:
+        if attempt.state.measured:
+            return [Row("next", next_after_run(point))]
+        return next_rows(point, attempt) if attempt.state is RunState.pruned else []
 
+    def _run_shown(self, point: Point, attempt: Attempt, screen: Screen) -> BaseException | Stopped | None:
+        """Runs the rank in this thread and shows its events from another thread."""
+        done = threading.Event()
+        tail = EventTail(attempt.paths.metrics)
 
-def _run_shown(
-    point: Point, rank: RankInfo, attempt: Attempt, screen: Screen, entry: str
-) -> BaseException | Stopped | None:
-    """Runs the rank in this thread and shows its events from another thread."""
-    done = threading.Event()
-    tail = EventTail(attempt.paths.metrics)
+        def show() -> None:
+            while True:
+                last = done.wait(0.2)
+                for event in tail.read_new():
+                    screen.event(event)
+                if last:
+                    return
 
-    def show() -> None:
-        while True:
-            last = done.wait(0.2)
-            for event in tail.read_new():
-                screen.event(event)
-            if last:
-                return
-
-    screen.begin(point.config)
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
-        return run_recorded(attempt.paths, rank, entry)
-    finally:
-        done.set()
-        thread.join(5)
-        screen.end()
+        screen.begin(point.config)
+        thread = threading.Thread(target=show, daemon=True)
+        thread.start()
+        try:
+            return run_recorded(attempt.paths, self._rank, self._entry)
+        finally:
+            done.set()
+            thread.join(5)
+            screen.end()
 
 
 def verdict_of(attempt: Attempt, world: int, failure: BaseException | Stopped | None) -> Verdict:
@@ -182,15 +181,3 @@ def verdict_of(attempt: Attempt, world: int, failure: BaseException | Stopped | 
     if not attempt.paths.result.exists():
         return Verdict(RunState.error, 0, "rank 0 ended well, yet wrote no result")
     return Verdict(RunState.ok)
-
-
-def _close(point: Point, attempt: Attempt, verdict: Verdict, screen: Screen, tracker: Tracker) -> None:
-    tracker.end(attempt)
-    tell(screen, point, attempt, verdict)
-    rows = [Row("records", shown(attempt.paths.root))]
-    if verdict.state.measured:
-        rows.append(Row("next", next_after_run(point)))
-    screen.closing(rows)
-    tracker.close()
-    for warning in tracker.warnings():
-        screen.warn(warning)

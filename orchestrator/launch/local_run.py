@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from orchestrator.config.schema import from_dict
+from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch import local_executor
 from orchestrator.launch import verdict as watch
 from orchestrator.launch.verdict import Verdict, Watch
+from orchestrator.machine import slots
 from orchestrator.machine.processes import signals_ignored
+from orchestrator.machine.slots import Lease
 from orchestrator.plan import prediction, remedies
 from orchestrator.plan.point import Point
 from orchestrator.records.record_file import BadRecord, EventTail, read_or_warn
@@ -17,6 +20,8 @@ from orchestrator.records.record_shapes import RANK
 from orchestrator.records.run_record import Attempt, result_of
 from orchestrator.records.run_state import RunState
 from orchestrator.records.turns import grant
+
+SLOTS_LOOK_S = 0.2
 
 
 class PointRun:
@@ -101,6 +106,18 @@ class PointRun:
         if stuck is None:
             return verdict
         return verdict._replace(rank=stuck, message=f"{verdict.message}: the others waited for rank {stuck}")
+
+
+def waited_slots(config: RunConfig, told: Callable[[str], None]) -> Lease:
+    """The GPUs or cores of one run. Waits while another command of this user holds them, and says so."""
+    pool, count = slots.pool_of(config.resources.device), slots.wanted(config.resources)
+    lease = pool.take(count)
+    if lease is None:
+        told(f"waiting for slots that another command holds: {'; '.join(pool.holders())}")
+    while lease is None:
+        time.sleep(SLOTS_LOOK_S)
+        lease = pool.take(count)
+    return lease
 
 
 def record(attempt: Attempt, verdict: Verdict) -> Verdict:

@@ -24,6 +24,7 @@ from typing import BinaryIO, NamedTuple
 from orchestrator.config.schema import Device
 from orchestrator.config.strict import Refusal
 from orchestrator.launch.environment import rank_settings
+from orchestrator.launch.rank import place
 from orchestrator.launch.verdict import GRACE_S, LOG_LINES, Sight, describe, judge, kernel_kills
 from orchestrator.machine import children
 from orchestrator.machine.loopback import family, loopback
@@ -107,12 +108,8 @@ def rank_environment(
 ) -> dict[str, str]:
     """The variables that torchrun gives, and those of our own ranks: threads, allocators, the loopback interface."""
     settings = rank_settings(placement, base, on_one_machine=True)
-    place = {
-        **{"RANK": number, "LOCAL_RANK": number, "GROUP_RANK": 0, "MASTER_PORT": port},
-        **{"WORLD_SIZE": placement.ranks, "LOCAL_WORLD_SIZE": placement.ranks},
-    }
     ours = {name: value for name, value in settings.items() if name not in _NOT_SET}
-    words = {name: str(value) for name, value in place.items()}
+    words = {**place(number, placement.ranks, number, placement.ranks), "GROUP_RANK": "0", "MASTER_PORT": str(port)}
     if placement.gpus is not None and placement.device is Device.cuda:
         words["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
     # Without PYTHONUNBUFFERED a rank that is killed would lose what it printed last.

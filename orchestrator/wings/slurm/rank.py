@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, MutableMapping, Sequence
 
 from orchestrator.config.cluster import ClusterError
-from orchestrator.launch.rank import RankRecord, Stopped, leave_failed, rank_in_world, run_recorded
+from orchestrator.launch.rank import RankRecord, Stopped, begin_rank, place, run_as_rank
 from orchestrator.machine.interfaces import interface_to, set_interface
 from orchestrator.machine.loopback import loopback
-from orchestrator.machine.processes import redirect_output
 from orchestrator.records.record_file import read_or_warn, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
@@ -35,10 +34,8 @@ def say_place(environ: MutableMapping[str, str], hosts: Sequence[str]) -> None:
     The ranks rendezvous over TCP and not through a file, because file locks often do not work on shared file systems.
     CUDA_VISIBLE_DEVICES stays as SLURM set it: a rank takes the device whose index is its local rank.
     """
-    environ["RANK"] = environ["SLURM_PROCID"]
-    environ["WORLD_SIZE"] = environ["SLURM_NTASKS"]
-    environ["LOCAL_RANK"] = environ["SLURM_LOCALID"]
-    environ["LOCAL_WORLD_SIZE"] = str(int(environ["SLURM_NTASKS"]) // max(len(hosts), 1))
+    rank, world, local_rank = (int(environ[f"SLURM_{key}"]) for key in ("PROCID", "NTASKS", "LOCALID"))
+    environ.update(place(rank, world, local_rank, local_world=world // max(len(hosts), 1)))
     environ["MASTER_PORT"] = str(port_of(environ["SLURM_JOB_ID"]))
     if len(hosts) <= 1:
         environ["MASTER_ADDR"] = loopback()
@@ -98,21 +95,14 @@ def address_of(
 def run_in_job(attempt: AttemptPaths, entry: str) -> None:
     """Main function of a rank, in an environment that `say_place` has prepared."""
     os.umask(0o077)
-    rank = rank_in_world(os.environ, "env://")
-    assert rank is not None, "SLURM did not say which rank this is"
-    redirect_output(attempt.rank_log(rank.rank))
-    RankRecord(attempt, rank.rank).write(RunState.starting)
     node, job = os.environ.get("SLURMD_NODENAME", socket.gethostname()), environ_job()
-    again = f", restart {rank.restarts}" if rank.restarts else ""
-    os.write(1, f"rank {rank.rank} of {rank.world}, job {job} on {node}, pid {os.getpid()}{again}\n".encode())
+    rank = begin_rank(attempt, "env://", where=f"job {job} on {node}, ")
     if rank.rank == 0:
         Heartbeat(attempt, node).start()
-    ended = run_recorded(attempt, rank, entry)
-    if isinstance(ended, BaseException):
-        leave_failed()
-    if isinstance(ended, Stopped) and rank.rank == 0:
+    stopped = run_as_rank(attempt, rank, entry)
+    if stopped is not None and rank.rank == 0:
         _wait_for_others(attempt, rank.world)
-        outcome = requeue(job, lambda asked: _tell_requeue(attempt, ended, asked))
+        outcome = requeue(job, lambda asked: _tell_requeue(attempt, stopped, asked))
         os.write(1, f"{outcome}\n".encode())
 
 
