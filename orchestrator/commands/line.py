@@ -73,9 +73,7 @@ def _run(composition: Composition, asked: Arguments) -> int:
     if scene.world is not None:
         if as_json:
             raise Refusal(["--json: ranks of torchrun or srun print none; the records have a result.json"])
-        from orchestrator.commands import join
-
-        return join.join(points[0], admission=_admission(asked, scene))
+        return int(wings.load(wings.JOIN)(points[0], admission=_admission(asked, scene)))
     from orchestrator.commands.run import run_point
     from orchestrator.plan import prediction
     from orchestrator.plan.rules.output import place_problems

@@ -22,6 +22,8 @@ VERBS = {
 # The clusters beside this machine, by cluster.kind: see SweepCluster in launch/cluster.py.
 CLUSTERS = {"slurm": "orchestrator.wings.slurm.sweep:SlurmCluster"}
 ASK_SLURM = "orchestrator.wings.slurm.tools:ask"  # for `zlab doctor`: what one of SLURM's tools prints
+# For a rank that another launcher has started: runs it.
+JOIN = "orchestrator.wings.torchrun.join:join"
 # For a task of the user's own srun: sets the variables of a rank.
 PLACE_IN_STEP = "orchestrator.wings.slurm.rank:say_place_in_step"
 

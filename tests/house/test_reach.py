@@ -29,6 +29,7 @@ WINGS: tuple[str, ...] = (
     "orchestrator.wings.optuna",
     "orchestrator.wings.scripts",
     "orchestrator.wings.slurm",
+    "orchestrator.wings.torchrun",
 )
 # What a parameter passes between the plan and the step, in this order; a file may have left the list, none joins it
 # without another leaving.

@@ -240,7 +240,7 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
     found = Seam()
     monkeypatch.setattr("orchestrator.commands.sweep.run_sweep", found.run_sweep)
     monkeypatch.setattr("orchestrator.commands.run.run_point", found.run_point)
-    monkeypatch.setattr("orchestrator.commands.join.join", found.join)
+    monkeypatch.setattr("orchestrator.wings.torchrun.join.join", found.join)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return found

@@ -137,7 +137,7 @@ def test_a_child_that_is_slow_is_killed_in_time_and_the_run_is_not_predicted(
 JOINING = """
 from dataclasses import replace
 from test_admission import *
-from orchestrator.commands.join import join
+from orchestrator.wings.torchrun.join import join
 prediction.predict = lambda points, *_, **__: {points[0].label: TOO_LARGE}
 raise SystemExit(join(make_point(make_config(Path(%r))), STUB, Admission()))
 """

@@ -397,7 +397,7 @@ def test_without_tracking_no_process_is_started(tmp_path: Path, monkeypatch: pyt
 
 def test_the_commands_process_imports_neither_torch_nor_mlflow_nor_numpy() -> None:
     heavy = "{'torch', 'mlflow', 'numpy', 'transformers'}"
-    text = f"import sys, orchestrator.commands.run, orchestrator.commands.join; print({heavy} & set(sys.modules))"
+    text = f"import sys, orchestrator.commands.run, orchestrator.wings.torchrun.join; print({heavy} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=HERE.parents[1])
     assert answer.stdout.strip() == "set()"
 

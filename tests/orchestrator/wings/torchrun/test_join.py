@@ -11,18 +11,18 @@ import pytest
 from harness.patience import HANG_S
 from points import make_config
 
-from orchestrator.commands.join import verdict_of
 from orchestrator.config.schema import to_dict
 from orchestrator.launch.rank import rank_in_world
 from orchestrator.records.record_file import read_json, write_json_atomic
 from orchestrator.records.run_record import new_attempt
 from orchestrator.records.run_state import RunState
+from orchestrator.wings.torchrun.join import verdict_of
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[2]
 COMMAND = """
 from points import *
 from pathlib import Path
-from orchestrator.commands.join import join
+from orchestrator.wings.torchrun.join import join
 raise SystemExit(join(make_point(make_config(Path({output!r}))), STUB))
 """
 
