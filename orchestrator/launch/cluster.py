@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.schema import Device, RunConfig
@@ -35,6 +35,7 @@ class SentPoints(NamedTuple):
     jobs: Sequence[str] = ()
 
 
+@runtime_checkable
 class SweepCluster(Protocol):
     """What a sweep asks of the place where its points run. Any call may raise ClusterError."""
 
@@ -73,7 +74,7 @@ def cluster_of(sweep: SweepPaths) -> SweepCluster:
     return cluster(ClusterKind.slurm if sweep_record.is_on_cluster(sweep) else ClusterKind.local)
 
 
-class LocalCluster:
+class LocalCluster(SweepCluster):
     """This machine: the points run under a controller, which keeps the records up to date (launch/controller.py)."""
 
     def namer(self, hardware: Hardware) -> Callable[[RunConfig], str]:

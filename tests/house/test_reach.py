@@ -12,6 +12,9 @@ import tokenize
 from collections.abc import Iterable
 from functools import cache
 
+from orchestrator import wings
+from orchestrator.config.cluster import ClusterKind
+from orchestrator.launch.cluster import SweepCluster, cluster
 from tests.house.test_imports import MODULES, ROOT, modules_imported
 
 # Modules that the processes of a run and of a sweep start with, the command line first.
@@ -79,6 +82,19 @@ def trunk() -> dict[str, str]:
 def test_the_trunk_imports_no_wing() -> None:
     in_wing = {module: by for module, by in trunk().items() if module.startswith(WINGS or ("?",))}
     assert in_wing == {}, "a wing is named in a table and imported when it is used"
+
+
+def test_every_name_in_the_table_of_wings_can_be_loaded() -> None:
+    tables = [value for name, value in vars(wings).items() if name.isupper()]
+    places = [place for table in tables for place in (table.values() if isinstance(table, dict) else [table])]
+    assert len(places) > 5
+    for place in places:
+        assert wings.load(place) is not None
+
+
+def test_every_cluster_kind_has_a_cluster() -> None:
+    for kind in ClusterKind:
+        assert isinstance(cluster(kind), SweepCluster)
 
 
 def test_the_sizes_only_go_down() -> None:

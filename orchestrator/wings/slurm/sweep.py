@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from orchestrator.config.schema import Device, RunConfig, from_dict
-from orchestrator.launch.cluster import Preflight, SentPoints
+from orchestrator.launch.cluster import Preflight, SentPoints, SweepCluster
 from orchestrator.launch.local_run import record
 from orchestrator.launch.rank import ENTRY
 from orchestrator.machine.hardware import Hardware
@@ -29,7 +29,7 @@ from orchestrator.wings.slurm.verdict import verdict_or_lost
 OWNER = {"scheduler": "slurm"}
 
 
-class SlurmCluster:
+class SlurmCluster(SweepCluster):
     """SLURM as the cluster of a sweep: see SweepCluster. Across all terminals, one update of the records runs at a
     time."""
 
