@@ -203,7 +203,7 @@ def _begin(request: SweepRequest, planned: Sequence[Planned], screen: Screen | N
             for caution in told.cautions:
                 screen.warn(caution)
             screen.sweep_plan(planned, shown(sweep.root))
-            screen.rows(_cost_rows(request, queued))
+            screen.rows(request.cluster.cost(queued))
         if not queued:
             return Begun(sweep)
         return Begun(sweep, request.cluster.send(sweep, planned, request.entry, detached=request.detach))
@@ -250,11 +250,6 @@ def _queued_configs(planned: Sequence[Planned]) -> list[RunConfig]:
     return [from_dict(point.config) for point in planned if point.decision is RunState.queued]
 
 
-def _cost_rows(request: SweepRequest, configs: Sequence[RunConfig]) -> list[Row]:
-    cost = request.cluster.cost(configs)
-    return [cost] if cost else []
-
-
 def decided(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> list[Planned]:
     """The points of the sweep, predicted and decided. Nothing is started but the process that counts."""
     points = request.runnable
@@ -284,7 +279,7 @@ def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Scree
     else:
         screen.table(sweep_table.plan_table(planned))
         described = sweep_table.hardware_rows(planned)
-        rows = [*sweep_table.plan_rows(planned), *described, *_cost_rows(request, _queued_configs(planned))]
+        rows = [*sweep_table.plan_rows(planned), *described, *request.cluster.cost(_queued_configs(planned))]
         states = {point.decision for point in planned}
         there = "with these GPUs, " if described else ""
         then = f"{there}the same line without --plan runs it" if RunState.queued in states else "nothing is left to run"

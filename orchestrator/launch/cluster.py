@@ -45,7 +45,7 @@ class SweepCluster(Protocol):
     def preflight(self, configs: Sequence[RunConfig]) -> Preflight:
         """Checks the points that need a run, before anything is written."""
 
-    def cost(self, configs: Sequence[RunConfig]) -> Row | None:
+    def cost(self, configs: Sequence[RunConfig]) -> list[Row]:
         """What the points that need a run will take, for the table of the plan."""
 
     def send(self, sweep: SweepPaths, planned: Sequence[Planned], entry: str, *, detached: bool) -> SentPoints:
@@ -87,11 +87,11 @@ class LocalCluster(SweepCluster):
     def preflight(self, configs: Sequence[RunConfig]) -> Preflight:
         return Preflight()  # the rules of the plan know this machine
 
-    def cost(self, configs: Sequence[RunConfig]) -> Row | None:
+    def cost(self, configs: Sequence[RunConfig]) -> list[Row]:
         """The slots of this machine. Points on described hardware take none."""
         here = [config for config in configs if not config.hardware.is_described]
         if not here:
-            return None
+            return []
         pools = {config.resources.device: len(slots.pool_of(config.resources.device).slots) for config in here}
         taken = Counter(
             (config.resources.device, min(slots.wanted(config.resources), pools[config.resources.device]))
@@ -103,7 +103,7 @@ class LocalCluster(SweepCluster):
             at_a_time = 1 if here[0].cluster.exclusive else pools[device] // max(count, 1)
             taking = f"{points} points take" if points > 1 else "1 point takes"
             texts.append(f"{taking} {count} of {pools[device]} {word} each: {at_a_time} at a time")
-        return Row("slots", "; ".join(texts))
+        return [Row("slots", "; ".join(texts))]
 
     def send(self, sweep: SweepPaths, planned: Sequence[Planned], entry: str, *, detached: bool) -> SentPoints:
         """Starts the controller in a session of its own: Ctrl-C reaches only this command, which asks what to do."""

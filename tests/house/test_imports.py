@@ -127,7 +127,7 @@ ROOMS = {
         "wings.optuna": "commands compose config plan records report",
         "wings.scripts": "commands config exit_codes launch machine records text",
         "wings.slurm": "config launch machine records report tracking",
-        "wings.torchrun": "commands launch plan records report tracking",
+        "wings.torchrun": "commands config launch machine plan records report tracking",
         "shipped": "",
     },
     "zero_runtime": {

@@ -42,10 +42,10 @@ class SlurmCluster(SweepCluster):
     def preflight(self, configs: Sequence[RunConfig]) -> Preflight:
         return Preflight(site.problems(configs), site.cautions(configs))
 
-    def cost(self, configs: Sequence[RunConfig]) -> Row | None:
+    def cost(self, configs: Sequence[RunConfig]) -> list[Row]:
         """An upper bound, from the time limits of the points."""
         if not configs:
-            return None
+            return []
         node_h = sum(config.resources.nodes * config.resources.time_limit_min for config in configs) / 60
         text = f"at most {node_h:.1f} node-hours"
         if configs[0].resources.device is Device.cuda:
@@ -53,7 +53,7 @@ class SlurmCluster(SweepCluster):
             text += f" = {gpu_h:.1f} GPU-hours"
             price = configs[0].cluster.usd_per_gpu_hour
             text += f" = {gpu_h * price:.2f} USD" if price is not None else ""
-        return Row("cost", text)
+        return [Row("cost", text)]
 
     def send(
         self, sweep: SweepPaths, planned: Sequence[Planned], entry: str = ENTRY, *, detached: bool = True

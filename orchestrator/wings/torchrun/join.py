@@ -15,10 +15,14 @@ from pathlib import Path
 from orchestrator.commands.admission import Admission
 from orchestrator.commands.next_run import next_after_run
 from orchestrator.commands.run import carry_out, next_rows
-from orchestrator.launch.environment import joined_settings
+from orchestrator.config.schema import RunConfig
+from orchestrator.launch.environment import TUNABLES, rank_settings
 from orchestrator.launch.local_run import record
 from orchestrator.launch.rank import ENTRY, RankInfo, Stopped, rank_in_world, run_recorded
 from orchestrator.launch.verdict import GRACE_S, Sight, Verdict, describe, recorded
+from orchestrator.machine import children
+from orchestrator.machine.interfaces import LOOPBACK, interface_to, set_interface
+from orchestrator.machine.loopback import ADDRESSES
 from orchestrator.plan.point import Point
 from orchestrator.records.record_file import EventTail, read_or_warn, write_json_atomic
 from orchestrator.records.record_shapes import RANK
@@ -31,6 +35,9 @@ from orchestrator.tracking.feed import Tracker
 
 MEET_S = 180.0  # longer than rank 0 may take to predict the run's memory
 KEYS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+
+# Read when a process starts, so that a running process cannot set them for itself.
+AT_START = (TUNABLES, "PYTHONFAULTHANDLER", children.PYTHONPATH)
 
 
 class Meeting:
@@ -106,6 +113,21 @@ def join(point: Point, entry: str = ENTRY, admission: Admission | None = None) -
     if (state := Attempt.reopen(paths).state) is RunState.pruned:
         return comparison.exit_code_of({state})
     return 0 if run_recorded(paths, rank, entry) is None else 1
+
+
+def joined_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a rank of torchrun or srun sets for itself, without those of `base` that it keeps."""
+    leader = base.get("MASTER_ADDR", "")
+    on_one_machine = base["WORLD_SIZE"] == base.get("LOCAL_WORLD_SIZE", "1") or leader in ("localhost", *ADDRESSES)
+    found = rank_settings(config.resources, base, on_one_machine=on_one_machine)
+    settings = {key: value for key, value in found.items() if key not in AT_START}
+    if on_one_machine:
+        return settings
+    way = interface_to(leader) if leader else None
+    named = dict(base)
+    # On the leader itself this is the interface with its address; a name of the loopback is of no use to the others.
+    set_interface(named, None if way == LOOPBACK else way)
+    return settings | {key: value for key, value in named.items() if key not in base}
 
 
 class _JoinedRanks:
