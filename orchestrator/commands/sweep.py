@@ -121,6 +121,11 @@ def swept(request: SweepRequest, hardware: Hardware, screen: Screen) -> tuple[in
         raise Refusal(list(dict.fromkeys(point.reason for point in planned)))
     if request.plan_only:
         return _show_plan_only(request, planned, screen), None
+    return _carried_out(request, planned, screen)
+
+
+def _carried_out(request: SweepRequest, planned: list[Planned], screen: Screen) -> tuple[int, SweepPaths | None]:
+    """Runs, sends or joins the sweep. Returns the exit code and the records; None if the cluster can never run it."""
     try:
         begun = _begin(request, planned, screen)
     except NothingSent as never:
