@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from orchestrator.compose import yaml_bounds
 from orchestrator.compose.folders import config_folders, sweep_parents
 from orchestrator.config.parts import completed
 from orchestrator.config.schema import RunConfig
@@ -60,14 +59,13 @@ def _options(folders: Iterable[Path]) -> tuple[str, ...]:
 
 def _architecture_keys(folders: Iterable[Path]) -> Iterator[str]:
     """The keys under model.config in any file of conf/model."""
-    for file in (file for folder in folders for file in sorted(folder.glob("*.yaml"))):
+    for file in (file for folder in folders for file in sorted(folder.glob("*.yaml")) if file.is_file()):
         yield from (f"{ARCHITECTURE}.{key}" for key in _config_of(file))
 
 
 def _config_of(file: Path) -> Iterable[object]:
     """The keys of the file's `config`; empty for a broken file, whose problem composing it reports."""
     try:
-        yaml_bounds.check(file)
         return list(yaml.load(file.read_text(encoding="utf-8"), Loader=_LOADER)["config"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):
         return []

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from orchestrator.compose import yaml_bounds
 from orchestrator.config.strict import Refusal
 from orchestrator.foreign.accelerate_file import SECTIONS, is_accelerate, read_accelerate, read_counts
 from orchestrator.foreign.accelerate_flags import kind_of, over_file
@@ -165,7 +164,6 @@ def content_of(path: Path) -> dict[str, Any]:
     if reader is None:
         return load(path)
     try:
-        yaml_bounds.check(path)
         content = reader(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         told = " ".join(str(getattr(error, "strerror", None) or error).split())

@@ -31,9 +31,8 @@ from orchestrator.charts import raster
 from orchestrator.commands import doctor, export, fit, launch_script, sync
 from orchestrator.commands import run as study
 from orchestrator.commands import sweep as sweep_command
-from orchestrator.compose import compose, folders, plain_line
-from orchestrator.compose.arguments import Arguments
-from orchestrator.compose.composition import Composed, Composition
+from orchestrator.compose import compose, folders
+from orchestrator.compose.composition import Composed
 from orchestrator.config.schema import from_dict, to_dict
 from orchestrator.launch.script_ranks import ScriptEnd
 from orchestrator.machine import hardware
@@ -142,14 +141,7 @@ class Typist:
             self.points += 1
             return one_point(composer, line)
 
-        def plainly(asked: Arguments) -> Composition | None:
-            found = composed_plainly(asked)
-            self.points += 0 if found is None else len(found.points)
-            return found
-
-        composed_plainly = plain_line.composed
         monkeypatch.setattr(compose.Composer, "point", counted)
-        monkeypatch.setattr(plain_line, "composed", plainly)
 
     def type(self, trial: Trial, words: Sequence[str]) -> Answer:
         """Runs the line and returns its answer, after a check of exit code, output, written files and imports."""

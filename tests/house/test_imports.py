@@ -84,7 +84,7 @@ IMPORTERS = {
         "zero_runtime/own_device.py",
         "zero_runtime/world.py",
     },
-    "hydra": {"orchestrator/compose/compose.py", PLUGIN},
+    "hydra": {"orchestrator/compose/compose.py", "orchestrator/compose/overrides.py", PLUGIN},
     "omegaconf": {"orchestrator/compose/compose.py"},
     "submitit": {"orchestrator/launch/local_executor.py", "orchestrator/slurm/executor.py"},
     "mlflow": {"orchestrator/tracking/store.py"},

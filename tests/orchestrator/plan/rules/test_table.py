@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from orchestrator.compose.overrides import scalar
 from orchestrator.config.optimizer import Optimizer, Scheduler
 from orchestrator.config.schema import Device, Model, RunConfig, from_dict, to_dict
 from orchestrator.config.strict import Broken, build_parts
@@ -39,6 +39,9 @@ def config(line: str = "") -> RunConfig:
     return from_dict(plain_config(line))
 
 
+WORDS = OverridesParser.create()
+
+
 def problems(line: str, scene: Scene) -> list[Broken]:
     """The limits and rules that a line breaks."""
     parts, broken = build_parts(RunConfig, plain_config(line))
@@ -62,7 +65,7 @@ def put(data: dict[str, Any], key: str, value: str) -> None:
     if option.exists():
         here[last] = yaml.safe_load(option.read_text())
     else:
-        here[last] = yaml.safe_load(value) if value.startswith("[") else scalar(value)
+        here[last] = WORDS.parse_override(f"{key}={value}").value()
 
 
 BROKEN = [
@@ -196,7 +199,7 @@ BROKEN = [
     (LAPTOP, "checkpoint.resume=misssing/step-1", "checkpoint.resume must be none, auto or the folder of a checkpoint"),
     (LAPTOP, "checkpoint.every=5", "checkpoint=none saves nothing and uses no checkpoint.every"),
     (LAPTOP, "output=/tmp", "output must be yours, and neither it nor what holds it everybody's to write to"),
-    (LAPTOP, "output=no\udcfftext", "output must be a path in UTF-8"),
+    (LAPTOP, "output='no\udcfftext'", "output must be a path in UTF-8"),
     (LOGIN_NODE, f"{SLURM} output=runs%j", "cluster=slurm needs an output without % and control characters"),
     (LAPTOP, "tracking=none tracking.uri=here", "tracking=none uses no tracking.uri"),
     (LAPTOP, "offload=param_cpu", "offload.params=cpu needs zero=stage3"),
