@@ -85,6 +85,6 @@ def _carried_out(argv: Sequence[str]) -> int:
         module = importlib.import_module(f"orchestrator.commands.{VERBS[argv[0]]}")
         # The verbs that read and control sweeps share one parser; every other command has its own.
         return int(module.main(argv if VERBS[argv[0]] == "verbs" else argv[1:]))
-    from orchestrator.commands import line  # imported here: a verb, and above all tab completion, does without it
+    from orchestrator.commands import typed  # imported here: a verb, and above all tab completion, does without it
 
-    return line.answer(arguments.split(argv))
+    return typed.answer(arguments.split(argv))

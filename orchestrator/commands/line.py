@@ -1,4 +1,4 @@
-"""Executes a command line of overrides: help, Hydra's listings, one run, a sweep, or a rank of another launcher."""
+"""Carries out a composed line of overrides: one run, a sweep, or a rank of another launcher."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from orchestrator.compose import arguments, folders, help_page, point_count
+from orchestrator.compose import arguments, point_count
 from orchestrator.compose.arguments import Arguments
-from orchestrator.compose.help_topics import Topics, width_of_terminal
 from orchestrator.compose.labels import sweep_name
-from orchestrator.compose.line import composed, show
-from orchestrator.compose.settable import read_tree
+from orchestrator.compose.line import composed
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal, nearest
@@ -32,24 +30,8 @@ if TYPE_CHECKING:
     from orchestrator.compose.composition import Composition
 
 
-def answer(asked: Arguments) -> int:
-    """The exit code of the command. Refusal: lists everything wrong with the arguments."""
-    if "--help" in asked.flags:
-        added = asked.flags.get("--config-dir")
-        tree = read_tree(added)
-        # Words of a run that is not started yet, as in `zero=stage2 --help`, do not narrow the page.
-        if any("=" not in word for word in asked.overrides):
-            print(Topics(tree, added, width_of_terminal()).page(asked.overrides))
-        else:
-            print(help_page.page(folders.CONF / "config.yaml", tree))
-        return 0
-    composition = composed(asked)
-    if asked.shows:
-        show(asked)
-    return _run(composition, asked)
-
-
-def _run(composition: Composition, asked: Arguments) -> int:
+def run(composition: Composition, asked: Arguments) -> int:
+    """The exit code. Refusal: lists everything wrong with the points."""
     os.umask(0o077)  # only the user can read what the runs write
     _join_step()
     scene = replace(here(), plan_only="--plan" in asked.flags)

@@ -269,7 +269,7 @@ def _retry(asked: argparse.Namespace) -> int:
 
 def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
     """Runs the command that created the sweep, in the folder where it was typed."""
-    from orchestrator.commands import line  # imported here: a table of sweeps needs none of the modules that run them
+    from orchestrator.commands import typed  # imported here: a table of sweeps needs none of the modules that run them
 
     facts = require_json(sweep.sweep, SWEEP)
     folder, command = facts.get("folder") or "", facts.get("command")
@@ -281,4 +281,4 @@ def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
     os.chdir(folder)
     command = [*command, *more]
     complain(f"{where}{program()} {shlex.join(command)}")
-    return line.answer(arguments.split(command))
+    return typed.answer(arguments.split(command))

@@ -22,8 +22,8 @@ def composed(asked: Arguments) -> Composition:
     """The points of a command line, before their values are checked. Refusal lists all problems of the words."""
     if sys.flags.optimize:
         raise Refusal(asked.problems)  # Hydra cannot even be imported
-    # Imported here: they import Hydra, a tenth of a second that --help and most verbs do without.
-    from orchestrator.compose import compose, overrides
+    # Imported here: it imports Hydra's parser, a tenth of a second that --help and most verbs do without.
+    from orchestrator.compose import overrides
 
     folder = asked.flags.get("--config-dir")
     problems = [*asked.problems, *_folder_problems(folder)]
@@ -34,6 +34,8 @@ def composed(asked: Arguments) -> Composition:
     _note_own_files(asked)
     if problems:
         raise Refusal(problems)
+    from orchestrator.compose import compose  # imported here: it looks for plugins, which no wrong word needs
+
     if asked.shows and not asked.shows_config:
         show(asked)
     try:

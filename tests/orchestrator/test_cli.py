@@ -109,15 +109,21 @@ def test_all_broken_rules_are_reported_together(tmp_path: Path) -> None:
     assert done.stderr.count("fix:") == 4
 
 
-@pytest.mark.parametrize("line", ["--help", "zero=stge2", "data=text", "-m zero=stage0,stage1 data=text"])
+WRONG_WORDS = ("zero=stge2", "zero.stage=x", "cancle last")
+# What a wrong word does without: rooms that plan, start, watch or report a point.
+ROOMS = ("plan", "launch", "worker", "report", "tracking", "machine", "workloads")
+
+
+@pytest.mark.parametrize("line", ["--help", *WRONG_WORDS, "data=text", "-m zero=stage0,stage1 data=text"])
 def test_the_command_line_imports_nothing_heavy(line: str) -> None:
     code = f"import sys; from orchestrator.cli import main; main({line.split()!r}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     # Only the last line: the help text contains "torch" too.
     loaded = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
     assert not loaded & set(HEAVY)
-    if line in ("--help", "zero=stge2"):
+    if line in ("--help", *WRONG_WORDS):
         assert not loaded & {"submitit", "rich"}
+        assert not {f"orchestrator.{room}" for room in ROOMS} & set(done.stdout.splitlines()[-1].split())
     if line == "--help":
         assert not loaded & {"hydra", "omegaconf"}
 
