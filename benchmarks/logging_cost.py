@@ -33,7 +33,15 @@ sys.path[:0] = [str(ROOT)]
 
 from benchmarks.gpt import Gpt, GptSize  # noqa: E402
 from benchmarks.stages_report import cpu_name  # noqa: E402
-from orchestrator.config.schema import Model, Resources, RunConfig, Tracking, TrackingKind, to_dict  # noqa: E402
+from orchestrator.config.schema import (  # noqa: E402
+    Model,
+    ResolvedBatch,
+    ResolvedResources,
+    RunConfig,
+    Tracking,
+    TrackingKind,
+    to_dict,
+)
 from orchestrator.records.run_record import Attempt, new_attempt  # noqa: E402
 from orchestrator.records.run_state import RunState  # noqa: E402
 from orchestrator.rounds.intervals import ratio_of_turns  # noqa: E402
@@ -99,7 +107,8 @@ def measured(pairs: int, turn_s: float, output: Path) -> LoggingTurns:
     config = RunConfig(
         model=Model("gpt", "llama", {}),
         output=str(output),
-        resources=Resources(ranks=1),
+        batch=ResolvedBatch(accumulation=1, global_size=4),
+        resources=ResolvedResources(ranks=1, threads=1),
         tracking=Tracking(TrackingKind.mlflow),
     )
     tracker = start_tracker(config, output)

@@ -49,12 +49,12 @@ sys.path[:0] = [str(ROOT)]
 from benchmarks.stages_report import cpu_name  # noqa: E402
 from orchestrator.config.optimizer import Optimizer  # noqa: E402
 from orchestrator.config.schema import (  # noqa: E402
-    Batch,
     Device,
     Loss,
     LossKind,
     Model,
-    Resources,
+    ResolvedBatch,
+    ResolvedResources,
     RunConfig,
 )
 from orchestrator.config.state_groups import Offload, Precision, Zero  # noqa: E402
@@ -172,8 +172,13 @@ def config_of(case: Case, folder: str = ".") -> RunConfig:
         model=Model(case.model, case.model, MODELS[case.model]),
         zero=Zero(case.stage, case.prefetch, case.group or None, case.outer),
         precision=PRECISIONS[case.precision],
-        batch=Batch(case.micro, case.accumulation, case.micro * case.accumulation * case.world, SEQ),
-        resources=Resources(Device.cpu, ranks=case.world, threads=1),
+        batch=ResolvedBatch(
+            micro=case.micro,
+            accumulation=case.accumulation,
+            global_size=case.micro * case.accumulation * case.world,
+            seq=SEQ,
+        ),
+        resources=ResolvedResources(Device.cpu, ranks=case.world, threads=1),
         recompute=RecomputeRule(case.recompute),  # type: ignore[arg-type]
         loss=Loss(LossKind(case.loss), TILE),
         offload=Offload(params, optimizer, folder=folder),

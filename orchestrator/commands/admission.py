@@ -53,7 +53,7 @@ class Admission:
         config = point.config
         if self.ranks_per_node is None:
             return config
-        nodes = max((config.resources.ranks or 1) // self.ranks_per_node, 1)
+        nodes = max(config.resources.ranks // self.ranks_per_node, 1)
         return replace(config, resources=replace(config.resources, nodes=nodes))
 
 

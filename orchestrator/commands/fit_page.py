@@ -178,13 +178,11 @@ def _head(one: Fit, *, over_ranks: bool = False) -> list[Row]:
     numel = one.memory.full_numel(trainable=True) + one.memory.full_numel(trainable=False)
     model = f"{config.model.name}, {count(numel)} parameters, sequences of {config.batch.seq:,} tokens"
     precision = f"parameters {config.precision.dtypes.param}, {config.optimizer.rule.kind}"
-    accumulation = config.batch.accumulation or 1
+    accumulation = config.batch.accumulation
     precision += f", {accumulation} micro-batches a step" if accumulation > 1 else ""
     where = node.name if node.is_described else "this machine"
     on_cpu = config.resources.device is Device.cpu
-    at = (
-        "" if over_ranks else f"{many(config.resources.ranks or 1, 'rank')} on {many(config.resources.nodes, 'node')}, "
-    )
+    at = "" if over_ranks else f"{many(config.resources.ranks, 'rank')} on {many(config.resources.nodes, 'node')}, "
     taken = f"; CUDA, cuBLAS and NCCL take {size(one.overhead.least)} to {size(one.overhead.most)}"
     memory = "" if over_ranks and on_cpu else f"{size(one.limit_bytes)} for a rank"
     rows = [

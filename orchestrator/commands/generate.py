@@ -173,7 +173,7 @@ def _done(config: RunConfig, found: dict[str, Any]) -> str:
     memory = found["memory"]
     return (
         f"{many(len(found['answers']), 'prompt')}, {many(tokens, 'token')} in {found['seconds']:.1f} s on "
-        f"{many(config.resources.ranks or 1, 'rank')}; {size(memory['params'])} of weights a rank"
+        f"{many(config.resources.ranks, 'rank')}; {size(memory['params'])} of weights a rank"
     )
 
 

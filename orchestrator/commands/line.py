@@ -141,7 +141,7 @@ def _check_fault(points: Sequence[Point]) -> None:
     except ValueError as error:
         raise Refusal([str(error)]) from None
     # How many steps some epochs have is not known here.
-    measured = [(point.config.resources.ranks or 1, point.config.steps() or fault.step) for point in points]
+    measured = [(point.config.resources.ranks, point.config.steps() or fault.step) for point in points]
     problems = [fault.problem(ranks, steps) for ranks, steps in measured]
     if all(problems):
         raise Refusal(problems[:1])

@@ -52,7 +52,7 @@ def run(
         with signals_interrupt(), _slots(config, told) as lease:
             job = local_executor.submit(paths, config, entry, lease.gpus)
             try:
-                _await(Watch(paths, config.resources.ranks or 1, limit_s, job.controller_alive), paths, on_events)
+                _await(Watch(paths, config.resources.ranks, limit_s, job.controller_alive), paths, on_events)
             finally:
                 job.end()
             return require_json(paths.result)

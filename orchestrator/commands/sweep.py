@@ -211,7 +211,7 @@ def _cost(configs: Sequence[RunConfig]) -> str:
     """An upper bound on the cost of the points, from their time limits."""
     node_h = sum(config.resources.nodes * config.resources.time_limit_min for config in configs) / 60
     text = f"at most {node_h:.1f} node-hours"
-    gpu_h = sum((config.resources.ranks or 0) * config.resources.time_limit_min for config in configs) / 60
+    gpu_h = sum(config.resources.ranks * config.resources.time_limit_min for config in configs) / 60
     if configs[0].resources.device is Device.cuda:
         text += f" = {gpu_h:.1f} GPU-hours"
         price = configs[0].cluster.usd_per_gpu_hour

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from orchestrator.compose import point_count
-from orchestrator.config.schema import RunConfig
+from orchestrator.config.schema import AskedConfig
 from orchestrator.config.strict import nearest
 
 # The verbs other than a run, and the module that implements each, which is imported when the verb is used.
@@ -32,7 +32,7 @@ VERBS = {
 }
 HOME = re.compile(r"(?<=[=,])~(?=/)")
 # Names of settings, which are given as group=option and group.key=value, never with dashes.
-SETTING = re.compile(rf"^--?({'|'.join(one.name for one in fields(RunConfig))}|experiment|sweeps)(\.[\w.]+)?$")
+SETTING = re.compile(rf"^--?({'|'.join(one.name for one in fields(AskedConfig))}|experiment|sweeps)(\.[\w.]+)?$")
 SHORT = {
     "-h": "--help",
     "-m": "--multirun",

@@ -43,8 +43,8 @@ _TESTED = (AdamConfig, AdamWConfig, LionConfig)  # that DeepSpeed's stages take 
 def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     """The configuration as plain data for JSON; its section OURS has the words that `import` needs to make the point
     again."""
-    ranks, batch = config.resources.ranks or 1, config.batch
-    accumulation = batch.accumulation or 1
+    ranks, batch = config.resources.ranks, config.batch
+    accumulation = batch.accumulation
     found: dict[str, Any] = {
         "train_batch_size": batch.micro * accumulation * ranks // config.parallel.sp,
         "train_micro_batch_size_per_gpu": batch.micro,

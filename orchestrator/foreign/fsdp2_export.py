@@ -116,7 +116,7 @@ def fsdp2_file(config: RunConfig, why: str) -> str:
     return _FILE.format(
         why=why,
         micro=config.batch.micro,
-        accumulation=config.batch.accumulation or 1,
+        accumulation=config.batch.accumulation,
         clip=config.optimizer.clip_norm,
         mesh=mesh,
         param=_DTYPES[dtypes.param],

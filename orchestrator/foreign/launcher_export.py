@@ -95,7 +95,7 @@ def trainer_arguments(config: RunConfig) -> list[str]:
     found: dict[str, Any] = {
         "deepspeed": JSON_FILE,
         "per_device_train_batch_size": batch.micro,
-        "gradient_accumulation_steps": batch.accumulation or 1,
+        "gradient_accumulation_steps": batch.accumulation,
         "learning_rate": config.optimizer.lr,
         "weight_decay": rule.weight_decay,
         "adam_beta1": rule.beta1,

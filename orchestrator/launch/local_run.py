@@ -31,7 +31,7 @@ class PointRun:
     ) -> None:
         resources = point.config.resources
         self.point, self.attempt = point, attempt
-        self._world = resources.ranks or 1
+        self._world = resources.ranks
         self._tail = EventTail(attempt.paths.metrics)
         self._step = self._turn = self._granted = 0
         self._job = local_executor.submit(attempt.paths, point.config, entry, gpus, points)

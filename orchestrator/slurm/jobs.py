@@ -126,8 +126,6 @@ def _send(jobs: Sequence[Sent], folder: Path, name: str, entry: str, after: Sequ
 def parameters(config: RunConfig, name: str, after: Sequence[str] = ()) -> dict[str, Any]:
     """The configuration as parameters of submitit's executor. `after`: jobs that must have ended before it starts."""
     resources, cluster = config.resources, config.cluster
-    assert resources.ranks is not None
-    assert resources.threads is not None
     per_node = resources.ranks // resources.nodes
     cpus = cluster.cpus_per_rank or resources.threads
     wanted = {

@@ -106,9 +106,8 @@ def _problem_in(config: RunConfig, name: str, kinds: Sequence[NodeKind]) -> str 
 
 def _nodes_problem(config: RunConfig, name: str, own: Sequence[NodeKind]) -> str | None:
     resources = config.resources
-    assert resources.ranks is not None
     per_node = resources.ranks // resources.nodes
-    cpus = per_node * (config.cluster.cpus_per_rank or resources.threads or 1)
+    cpus = per_node * (config.cluster.cpus_per_rank or resources.threads)
     memory_mib = 1024 * (config.cluster.memory_gib or 0)
     total = sum(kind.nodes for kind in own)
     if resources.nodes > total:

@@ -12,7 +12,7 @@ from harness.ranks import run_ranks
 from points import config_of
 
 from orchestrator.config.optimizer import Optimizer
-from orchestrator.config.schema import Batch, Precision, RunConfig
+from orchestrator.config.schema import Precision, ResolvedBatch, RunConfig
 from orchestrator.config.state_groups import Zero
 from orchestrator.plan.memory_cache import units_key
 from orchestrator.plan.step import ConfigMemory, Memories
@@ -34,7 +34,7 @@ def configured(stage: int, rule: OptimizerConfig, wire: Wire = EXACT, param: str
     config = config_of(STEPS, every=None, stage=stage, ranks=WORLD)
     return replace(
         config,
-        batch=Batch(micro=2, accumulation=1, global_size=2 * WORLD, seq=SEQ),
+        batch=ResolvedBatch(micro=2, accumulation=1, global_size=2 * WORLD, seq=SEQ),
         zero=Zero(stage=stage, wire=wire),
         precision=Precision(MixedPrecision(param), compute="fp32"),  # type: ignore[arg-type]  # a word
         optimizer=Optimizer(rule=rule, clip_norm=None),

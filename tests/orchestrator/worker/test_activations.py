@@ -15,11 +15,11 @@ from points import make_config
 from orchestrator.config.schema import (
     Adapter,
     AdapterKind,
-    Batch,
     Device,
     Loss,
     LossKind,
     Model,
+    ResolvedBatch,
     RunConfig,
 )
 from orchestrator.config.state_groups import Precision
@@ -49,7 +49,7 @@ SEQ = 24
 def config_of(kind: str = "llama", **groups: Any) -> RunConfig:
     model = Model(kind, kind, LLAMA if kind == "llama" else GPT2)
     base = replace(make_config(Path("outputs"), stage=groups.pop("stage", 2)), model=model)
-    settings = {"precision": fp32(), "batch": Batch(micro=3, accumulation=1, global_size=3, seq=SEQ)}
+    settings = {"precision": fp32(), "batch": ResolvedBatch(micro=3, accumulation=1, global_size=3, seq=SEQ)}
     resources = replace(base.resources, ranks=1)
     return replace(base, **{"resources": resources, **settings, **groups})
 
@@ -71,7 +71,7 @@ CONFIGS = [config_of(recompute=RecomputeRule(kind)) for kind in KINDS]
 CONFIGS += [config_of("gpt2", precision=bf16(), recompute=RecomputeRule(kind)) for kind in KINDS[:2]]
 CONFIGS += [config_of(precision=bf16(), loss=tiled(16))]
 CONFIGS += [config_of(precision=Precision(MixedPrecision("bf16"), compute="fp32"), loss=tiled(1024))]
-CONFIGS += [config_of("gpt2", stage=3, batch=Batch(micro=1, accumulation=1, global_size=1, seq=7))]
+CONFIGS += [config_of("gpt2", stage=3, batch=ResolvedBatch(micro=1, accumulation=1, global_size=1, seq=7))]
 CONFIGS += [config_of(adapter=Adapter(AdapterKind.lora, rank=4), recompute=RecomputeRule(kind)) for kind in KINDS[:2]]
 SHORT_CONFIGS = [CONFIGS[3], CONFIGS[4], CONFIGS[6]]  # by operation, GPT-2 in bf16, the tiled loss
 OTHER_CONFIGS = [config for config in CONFIGS if config not in SHORT_CONFIGS]
@@ -171,7 +171,10 @@ Pairs = list[tuple[ActivationBytes, ActivationBytes]]
 
 def _family(other: dict[str, Any]) -> Pairs:
     """For each micro-batch size, the answer (interpolated between two counted sizes) and the counted bytes."""
-    configs = [config_of(batch=Batch(micro, 1, micro, SEQ), **other) for micro in (1, 2, 3, 4, 7)]
+    configs = [
+        config_of(batch=ResolvedBatch(micro=micro, accumulation=1, global_size=micro, seq=SEQ), **other)
+        for micro in (1, 2, 3, 4, 7)
+    ]
     found = dict(answers(configs))
     return [
         (ActivationBytes(**found[activations_key(config)]["bytes"]), trace_of(config).total()) for config in configs

@@ -12,7 +12,7 @@ from points import LLAMA, config_of
 
 from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.parallel import Parallel
-from orchestrator.config.schema import Adapter, AdapterKind, Batch, Loss, LossKind, RunConfig
+from orchestrator.config.schema import Adapter, AdapterKind, Loss, LossKind, ResolvedBatch, RunConfig
 from orchestrator.config.state_groups import Zero
 from orchestrator.plan.tensor_messages import messages_in, words
 from orchestrator.report.summary import communication_rows
@@ -31,7 +31,7 @@ WORLD, SEQ, MICROS = 2, 16, 2
 
 def configured(zero: Zero, adapter: Adapter) -> RunConfig:
     config = replace(config_of(4, every=None, ranks=WORLD), zero=zero, adapter=adapter)
-    return replace(config, batch=Batch(micro=1, accumulation=MICROS, global_size=MICROS * WORLD, seq=SEQ))
+    return replace(config, batch=ResolvedBatch(micro=1, accumulation=MICROS, global_size=MICROS * WORLD, seq=SEQ))
 
 
 def divided(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from points import make_config
 
-from orchestrator.config.schema import Batch, Device, Loss, LossKind, Model, RunConfig
+from orchestrator.config.schema import Device, Loss, LossKind, Model, ResolvedBatch, RunConfig
 from orchestrator.config.state_groups import Precision
 from orchestrator.worker.activations import trace_of
 from orchestrator.worker.setup import build_deferred
@@ -36,7 +36,7 @@ def config_of(
     return replace(
         base,
         model=Model(model, model, MODELS[model]),
-        batch=Batch(2, 1, 4, 16),
+        batch=ResolvedBatch(micro=2, accumulation=1, global_size=4, seq=16),
         precision=Precision(MixedPrecision("bf16"), compute="bf16"),
         recompute=RecomputeRule(recompute),
         loss=Loss() if tile is None else Loss(LossKind.tiled, tile),

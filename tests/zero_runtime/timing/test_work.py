@@ -12,7 +12,7 @@ import torch
 from points import make_config
 from torch._subclasses import FakeTensorMode
 
-from orchestrator.config.schema import Batch, Device, Model, RunConfig
+from orchestrator.config.schema import Device, Model, ResolvedBatch, RunConfig
 from orchestrator.config.state_groups import Precision
 from orchestrator.worker.activations import counted_step
 from zero_runtime.activations.rule import RecomputeRule
@@ -38,7 +38,7 @@ def config_of(kind: str, layers: int, recompute: str = "none", device: Device = 
         base,
         model=Model(kind, kind, sizes),
         precision=Precision(MixedPrecision("bf16"), compute="bf16"),
-        batch=Batch(micro=MICRO, accumulation=1, global_size=MICRO, seq=SEQ),
+        batch=ResolvedBatch(micro=MICRO, accumulation=1, global_size=MICRO, seq=SEQ),
         recompute=RecomputeRule(recompute),  # type: ignore[arg-type]  # a word
         resources=replace(base.resources, device=device),
     )

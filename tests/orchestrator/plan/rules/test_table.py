@@ -11,7 +11,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from orchestrator.config.optimizer import Optimizer, Scheduler
-from orchestrator.config.schema import Device, Model, RunConfig, from_dict, to_dict
+from orchestrator.config.schema import AskedConfig, Device, Model, to_dict
 from orchestrator.config.strict import Broken, build_parts
 from orchestrator.machine import hardware
 from orchestrator.machine.hardware import Hardware
@@ -34,9 +34,9 @@ SLURM = "cluster=slurm resources.device=cpu resources.ranks=4"
 OUTER = "zero=stage3 zero.shard_ranks=2 zero.outer_sharding=optim"
 
 
-def config(line: str = "") -> RunConfig:
+def config(line: str = "") -> AskedConfig:
     """The defaults with overrides applied, without Hydra."""
-    return from_dict(plain_config(line))
+    return AskedConfig(**build_parts(AskedConfig, plain_config(line))[0])
 
 
 WORDS = OverridesParser.create()
@@ -44,13 +44,13 @@ WORDS = OverridesParser.create()
 
 def problems(line: str, scene: Scene) -> list[Broken]:
     """The limits and rules that a line breaks."""
-    parts, broken = build_parts(RunConfig, plain_config(line))
+    parts, broken = build_parts(AskedConfig, plain_config(line))
     return broken + rules.check_parts(parts, scene)
 
 
 def plain_config(line: str) -> dict[str, Any]:
     model = Model("tiny", "llama", {"vocab_size": 256, "max_position_embeddings": 1024})
-    data = to_dict(RunConfig(model=model))
+    data = to_dict(AskedConfig(model=model))
     for word in line.split():
         put(data, *word.split("="))
     return data
@@ -269,7 +269,7 @@ def test_a_broken_rule_is_reported_and_each_of_its_fixes_resolves_it(
 
 def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_rules, "is_installed", lambda _: False)
-    cases = [(scene, build_parts(RunConfig, plain_config(line))[0]) for scene, line, _ in BROKEN]
+    cases = [(scene, build_parts(AskedConfig, plain_config(line))[0]) for scene, line, _ in BROKEN]
     assert len(rules.RULES) <= len(cases)
     for rule in rules.RULES:
         built = [(scene, parts) for scene, parts in cases if parts.keys() >= set(rule.groups)]
@@ -295,7 +295,7 @@ def test_all_broken_rules_are_reported_together() -> None:
 def test_a_group_that_cannot_be_built_hides_no_other_broken_rule() -> None:
     data = to_dict(config("data=text"))
     data["batch"]["micro"] = 0
-    parts, broken = build_parts(RunConfig, data)
+    parts, broken = build_parts(AskedConfig, data)
     told = [str(one) for one in broken + rules.check_parts(parts, LAPTOP)]
     assert len(told) == 2
     assert "batch.micro" in told[0]
@@ -411,7 +411,7 @@ def test_an_impossible_path_is_refused_like_a_missing_one(group: str, key: str, 
     data = to_dict(config("data=text offload=optimizer_nvme"))
     data["data"]["path"] = str(CONF)
     data[group][key] = path
-    assert any(told in str(one) for one in check_rules(from_dict(data), LAPTOP))
+    assert any(told in str(one) for one in check_rules(AskedConfig(**build_parts(AskedConfig, data)[0]), LAPTOP))
 
 
 @pytest.mark.parametrize("output", ["a\0b", "\ud800"])
