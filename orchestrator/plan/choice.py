@@ -136,5 +136,5 @@ def reason(one: Candidate, best: Candidate) -> str:
 def _per_token(one: Candidate) -> dict[str, float]:
     assert one.speed is not None
     batch, time = one.config.batch, one.speed.time
-    tokens = batch.micro * (batch.accumulation or 1) * batch.seq
+    tokens = batch.micro * batch.accumulation * batch.seq
     return {name: getattr(time, name) / tokens for name in StepSeconds.__dataclass_fields__}

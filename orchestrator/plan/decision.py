@@ -244,7 +244,7 @@ def _date(when: float) -> str:
 def _identified(point: Point, hardware: str, known: contents.Known, prediction: Prediction | None) -> Planned:
     config = to_dict(point.config)
     held = contents.of(config, known)
-    identity = point_id(config, point.config.resources.ranks or 1, hardware, held)
+    identity = point_id(config, point.config.resources.ranks, hardware, held)
     plan = Planned(point.label, point.overrides, RunState.queued, identity, config, contents=held)
     if prediction is None:
         return plan

@@ -80,7 +80,7 @@ def kind_of(fit: Fit) -> MixedPrecision:
 
 def _states(fit: Fit) -> Iterator[Part]:
     config, states = fit.config, fit.peak.states
-    accumulation, state_bytes = config.batch.accumulation or 1, config.optimizer.rule.state_bytes
+    accumulation, state_bytes = config.batch.accumulation, config.optimizer.rule.state_bytes
     expected = total_state_bytes(
         config.zero.plan,
         fit.memory.units,
@@ -142,7 +142,7 @@ def _moving(fit: Fit) -> Iterator[Part]:
 
 def _activations(fit: Fit) -> Iterator[Part]:
     peak, micro = fit.peak, max(fit.micro, 1)
-    tokens = micro * fit.config.batch.seq * (fit.config.batch.accumulation or 1)
+    tokens = micro * fit.config.batch.seq * fit.config.batch.accumulation
     for name, nbytes, what in (
         (BLOCKS, peak.blocks, f"kept for the backward: {micro} x {size(peak.blocks / micro)}"),
         (OUTSIDE, peak.outside, f"embedding, head, loss: {micro} x {size(peak.outside / micro)}"),
@@ -180,4 +180,4 @@ def _tensor(fit: Fit) -> str:
     memory = replace(fit.memory, config=with_micro(fit.config, max(fit.micro, 1)))
     if not (sent := memory.tensor_sent()).calls:
         return ""
-    return f"{fit.config.batch.accumulation or 1} x {size(sent.nbytes)} in {words(fit.config, sent)}"
+    return f"{fit.config.batch.accumulation} x {size(sent.nbytes)} in {words(fit.config, sent)}"

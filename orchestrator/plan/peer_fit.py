@@ -66,7 +66,7 @@ def _deepspeed(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     )
     if config.zero.plan.optimizer is Partition.REPLICATED and settings.optimizer_on_host:
         return None
-    return peers.deepspeed(model, config.zero.plan, config.resources.ranks or 1, settings)
+    return peers.deepspeed(model, config.zero.plan, config.resources.ranks, settings)
 
 
 def _fsdp2(model: PeerModel, config: RunConfig) -> PeerMemory | None:
@@ -75,14 +75,14 @@ def _fsdp2(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     if plan.grads is Partition.REPLICATED or _offloads(config):
         return None
     reshards = plan.params is Partition.SHARDED
-    return peers.fsdp2(model, config.resources.ranks or 1, reshards=reshards)
+    return peers.fsdp2(model, config.resources.ranks, reshards=reshards)
 
 
 def _megatron(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     plan = config.zero.plan
     if plan.grads is Partition.SHARDED or _offloads(config):
         return None
-    return peers.megatron(model, config.resources.ranks or 1, distributed_optimizer=plan.optimizer is Partition.SHARDED)
+    return peers.megatron(model, config.resources.ranks, distributed_optimizer=plan.optimizer is Partition.SHARDED)
 
 
 ENGINES: dict[str, Callable[[PeerModel, RunConfig], PeerMemory | None]] = {
@@ -125,7 +125,7 @@ def peer_fit(
     rules = ENGINES[engine](peer_model(shapes), config) if is_known else None
     if rules is None or not memory.parts:
         return None
-    room, micro_batches = limit_bytes - overhead.most, config.batch.accumulation or 1
+    room, micro_batches = limit_bytes - overhead.most, config.batch.accumulation
 
     def peak(micro: int, activations: int) -> int:
         part = memory.parts[0]

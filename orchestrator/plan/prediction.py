@@ -127,7 +127,7 @@ def _prediction(
     shapes = answers.get(units_key(config), {"unknown": NOT_ASKED})
     if "units" not in shapes:
         return str(shapes.get("problem") or shapes["unknown"])
-    micro_batches = config.batch.accumulation or 1
+    micro_batches = config.batch.accumulation
     units, state_bytes = units_of(config, shapes), shapes["state_bytes"]
     states = total_state_bytes(
         held_plan(config),

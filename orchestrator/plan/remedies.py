@@ -122,11 +122,11 @@ def _broken(config: RunConfig, scene: Scene) -> set[str]:
 def _smaller(config: RunConfig, micro: int) -> Neighbour:
     """A smaller micro-batch, with more accumulation for the same global size if it divides that evenly. An evaluation
     accumulates nothing."""
-    samples = config.batch.micro * (config.batch.accumulation or 1)
+    samples = config.batch.micro * config.batch.accumulation
     keeps_size = samples % micro == 0 and config.measure.kind is MeasureKind.train
     accumulation = samples // micro if keeps_size else config.batch.accumulation
     more = f" batch.accumulation={accumulation}" if keeps_size else ""
-    global_size = micro * (accumulation or 1) * config.batch_ranks
+    global_size = micro * accumulation * config.batch_ranks
     batch = replace(config.batch, micro=micro, accumulation=accumulation, global_size=global_size)
     return Neighbour(f"batch.micro={micro}{more}", replace(config, batch=batch))
 

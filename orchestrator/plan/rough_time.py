@@ -43,7 +43,7 @@ def _computed(memory: ConfigMemory) -> StepSeconds | None:
     element_bytes = update_bytes(
         config.precision.mixed,
         optimizer.rule.state_bytes,
-        config.batch.accumulation or 1,
+        config.batch.accumulation,
         clips=optimizer.clip_norm is not None,
     )
     costs = step_costs(peaks, data_layout(config, rules.group_ranks), element_bytes)
@@ -67,7 +67,7 @@ def _tensor_s(memory: ConfigMemory, peaks: Peaks) -> float:
     rounds = 2 if config.parallel.tp > 1 else 1
     ring = Ring(group, -(-group // per_node)).curve(peaks, PUBLISHED, rounds=rounds)
     full_bytes = sent.nbytes * group / (rounds * (group - 1))
-    return (config.batch.accumulation or 1) * sent.calls * ring.at(full_bytes / sent.calls)
+    return config.batch.accumulation * sent.calls * ring.at(full_bytes / sent.calls)
 
 
 def peak_flops_per_s(config: RunConfig, node: GpuNode | None = None) -> float | None:
@@ -84,7 +84,7 @@ def peaks_of(config: RunConfig) -> Peaks | None:
     """The peaks of the described GPU; None if one that the ranks use is not known."""
     node, resources = config.hardware, config.resources
     flops, link, network = peak_flops_per_s(config), node.link_gb_per_s, node.network_gb_per_s
-    lacks_link = link is None and (resources.ranks or 1) > resources.nodes
+    lacks_link = link is None and resources.ranks > resources.nodes
     if flops is None or node.memory_gb_per_s is None or lacks_link or (network is None and resources.nodes > 1):
         return None
     return Peaks(flops, node.memory_gb_per_s * GIGA, (link or network or 0.0) * GIGA, (network or link or 0.0) * GIGA)

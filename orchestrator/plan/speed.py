@@ -189,7 +189,7 @@ def speed_of(memory: ConfigMemory, hardware: str) -> Speed | None:
 
 def _tokens(config: RunConfig) -> int:
     """Tokens of a step of all ranks."""
-    return (config.batch.global_size or 0) * config.batch.seq
+    return config.batch.global_size * config.batch.seq
 
 
 def model_flops(memory: ConfigMemory) -> int:

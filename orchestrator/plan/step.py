@@ -35,7 +35,7 @@ Units = list[tuple[UnitSize, MixedPrecision]]
 
 def with_micro(config: RunConfig, micro: int) -> RunConfig:
     """The configuration with another micro-batch and the same accumulation."""
-    accumulation = config.batch.accumulation or 1
+    accumulation = config.batch.accumulation
     global_size = micro * accumulation * config.batch_ranks
     batch = replace(config.batch, micro=micro, accumulation=accumulation, global_size=global_size)
     return replace(config, batch=batch)
@@ -187,7 +187,7 @@ class ConfigMemory:
         return Moves(
             config.zero.plan.shard_count(config.data_ranks),
             config.zero.prefetch,
-            config.batch.accumulation or 1,
+            config.batch.accumulation,
             tuple(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in config.optimizer.rule.held_states),
             1 if plan.scratch is None else plan.scratch.ahead,
             plan.speculative,
@@ -223,7 +223,7 @@ class ConfigMemory:
                 continue
             one = reduced(wire, held, group_ranks, groups, ITEMSIZE_BYTES[kind.reduce], stays_split=splits)
             total += one.nbytes * counts.reductions * train
-        total += self.tensor_sent().nbytes * (config.batch.accumulation or 1)
+        total += self.tensor_sent().nbytes * config.batch.accumulation
         return total + most_sent_elements(self.matrices, plan.shard_count(ranks)) * whole_itemsize(
             config.optimizer.rule
         )
@@ -232,7 +232,7 @@ class ConfigMemory:
         """How often the closed form gathers and reduces each trained element in a step."""
         config = self.config
         return CollectiveCounts.of(
-            config.zero.plan, config.batch.accumulation or 1, reduces_at_boundary=config.zero.reduce_at_boundary
+            config.zero.plan, config.batch.accumulation, reduces_at_boundary=config.zero.reduce_at_boundary
         )
 
     def tensor_sent(self) -> TensorSent:
@@ -286,7 +286,7 @@ class Memories:
             full_numels=tuple(unit["numel"] for unit in shapes["units"]),
             tensor=TensorMessages.of_plain(shapes["tensor"]),
         )
-        tokens = config.batch.seq * (config.batch.accumulation or 1)
+        tokens = config.batch.seq * config.batch.accumulation
         found = [
             (
                 StepMemory(
@@ -370,7 +370,7 @@ def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
         plan,
         shard_count,
         replica_count=ranks // shard_count,
-        micro_batches=config.batch.accumulation or 1,
+        micro_batches=config.batch.accumulation,
         state_bytes=shapes["state_bytes"],
         by_messages=config.resources.device is not Device.cuda and ranks > 1,
         params_in_file=config.offload.params is Tier.NVME,

@@ -34,7 +34,7 @@ def target_of(config: RunConfig, gpu_bytes: int | None = None, host_bytes: int |
     gpu_bytes, host_bytes: memory of a GPU of this machine and of its host, used if the hardware is not described.
     """
     resources, node = config.resources, config.hardware
-    ranks, on_gpus = resources.ranks or 1, resources.device is Device.cuda
+    ranks, on_gpus = resources.ranks, resources.device is Device.cuda
     if node.is_described:
         gpu_bytes, host_bytes = node.memory_bytes, node.host_bytes
     elif config.cluster.kind is ClusterKind.slurm:
