@@ -52,10 +52,10 @@ class Table(NamedTuple):
 def plan_rows(config: RunConfig, folder: str) -> list[Row]:
     """The configuration of the run, with the batch size spelled out."""
     precision, batch, resources = config.precision.dtypes, config.batch, config.resources
-    ranks = resources.ranks or 1
+    ranks = resources.ranks
     per_group = config.parallel.same_batch()
-    tokens = (batch.global_size or 0) * batch.seq
-    threads = f", {many(resources.threads or 1, 'thread')} each" if resources.device.value == "cpu" else ""
+    tokens = batch.global_size * batch.seq
+    threads = f", {many(resources.threads, 'thread')} each" if resources.device.value == "cpu" else ""
     lossy = ", ".join(lossy_words(to_dict(config)))
     return [
         Row("model", _model_text(config)),

@@ -212,7 +212,7 @@ class Calibration:
             return turns.answer()
 
     def _links(self, config: RunConfig) -> Answer:
-        world = config.resources.ranks or 1
+        world = config.resources.ranks
         collectives = Collectives(config.zero.plan.group_ranks(world), PhaseClock(self._device), self._watch)
         try:
             return asdict(time_links(self._repeated, collectives, self._device, SIZES))

@@ -45,14 +45,14 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
 
     PlanError if it has no GPU.
     """
-    torch.set_num_threads(config.resources.threads or 1)
+    torch.set_num_threads(config.resources.threads)
     torch.manual_seed(config.seed)
     if config.resources.device != "cuda":
         return torch.device("cpu")
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
     set_kernel_cache(os.environ)
     device = make_current(torch.device("cuda", device_index(local_rank, torch.cuda.device_count())))
-    bind_to_gpu(device, config.resources.threads or 1)
+    bind_to_gpu(device, config.resources.threads)
     return device
 
 
@@ -118,7 +118,6 @@ def build_runtime(
 
     Needs the process group. `trains`: if False, the runtime is for inference, without an optimizer.
     """
-    assert config.batch.accumulation is not None
     model, initialise = build_deferred(config)
     tensor = messages_of(config, model)
     recomputation = Recomputation(model, config.recompute, device)
@@ -157,7 +156,6 @@ def build_runtime(
 
 def asked_dtypes(config: RunConfig, runtime: ZeroRuntime) -> AskedDTypes:
     """The dtypes that the configuration asks for in the runtime's units."""
-    assert config.batch.accumulation is not None
     return AskedDTypes(
         config.precision.mixed,
         config.batch.accumulation,

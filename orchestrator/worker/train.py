@@ -297,7 +297,6 @@ class RankRun:
             del loss
 
     def _note_step(self, step: int, report: StepReport, lr: float) -> None:
-        assert self._config.batch.global_size is not None
         self._progress = Progress(step + 1, self._progress.samples + self._config.batch.global_size)
         self._readings.losses.append(report.loss)
         self._readings.skipped += report.skipped
@@ -346,7 +345,6 @@ class RankRun:
         )
 
     def _tokens_per_step(self) -> int:
-        assert self._config.batch.global_size is not None
         return self._config.batch.global_size * self._config.batch.seq
 
     # ---- before and after --------------------------------------------------------------------------------------
