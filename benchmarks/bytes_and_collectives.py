@@ -1,6 +1,6 @@
 """Counts bytes of model states and elements sent per step for every row of the plan, next to the formulas.
 
-`python benchmarks/bytes_and_collectives.py [--world N]`; prints the table of docs/runtime.md.
+`python benchmarks/bytes_and_collectives.py [--world N]`; prints the table that benchmarks/results keeps.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from benchmarks.gpt import Gpt, GptSize, loss_of  # noqa: E402
+from zero_runtime import state_bytes as memory_model  # noqa: E402
 from zero_runtime.accounting import predicted_state_bytes, unit_sizes  # noqa: E402
-from zero_runtime.memory import model as memory_model  # noqa: E402
-from zero_runtime.memory.census import take_census  # noqa: E402
+from zero_runtime.census import take_census  # noqa: E402
 from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402

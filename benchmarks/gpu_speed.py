@@ -1,9 +1,9 @@
 """Compares predicted with measured step times of ZeRO stages on the GPUs of this machine.
 
 `python benchmarks/gpu_speed.py [--precision fp32|bf16] [--most-percent N] [sizes]`. Needs torch, numpy and safetensors.
-The parts of a step are measured as `calibrate` measures them (zero_runtime/timing/), and what a real step takes in
-addition to them from a step of stage 2; so the comparison is that of stages 0, 1 and 3. Exit codes: 0 all errors are at
-most N %, 1 one is larger, 2 no CUDA device. `--device cpu` tries the command out on CPU ranks.
+The parts of a step are measured as `calibrate` measures them (zero_runtime/predict/timing/), and what a real step takes
+in addition to them from a step of stage 2; so the comparison is that of stages 0, 1 and 3. Exit codes: 0 all errors are
+at most N %, 1 one is larger, 2 no CUDA device. `--device cpu` tries the command out on CPU ranks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from zero_runtime.accounting import unit_sizes  # noqa: E402
 from zero_runtime.activations.rule import RecomputeRule  # noqa: E402
 from zero_runtime.collectives import Collectives  # noqa: E402
 from zero_runtime.initial_values import parameters_on_meta  # noqa: E402
-from zero_runtime.memory.activation_count import Trace  # noqa: E402
-from zero_runtime.memory.counted_unit import CountRules  # noqa: E402
 from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
 from zero_runtime.phase_clock import PhaseClock  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
+from zero_runtime.predict.memory.activation_count import Trace  # noqa: E402
+from zero_runtime.predict.memory.counted_unit import CountRules  # noqa: E402
+from zero_runtime.predict.timing.costs import StepCosts  # noqa: E402
+from zero_runtime.predict.timing.machine_timer import Repeated, time_copies, time_links, time_updates  # noqa: E402
+from zero_runtime.predict.timing.segment_timer import SegmentTimer, typical  # noqa: E402
+from zero_runtime.predict.timing.segments import Key  # noqa: E402
+from zero_runtime.predict.timing.step_time import step_time, surplus_s  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
-from zero_runtime.timing.costs import StepCosts  # noqa: E402
-from zero_runtime.timing.machine_timer import Repeated, time_copies, time_links, time_updates  # noqa: E402
-from zero_runtime.timing.segment_timer import SegmentTimer, typical  # noqa: E402
-from zero_runtime.timing.segments import Key  # noqa: E402
-from zero_runtime.timing.step_time import step_time, surplus_s  # noqa: E402
 from zero_runtime.unit_planner import UnitRules  # noqa: E402
 from zero_runtime.watch.watch import RankWatch  # noqa: E402
 from zero_runtime.world import WorldSettings, join_world, leave_world  # noqa: E402

@@ -33,8 +33,11 @@ from benchmarks.stages_report import cpu_name  # noqa: E402
 from zero_runtime.accounting import host_tensors, predicted_state_bytes  # noqa: E402
 from zero_runtime.initial_values import parameters_on_meta  # noqa: E402
 from zero_runtime.offload.copy_streams import Copies, PlainCopies, copies_for  # noqa: E402
-from zero_runtime.offload.plan import OffloadPlan, Tier  # noqa: E402
-from zero_runtime.offload.scratch_settings import ScratchSettings  # noqa: E402
+from zero_runtime.offload_plan import (  # noqa: E402
+    OffloadPlan,
+    ScratchSettings,
+    Tier,
+)
 from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
@@ -44,7 +47,7 @@ from zero_runtime.world import join_alone, leave_world  # noqa: E402
 LR = 1e-4
 STEPS = 3  # consecutive steps for one reading: the end of a step's work overlaps the next forward
 PRECISION = MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="fp32")
-NEVER_CLIPPED = 1e9  # the norm is waited for, but no speculative update is undone
+NEVER_CLIPPED = 1e9  # but the norm is waited for
 
 
 @dataclass
@@ -92,11 +95,8 @@ def build_rows(size: GptSize, device: torch.device, accumulation: int, folder: P
     plans = {
         "none": (2, OffloadPlan()),
         "optimizer_cpu": (2, optimizer),
-        "optimizer_cpu, speculative": (2, replace(optimizer, speculative=True)),
         "optimizer_param_cpu": (3, replace(optimizer, params=Tier.HOST)),
-        "optimizer_param_cpu, speculative": (3, replace(optimizer, params=Tier.HOST, speculative=True)),
         "optimizer_nvme": (2, in_file),
-        "optimizer_nvme, speculative": (2, replace(in_file, speculative=True)),
         "optimizer_param_nvme": (3, replace(in_file, params=Tier.NVME)),
     }
     return [Row(name, build(size, device, accumulation, *plan)) for name, plan in plans.items()]
@@ -119,7 +119,7 @@ def measure(row: Row, ids: torch.Tensor, *, keep: bool) -> None:
     settle(row.runtime)
     step_s = (time.perf_counter() - start) / STEPS
     leave_s = leaving(row.runtime)
-    backwards(row.runtime, ids, guess=False)
+    backwards(row.runtime, ids)
     settle(row.runtime)
     start = time.perf_counter()
     row.runtime.step(LR)
@@ -132,9 +132,8 @@ def measure(row: Row, ids: torch.Tensor, *, keep: bool) -> None:
         row.device_bytes = predicted_state_bytes(row.runtime).total
 
 
-def backwards(runtime: ZeroRuntime, ids: torch.Tensor, *, guess: bool = True) -> None:
-    """The micro-batches of one step. Without `guess`, speculation is in vain: the update runs after backward."""
-    runtime.expect_rate(LR if guess else 2 * LR)
+def backwards(runtime: ZeroRuntime, ids: torch.Tensor) -> None:
+    """The micro-batches of one step."""
     for _ in range(runtime.settings.micro_batches):
         logits = runtime(ids).float()
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())

@@ -4,7 +4,7 @@
 so that the tracker has no core of its own, with short steps, of which logging is a large share. It takes turns: in one
 each step writes its event, and a real tracker with a new SQLite store follows; in the other there are no events, and
 the tracker is stopped (SIGSTOP). The order is A B B A. Two answers are printed: the ratio of the mean steps of a pair
-of turns, with the bootstrap interval of the pairs; and what logging takes by its own clocks: the time of the writes,
+of turns, with the interval of the pairs; and what logging takes by its own clocks: the time of the writes,
 and the tracker's CPU time as if no core were idle. The second hardly depends on what else the machine does. `--write`
 writes results/logging_cost_cpu_DATE.md and .json. Exit code 1 if either is 1 % or more.
 """
@@ -33,10 +33,18 @@ sys.path[:0] = [str(ROOT)]
 
 from benchmarks.gpt import Gpt, GptSize  # noqa: E402
 from benchmarks.stages_report import cpu_name  # noqa: E402
-from orchestrator.config.schema import Model, Resources, RunConfig, Tracking, TrackingKind, to_dict  # noqa: E402
+from orchestrator.config.schema import (  # noqa: E402
+    Model,
+    ResolvedBatch,
+    ResolvedResources,
+    RunConfig,
+    Tracking,
+    TrackingKind,
+    to_dict,
+)
 from orchestrator.records.run_record import Attempt, new_attempt  # noqa: E402
 from orchestrator.records.run_state import RunState  # noqa: E402
-from orchestrator.rounds.intervals import ratio_of_turns  # noqa: E402
+from orchestrator.rounds.comparison import RANGE, of_turns  # noqa: E402
 from orchestrator.tracking.feed import Tracker, start_tracker  # noqa: E402
 from orchestrator.worker.event_writer import EventWriter  # noqa: E402
 
@@ -58,12 +66,12 @@ class LoggingTurns:
     tracking: float = 0.0
 
     def lines(self, cores: int) -> list[str]:
-        ratio = ratio_of_turns(self.logged, self.bare)
+        ratio = of_turns(self.logged, self.bare)
         step = self.seconds / self.steps
         return [
             f"- a step: {1e3 * step:.1f} ms; {len(self.logged)} pairs of turns",
-            f"- paired turns: logging costs {100 * (ratio.middle - 1):+.2f} % of the step "
-            f"(95 % interval {100 * (ratio.low - 1):+.2f} to {100 * (ratio.high - 1):+.2f} %)",
+            f"- paired turns: logging costs {100 * (ratio.ratio - 1):+.2f} % of the step "
+            f"({RANGE} {100 * (ratio.low - 1):+.2f} to {100 * (ratio.high - 1):+.2f} %)",
             f"- by its own clocks: {100 * self.accounted(cores):.2f} %, of which the writes "
             f"{100 * self.writing / self.seconds:.2f} % ({1e6 * self.writing / self.steps:.0f} us a step) and the "
             f"tracker {100 * self.tracking / self.seconds / cores:.2f} % of {cores} cores",
@@ -74,7 +82,7 @@ class LoggingTurns:
         return self.writing / self.seconds + self.tracking / self.seconds / cores
 
     def holds(self, cores: int) -> bool:
-        return self.accounted(cores) < LIMIT and ratio_of_turns(self.logged, self.bare).middle - 1 < LIMIT
+        return self.accounted(cores) < LIMIT and of_turns(self.logged, self.bare).ratio - 1 < LIMIT
 
 
 def trainer() -> Callable[[], float]:
@@ -99,20 +107,19 @@ def measured(pairs: int, turn_s: float, output: Path) -> LoggingTurns:
     config = RunConfig(
         model=Model("gpt", "llama", {}),
         output=str(output),
-        resources=Resources(ranks=1),
+        batch=ResolvedBatch(accumulation=1, global_size=4),
+        resources=ResolvedResources(ranks=1, threads=1),
         tracking=Tracking(TrackingKind.mlflow),
     )
-    tracker = start_tracker(config, output)
-    tracker.wait_for_store()
     attempt = new_attempt(output, to_dict(config), "logging", "cpu")
+    tracker = start_tracker(config, output, attempt.paths)
+    tracker.wait_for_store()
     attempt.move(RunState.starting)
     attempt.move(RunState.running)
-    tracker.begin(attempt, config)
     try:
         return _turns(pairs, turn_s, attempt, tracker)
     finally:
         attempt.move(RunState.cancelled, message="the benchmark has ended")
-        tracker.end(attempt)
         tracker.close()
         for warning in tracker.warnings():
             print(warning, file=sys.stderr)

@@ -128,12 +128,12 @@ def one_bit_row(warmup: int) -> LossyRow:
 ROWS: dict[str, LossyRow] = {
     "exact, fp32": LossyRow("precision=fp32", SHARDED.format("2·4", "4"), precision=FP32),
     "exact, bf16": LossyRow("", SHARDED.format("2·2", "4")),
-    "exact, hpZ": LossyRow(
-        "resources.ranks=4 zero.shard_ranks=2 zero.outer_sharding=hpz",
+    "exact, outer sharding": LossyRow(
+        "resources.ranks=4 zero.shard_ranks=2 zero.outer_sharding=optim",
         "(G-1)·(2·2 + 4)·S + (N/G-1)·(2 + 4)·S·G/N",
         world=4,
         shard_ranks=2,
-        outer_sharding="hpz",
+        outer_sharding="optim",
     ),
     "bf16 states": LossyRow(
         "optimizer.state_dtype=bf16", SHARDED.format("2·2", "4"), FINE, replace(ADAMW, state_dtype="bf16")

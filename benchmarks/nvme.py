@@ -45,9 +45,12 @@ from zero_runtime.initial_values import parameters_on_meta  # noqa: E402
 from zero_runtime.kernels.checksum import zlib_crc32  # noqa: E402
 from zero_runtime.offload import scratch_file  # noqa: E402
 from zero_runtime.offload.nvme import NvmeTier  # noqa: E402
-from zero_runtime.offload.plan import OffloadPlan, Tier  # noqa: E402
 from zero_runtime.offload.scratch_file import aligned_buffer  # noqa: E402
-from zero_runtime.offload.scratch_settings import ScratchSettings  # noqa: E402
+from zero_runtime.offload_plan import (  # noqa: E402
+    OffloadPlan,
+    ScratchSettings,
+    Tier,
+)
 from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402

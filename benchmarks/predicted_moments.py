@@ -46,15 +46,15 @@ from benchmarks.predicted_peaks import (  # noqa: E402
     step,
 )
 from benchmarks.stages_report import cpu_name  # noqa: E402
-from orchestrator.plan.moments import EXPORTED_BYTES, counted_from  # noqa: E402
+from orchestrator.wings.predict.moments import EXPORTED_BYTES, counted_from  # noqa: E402
+from zero_runtime.census import take_census  # noqa: E402
 from zero_runtime.checkpoint.background import BackgroundSaver  # noqa: E402
 from zero_runtime.checkpoint.hugging_face.folder import write_weights  # noqa: E402
 from zero_runtime.checkpoint.hugging_face.gathered import save_gathered_weights  # noqa: E402
+from zero_runtime.checkpoint.hugging_face.names import weights_of  # noqa: E402
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder  # noqa: E402
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint  # noqa: E402
 from zero_runtime.collectives import Collectives  # noqa: E402
-from zero_runtime.integrations.pretrained import weights_of  # noqa: E402
-from zero_runtime.memory.census import take_census  # noqa: E402
 from zero_runtime.runtime import ZeroRuntime  # noqa: E402
 from zero_runtime.tensor_source import TensorSource  # noqa: E402
 

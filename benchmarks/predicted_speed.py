@@ -52,15 +52,16 @@ from benchmarks.stages_report import cpu_name  # noqa: E402
 from benchmarks.timed_points import FINAL_STEPS, Final, Round  # noqa: E402
 from orchestrator.compose import arguments  # noqa: E402
 from orchestrator.compose.line import composed  # noqa: E402
-from orchestrator.plan import memory_cache, speed  # noqa: E402
-from orchestrator.plan.choice import NEAR, ShortRun, best_run  # noqa: E402
 from orchestrator.plan.point import Point  # noqa: E402
 from orchestrator.plan.points import judged  # noqa: E402
-from orchestrator.plan.prediction import hardware_name  # noqa: E402
 from orchestrator.plan.rules.scene import here  # noqa: E402
-from orchestrator.plan.speed import Speed, TimingJob, speed_of  # noqa: E402
-from orchestrator.plan.step import Memories  # noqa: E402
-from orchestrator.rounds.intervals import percentile  # noqa: E402
+from orchestrator.rounds.comparison import SpeedVerdict, of_turns  # noqa: E402
+from orchestrator.rounds.intervals import LEAST, percentile  # noqa: E402
+from orchestrator.wings.predict import memory_cache, speed  # noqa: E402
+from orchestrator.wings.predict.choice import NEAR, ShortRun, best_run  # noqa: E402
+from orchestrator.wings.predict.prediction import hardware_name  # noqa: E402
+from orchestrator.wings.predict.speed import Speed, TimingJob, speed_of  # noqa: E402
+from orchestrator.wings.predict.step import Memories  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 RUNS = 4  # as in `choose`
@@ -144,9 +145,15 @@ class Compared:
 
     def short_run(self) -> ShortRun:
         """What `choose` would see of it: the prediction and the turns of the first round, in tokens per second."""
-        speeds = [self.tokens / seconds for seconds in self.rounds[0]]
         predicted = self.tokens / self.predicted[0].time.total_s
-        return ShortRun(predicted, statistics.median(speeds), percentile(speeds, 0.1), percentile(speeds, 0.9))
+        return ShortRun(predicted, self.tokens / statistics.median(self.rounds[0]))
+
+    def is_slower(self, other: Compared, rivals: int) -> bool:
+        """Whether its turns of the first round show that it is slower than another point."""
+        mine, theirs = ([row.per_token(seconds) for seconds in row.rounds[0]] for row in (self, other))
+        if len(mine) < LEAST:
+            return self is not other
+        return of_turns(mine, theirs, family=rivals).verdict is SpeedVerdict.slower
 
 
 def compared(name: str, line: str, rounds: int, final: int | None) -> list[Compared]:
@@ -220,8 +227,9 @@ def what_choose_takes(rows: Sequence[Compared]) -> Compared:
     runs = {row.label: row.short_run() for row in rows}
     ranked = sorted(rows, key=lambda row: -runs[row.label].predicted)
     least = NEAR * runs[ranked[0].label].predicted
-    near = [row.label for row in ranked if runs[row.label].predicted >= least][:RUNS]
-    label = best_run({one: runs[one] for one in near}).label
+    near = [row for row in ranked if runs[row.label].predicted >= least][:RUNS]
+    fastest = max(near, key=lambda row: runs[row.label].median)
+    label = best_run(runs, [row.label for row in near if not row.is_slower(fastest, max(1, len(near) - 1))])
     return next(row for row in rows if row.label == label)
 
 

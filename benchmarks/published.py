@@ -24,7 +24,7 @@ from benchmarks.published_borders import PEAK_NOTES, Border, borders  # noqa: E4
 from benchmarks.published_cases import GIB, Comparison, LeftOut, summary  # noqa: E402
 from benchmarks.published_stages import StagePair, comparisons, stage_pair, terms  # noqa: E402
 from benchmarks.published_tutorials import qwen_lines, t0_lines  # noqa: E402
-from zero_runtime.memory.peers import Moment  # noqa: E402
+from zero_runtime.predict.memory.peers import Moment  # noqa: E402
 
 CLOSED_FORMS = {
     "ZeRO paper, table 1 and figure 1 (GB)": closed_forms.zero_states,

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 from benchmarks.published_cases import GIB, Comparison, LeftOut, table
-from zero_runtime.memory.paper_formulas import (
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.predict.memory.paper_formulas import (
     InfinityModel,
     deepspeed_zero2_estimate,
     deepspeed_zero3_estimate,
     largest_numel,
     paper_bytes_per_param,
 )
-from zero_runtime.memory.peers import PeerModel, megatron
-from zero_runtime.plan import ZeroPlan
+from zero_runtime.predict.memory.peers import PeerModel, megatron
 
 V100_BYTES = 32e9
 K, TIB, MIB = 1024, 1 << 40, 1 << 20

@@ -3,7 +3,7 @@
 `case_peak` is the only place where a peak is computed; another model of the step replaces its body.
 
 [Note: activations of a deep model]
-Five of a model's blocks are traced (zero_runtime/memory/repeated_blocks.py), with one sequence, or with two and three.
+Five of a model's blocks are traced (predict/memory/repeated_blocks.py), with one sequence, or with two and three.
 The sizes of its storages are linear in the number of sequences, and without scores in their length (see `LinearTrace`).
 """
 
@@ -20,19 +20,19 @@ import transformers
 import yaml
 from torch import nn
 
-from orchestrator.workloads.adapters import add_lora, lora_config
+from orchestrator.wings.pretrained.adapters import add_lora, lora_config
 from orchestrator.workloads.models import build_meta_model, model_config, token_losses
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.initial_values import parameters_on_meta
-from zero_runtime.memory import peers
-from zero_runtime.memory.activation_count import Trace
-from zero_runtime.memory.activation_trace import trace_step
-from zero_runtime.memory.device_overhead import DeviceOverhead
-from zero_runtime.memory.peers import DeepSpeedSettings, PeerMemory, PeerModel, PeerTerm
-from zero_runtime.memory.repeated_blocks import with_blocks
-from zero_runtime.memory.short_model import shorten
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.memory import peers
+from zero_runtime.predict.memory.activation_count import Trace
+from zero_runtime.predict.memory.activation_trace import trace_step
+from zero_runtime.predict.memory.device_overhead import DeviceOverhead
+from zero_runtime.predict.memory.peers import DeepSpeedSettings, PeerMemory, PeerModel, PeerTerm
+from zero_runtime.predict.memory.repeated_blocks import with_blocks
+from zero_runtime.predict.memory.short_model import shorten
 from zero_runtime.unit_planner import UnitRules, block_modules
 
 MODELS: dict[str, dict[str, Any]] = yaml.safe_load(

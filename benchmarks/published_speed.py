@@ -29,12 +29,12 @@ from benchmarks.published_peak import config_of  # noqa: E402
 from orchestrator.compose import arguments, compose  # noqa: E402
 from orchestrator.config.schema import Model, RunConfig  # noqa: E402
 from orchestrator.machine.hardware import Hardware  # noqa: E402
-from orchestrator.plan import memory_cache, step  # noqa: E402
 from orchestrator.plan.points import checked_points  # noqa: E402
 from orchestrator.plan.rules.scene import Scene  # noqa: E402
-from orchestrator.plan.speed import Speed, speed_of  # noqa: E402
+from orchestrator.wings.predict import memory_cache, step  # noqa: E402
+from orchestrator.wings.predict.speed import Speed, speed_of  # noqa: E402
 from zero_runtime.activations.rule import RecomputeRule  # noqa: E402
-from zero_runtime.timing.data_sheet import PUBLISHED  # noqa: E402
+from zero_runtime.predict.timing.data_sheet import PUBLISHED  # noqa: E402
 
 GPUS_PER_NODE = 8
 FAR = 0.5  # an error above this is listed as not in agreement
@@ -168,7 +168,7 @@ def report(found: Iterable[Predicted | LeftOut]) -> Iterator[str]:
     yield "kernels. The error is that of the step's time; the bias is the median of the signed errors. Kendall's tau"
     yield "ranks the throughput of a GPU within runs of the same source, model and GPU."
     yield ""
-    yield f"Shares of a data sheet, with sources in zero_runtime/timing/data_sheet.py: {_shares()}."
+    yield f"Shares of a data sheet, with sources in zero_runtime/predict/timing/data_sheet.py: {_shares()}."
     yield from (
         "",
         "| source | GPU | cases | error of the step | bias | tau | pairs |",

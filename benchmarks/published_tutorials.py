@@ -9,9 +9,9 @@ import yaml
 
 from benchmarks.published_cases import FOLDER, GIB
 from benchmarks.published_peak import peer_model
-from zero_runtime.memory.paper_formulas import deepspeed_zero3_estimate
-from zero_runtime.memory.peers import HALF, MASTER_AND_MOMENTS, deepspeed
 from zero_runtime.plan import ZeroPlan
+from zero_runtime.predict.memory.paper_formulas import deepspeed_zero3_estimate
+from zero_runtime.predict.memory.peers import HALF, MASTER_AND_MOMENTS, deepspeed
 
 PARTS = ("parameters", "optimizer", "gradients", "activations", "buffers")
 

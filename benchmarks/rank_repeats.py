@@ -247,7 +247,7 @@ def _judged(points: Points, before: Path, after: Path) -> dict[str, Any]:
     ]
     (change,) = changes.by_setting(sides, "resources.code", THRESHOLD).points
     assert change.time is not None
-    return {"judgement": change.judgement.name, "time": change.time.middle, "low": change.time.low}
+    return {"judgement": change.judgement.name, "time": change.time.ratio, "low": change.time.low}
 
 
 def _noise_lines(found: Mapping[str, float]) -> list[str]:

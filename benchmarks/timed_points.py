@@ -18,13 +18,13 @@ import torch
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.launch.environment import GLIBC, TUNABLES
-from orchestrator.plan.speed import TimingJob
 from orchestrator.rounds.order import rotated
-from orchestrator.worker.calibrate import Calibration, SegmentTurns
+from orchestrator.wings.predict.calibrate_rank import Calibration, SegmentTurns
+from orchestrator.wings.predict.speed import TimingJob
 from orchestrator.worker.setup import build_data, build_runtime, prepare_process
 from orchestrator.workloads.data import slice_for_rank
 from orchestrator.workloads.models import token_losses
-from zero_runtime.timing.machine_timer import Repeated
+from zero_runtime.predict.timing.machine_timer import Repeated
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 from zero_runtime.world import WorldSettings, join_world, leave_world
 

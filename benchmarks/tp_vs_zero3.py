@@ -26,8 +26,9 @@ sys.path[:0] = [str(ROOT)]
 
 from benchmarks.rank_repeats import swept  # noqa: E402
 from benchmarks.stages_report import cpu_name  # noqa: E402
-from orchestrator.rounds.intervals import of_rounds, ratio_of_turns  # noqa: E402
-from orchestrator.rounds.recorded import in_turns, ms_per_token, step_medians_ms, used_rounds  # noqa: E402
+from orchestrator.rounds.comparison import RANGE, compare  # noqa: E402
+from orchestrator.rounds.intervals import of_rounds  # noqa: E402
+from orchestrator.rounds.recorded import ms_per_token, step_medians_ms, used_rounds  # noqa: E402
 
 PAGE = ROOT / "docs" / "tp_vs_zero3.md"
 BEGIN, END = "<!-- table: python -m benchmarks.tp_vs_zero3 -->", "<!-- end of the table -->"
@@ -36,7 +37,7 @@ COMMON = ("sweeps=tp_vs_zero3", "measure=standard", "measure.validation_batches=
 ROWS = (*COMMON, "offload=none")
 OFFLOADED = (*COMMON, "zero=stage3", "parallel.tp=1", "measure.rounds=3")
 HEADER = (
-    "| tokens a step | stage | tp | tokens/s (95 % range) | ratio to stage 3 (95 % range) | exposed ms of a step's ms "
+    f"| tokens a step | stage | tp | tokens/s (95 % range) | ratio to stage 3 ({RANGE}) | exposed ms of a step's ms "
     "| parameters, gradients, optimizer, MiB | activations MiB | sent a step: ZeRO + tp, MiB |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
@@ -66,9 +67,7 @@ def _is_base(config: Mapping[str, Any]) -> bool:
 def _row(point: Point, base: Point) -> str:
     config, result = point["config"], point["result"]
     speed = of_rounds([1e3 / ms for ms in ms_per_token(result)])
-    pair = in_turns(base["result"], result)
-    assert pair is not None  # the points of a sweep took turns
-    ratio = ratio_of_turns(ms_per_token(pair.one), ms_per_token(pair.other), pair.reference)
+    ratio = compare(base["result"], result)
     states = {state["component"]: state["measured_bytes"] / MIB for state in result["memory"]["states"]}
     sent = {"zero": 0.0, "tp": 0.0}
     for kind, volume in result["communication"]["data"].items():
@@ -79,7 +78,7 @@ def _row(point: Point, base: Point) -> str:
         stage if _is_base(config) or stage != "3" else f"{stage}, offloaded to NVMe",
         str(config["parallel"]["tp"]),
         f"{speed.middle:,.0f} ({speed.low:,.0f}-{speed.high:,.0f})",
-        "1" if point is base else f"{ratio.middle:.2f} ({ratio.low:.2f}-{ratio.high:.2f})",
+        "1" if point is base else f"{ratio.ratio:.2f} ({ratio.low:.2f}-{ratio.high:.2f})",
         f"{result['phases_ms']['communication_exposed']:.0f} of {result['throughput']['step_ms']['median']:.0f}",
         ", ".join(f"{states[name]:.2f}" for name in ("params", "grads", "optimizer")),
         f"{result['memory']['activations_bytes'] / MIB:.1f}",

@@ -10,7 +10,6 @@ import sys
 import torch
 from small_model import rows_of, small_llama
 from transformers import HfArgumentParser, TrainerCallback
-
 from zero_runtime.integrations.transformers import Trainer, TrainingArguments
 
 CONFIG = {

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 
+from orchestrator import wings
 from orchestrator.compose import arguments
-from orchestrator.compose.arguments import VERBS
+from orchestrator.compose.arguments import SHARED_PARSER, VERBS
+from orchestrator.config.cluster import ClusterError
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INTERRUPTED
 from orchestrator.records.record_file import BadRecord, explained
-from orchestrator.slurm.tools import SlurmError
 from orchestrator.text.streams import complain, refuse, take_any_text
 
 _OF_STREAMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -58,7 +58,7 @@ def _answered(argv: Sequence[str]) -> int:
         return code
     except Refusal as refusal:
         return refuse(refusal.problems)
-    except SlurmError as error:
+    except ClusterError as error:
         return refuse(["; ".join(str(error).splitlines())])
     except BrokenPipeError:
         return _end_quietly()
@@ -82,9 +82,8 @@ def _carried_out(argv: Sequence[str]) -> int:
     if argv[:1] == ["--help"] and argv[1:2] and argv[1] in VERBS:
         argv = [argv[1], "--help"]
     if argv and argv[0] in VERBS:
-        module = importlib.import_module(f"orchestrator.commands.{VERBS[argv[0]]}")
-        # The verbs that read and control sweeps share one parser; every other command has its own.
-        return int(module.main(argv if VERBS[argv[0]] == "verbs" else argv[1:]))
-    from orchestrator.commands import line  # imported here: a verb, and above all tab completion, does without it
+        place = VERBS[argv[0]]
+        return int(wings.load(place).main(argv if place == SHARED_PARSER else argv[1:]))
+    from orchestrator.commands import typed  # imported here: a verb, and above all tab completion, does without it
 
-    return line.answer(arguments.split(argv))
+    return typed.answer(arguments.split(argv))

@@ -15,7 +15,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from zero_runtime.other_engine import OtherEngineFinder
+from zero_runtime.import_finders import OtherEngineFinder, ShortNames
 
 _HOME = {
     "AdamConfig": "optim.configs",
@@ -43,14 +43,14 @@ _HOME = {
     "parameters_on_meta": "initial_values",
     "ZeroRuntime": "runtime",
     "add_config_arguments": "deepspeed.arguments",
-    "get_accelerator": "accelerator",
+    "get_accelerator": "deepspeed.accelerator",
     "init_distributed": "deepspeed.entry",
     "initialize": "deepspeed.entry",
     "tp_model_init": "deepspeed.tp_model",
 }
 
 __all__ = sorted(_HOME)
-# DeepSpeed's other names, and its modules: `zero_runtime.zero.Init` works without an import of its own.
+# DeepSpeed's other names, and its modules in deepspeed/: `zero_runtime.zero.Init` works without an import of its own.
 _DEEPSPEED = {
     "DeepSpeedConfig": "deepspeed.runtime.config",
     "DeepSpeedConfigError": "deepspeed.runtime.config",
@@ -63,6 +63,7 @@ _DEEPSPEED = {
 _ABSENT = "deepspeed.absent"  # what to do instead of DeepSpeed's other names
 _MODULES = ("accelerator", "checkpointing", "comm", "ops", "utils", "zero")
 
+sys.meta_path.insert(0, ShortNames((*_MODULES, "integrations")))
 sys.meta_path.insert(0, OtherEngineFinder())  # it hears of DeepSpeed's engine, and finds nothing itself
 
 

@@ -8,14 +8,23 @@ import torch
 from torch import nn
 
 from zero_runtime.collectives import Collectives
-from zero_runtime.memory.model import StateBytes, StepPeak, UnitSize, step_peak_bytes, total_state_bytes
-from zero_runtime.offload.memory import OffloadBytes, host_bytes, nvme_bytes
-from zero_runtime.offload.tier import StateTier
+from zero_runtime.offload_plan import OffloadBytes
 from zero_runtime.optim.sharded import ShardedOptimizer
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.settings import RuntimeSettings, moves_of
+from zero_runtime.settings import RuntimeSettings
+from zero_runtime.state_bytes import (
+    ElementBytes,
+    StateBytes,
+    StepPeak,
+    UnitSize,
+    element_bytes,
+    step_peak_bytes,
+    total_state_bytes,
+)
+from zero_runtime.state_tier import StateTier, is_offloaded
 from zero_runtime.unit import Unit
+from zero_runtime.wings import OFFLOAD_BYTES, load
 
 
 class Accounted(Protocol):
@@ -43,23 +52,18 @@ def unit_sizes(runtime: Accounted) -> list[UnitSize]:
             trainable=unit.trainable,
             state_bytes=runtime.optimizer.config.matrix_state_bytes if unit.matrices else None,
             is_root=runtime.model in unit.modules,
-            params_offloaded=unit.params_offloaded,
-            optimizer_offloaded=unit.states_offloaded,
+            params_offloaded=unit.parameters.params_offloaded,
+            optimizer_offloaded=unit.parameters.states_offloaded,
             separate_memory=separate,
         )
         for unit in runtime.units
     ]
 
 
-def error_bytes(runtime: Accounted) -> int:
-    """Bytes of the error feedback of quantised reductions for each trainable element; none with one shard."""
-    return runtime.settings.wire.error_bytes(runtime.plan) if runtime.collectives.shard_count > 1 else 0
-
-
-def kept_bytes(runtime: Accounted) -> float:
-    """Bytes per element that the optimizer keeps on every rank besides its states."""
-    ranks = runtime.collectives
-    return runtime.optimizer.config.kept_bytes(shard_count=ranks.shard_count, world=ranks.data_world)
+def bytes_of_element(runtime: Accounted) -> ElementBytes:
+    """Bytes of the optimizer, and of error feedback, for each trained element."""
+    world = runtime.collectives.data_world
+    return element_bytes(runtime.plan, runtime.optimizer.config, runtime.settings.wire, world=world)
 
 
 def _sizes_with_precision(runtime: Accounted) -> list[tuple[UnitSize, MixedPrecision]]:
@@ -67,36 +71,34 @@ def _sizes_with_precision(runtime: Accounted) -> list[tuple[UnitSize, MixedPreci
 
 
 def predicted_state_bytes(runtime: Accounted) -> StateBytes:
-    """This rank's bytes of model states as predicted by `memory/model.py`."""
+    """This rank's bytes of model states as predicted by `state_bytes.py`."""
     return total_state_bytes(
         runtime.plan,
         _sizes_with_precision(runtime),
         world=runtime.collectives.data_world,
         micro_batches=runtime.settings.micro_batches,
-        state_bytes=runtime.optimizer.config.state_bytes,
-        error_bytes=error_bytes(runtime),
-        kept_bytes=kept_bytes(runtime),
+        **bytes_of_element(runtime),
     )
 
 
 def predicted_offload_bytes(runtime: Accounted) -> OffloadBytes:
     """This rank's bytes in host memory and in the scratch file as predicted by `offload/memory.py`."""
-    settings = runtime.settings
-    moves = moves_of(settings, runtime.optimizer.config, runtime.collectives.shard_count)
-    return (nvme_bytes if settings.offload.uses_nvme else host_bytes)(_sizes_with_precision(runtime), moves)
+    if not any(is_offloaded(unit) for unit in runtime.units):
+        return OffloadBytes()
+    sizes, shards = _sizes_with_precision(runtime), runtime.collectives.shard_count
+    found: OffloadBytes = load(OFFLOAD_BYTES)(runtime.settings, runtime.optimizer.config, sizes, shards)
+    return found
 
 
 def predicted_peak(runtime: Accounted, plan: ZeroPlan | None = None) -> StepPeak:
-    """Upper bound on this rank's bytes during a step by `memory/model.py`, for `plan` or the runtime's own plan."""
+    """Upper bound on this rank's bytes during a step by `state_bytes.py`, for `plan` or the runtime's own plan."""
     return step_peak_bytes(
         plan or runtime.plan,
         _sizes_with_precision(runtime),
         world=runtime.collectives.data_world,
         prefetch=runtime.settings.prefetch,
         micro_batches=runtime.settings.micro_batches,
-        state_bytes=runtime.optimizer.config.state_bytes,
-        error_bytes=error_bytes(runtime),
-        kept_bytes=kept_bytes(runtime),
+        **bytes_of_element(runtime),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,30 +12,28 @@ from zero_runtime.agreement import agree, trouble_of
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import PlanError
 from zero_runtime.flat_layout import FlatLayout
-from zero_runtime.inference import NO_OPTIMIZER, begin_inference, check_training
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels.registration import VARIABLE, Chosen, chosen
-from zero_runtime.memory.model import UnitSize
-from zero_runtime.offload.open import offloaded_shards, open_tier
-from zero_runtime.offload.preflight import check_offload
-from zero_runtime.offload.tier import StateTier, residence
-from zero_runtime.optim.configs import OptimizerConfig
+from zero_runtime.optim.configs import OptimizerConfig, SgdConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.optim.sharded import ShardedOptimizer
 from zero_runtime.parameter_memory import check_parameters
 from zero_runtime.parameter_reads import refuse_owned
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
-from zero_runtime.settings import RuntimeSettings, moves_of
-from zero_runtime.shard_location import OffloadedShards
-from zero_runtime.tensor_parallel.refusals import check_divided
-from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.settings import RuntimeSettings
+from zero_runtime.shard_location import OffloadedShards, offloaded_shards
+from zero_runtime.slices import WHOLE, Slices
+from zero_runtime.state_tier import NOTHING_OFFLOADED, StateTier, is_offloaded, residence
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit import Unit
 from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
+from zero_runtime.wings import BEGIN_INFERENCE, CHECK_OFFLOAD, OPEN_TIER, load
 from zero_runtime.wire import check_scaled
 from zero_runtime.world import world_size
+
+NO_OPTIMIZER: OptimizerConfig = SgdConfig()  # of a runtime for inference: keeps no state, and has no unit to update
 
 
 class BuiltUnits(NamedTuple):
@@ -82,12 +79,8 @@ def check_kernels(found: Sequence[Chosen | None]) -> None:
 
 
 def _block_numel(spec: UnitSpec, config: OptimizerConfig, settings: RuntimeSettings) -> int:
-    """Elements of the blocks that must not be split between shards: of codes of the states, of the weights, or of
-    messages."""
-    if spec.precision.weights is not None:
-        return WEIGHT_BLOCK_NUMEL
-    aligned = settings.wire.aligned_numel(settings.tensor_parallel.degree)
-    return math.lcm(config.block_numel if spec.trainable else 1, aligned)
+    of_states = config.block_numel if spec.trainable else 1
+    return settings.wire.block_numel(spec.precision, of_states, settings.tensor_parallel.degree)
 
 
 def check_together(
@@ -122,13 +115,13 @@ def checked_plan(
     refuse_owned(model)
     check_parameters(model)
     tensor = settings.tensor_parallel
-    check_divided(tensor.degree, optimizer, precision)
+    tensor.check(optimizer, precision)
     if settings.sequence_parallel.degree > 1:
         settings.sequence_parallel.check(model, ranks=tensor.data_world(world_size()), tensor_degree=tensor.degree)
     if optimizer is None:
-        plan = begin_inference(model, plan, precision, settings.offload, settings.wire)
+        plan = load(BEGIN_INFERENCE)(model, plan, precision, settings.offload, settings.wire)
     else:
-        check_training(precision)
+        precision.check_training()
     check_together(plan, precision, optimizer or NO_OPTIMIZER, settings, device_type)
     return plan
 
@@ -146,7 +139,7 @@ class UnitBuilder:
         settings: RuntimeSettings,
         collectives: Collectives,
         device: torch.device,
-        slices: TensorSlices = NOT_SPLIT,
+        slices: Slices = WHOLE,
     ) -> None:
         self._plan = plan
         self._slices = slices
@@ -155,12 +148,12 @@ class UnitBuilder:
         self._collectives = collectives
         self._device = device
 
-    def build(self, model: nn.Module, config: OptimizerConfig) -> BuiltUnits:
+    def build(self, model: nn.Module, config: OptimizerConfig | None) -> BuiltUnits:
         """Plan the units, then fill them one after another, so that at most one is unsharded at a time.
 
         The optimizer is created in between, so that it can refuse a setting before the model's parameters are replaced.
         """
-        settings = self._settings
+        settings, config = self._settings, config or NO_OPTIMIZER
         specs = plan_units(
             model,
             UnitRules(
@@ -187,7 +180,9 @@ class UnitBuilder:
         ]
         optimizer = ShardedOptimizer(units, config, self._collectives, lazy_states=settings.lazy_states)
         self._agree_on_kernels()
-        tier = open_tier(settings.offload, units, optimizer.states_of, self._collectives, self._device)
+        tier = NOTHING_OFFLOADED
+        if any(is_offloaded(unit) for unit in units):
+            tier = load(OPEN_TIER)(settings.offload, units, optimizer.states_of, self._collectives, self._device)
         optimizer.offload_to(tier)
         try:
             self._fill(model, units, tier)
@@ -213,7 +208,7 @@ class UnitBuilder:
             with residence(tier, unit, writes=True, fresh=True):
                 unit.materialize(initial, given)
         for unit in units:
-            unit.bind_initialized()
+            unit.parameters.bind_initialized()
         if settings.weights is not None:
             self._read(units, tier, settings.weights, given)
 
@@ -240,7 +235,7 @@ class UnitBuilder:
             if shapes.get(name) != source.shape(name):
                 wanted = list(shapes[name]) if name in shapes else "no parameter of this name"
                 raise PlanError(f"weights: expected {name}: {wanted}, found {list(source.shape(name))}")
-        initialized = {segment.name for unit in units for segment, param in unit.placed() if param.is_meta}
+        initialized = {segment.name for unit in units for segment, param in unit.parameters.placed() if param.is_meta}
         return frozenset(source.names()) & initialized
 
     def _read(self, units: Sequence[Unit], tier: StateTier, source: TensorSource, given: frozenset[str]) -> None:
@@ -262,25 +257,16 @@ class UnitBuilder:
         self, specs: Sequence[UnitSpec], offloaded: Sequence[OffloadedShards], config: OptimizerConfig
     ) -> None:
         """Refuse an offload plan that does not fit into this machine's memory or onto its disk, before allocating."""
-        units = [
-            (self._size(spec, shards, config), spec.precision) for spec, shards in zip(specs, offloaded, strict=True)
+        if not any(shards.params or shards.optimizer for shards in offloaded):
+            return
+        layouts = [
+            FlatLayout.build(
+                spec.shapes,
+                shard_count=self._collectives.shard_count,
+                world=self._collectives.data_world,
+                block_numel=_block_numel(spec, config, self._settings),
+            )
+            for spec in specs
         ]
-        if any(shards.params or shards.optimizer for shards in offloaded):
-            moves = moves_of(self._settings, config, self._collectives.shard_count)
-            check_offload(self._settings.offload, units, moves, self._plan, self._collectives, self._device.type)
-
-    def _size(self, spec: UnitSpec, offloaded: OffloadedShards, config: OptimizerConfig) -> UnitSize:
-        layout = FlatLayout.build(
-            spec.shapes,
-            shard_count=self._collectives.shard_count,
-            world=self._collectives.data_world,
-            block_numel=_block_numel(spec, config, self._settings),
-        )
-        return UnitSize.of(
-            layout,
-            trainable=spec.trainable,
-            state_bytes=config.matrix_state_bytes if spec.matrices else None,
-            params_offloaded=offloaded.params,
-            optimizer_offloaded=offloaded.optimizer,
-            separate_memory=offloaded.separate_memory,
-        )
+        planned = list(zip(specs, layouts, offloaded, strict=True))
+        load(CHECK_OFFLOAD)(planned, self._settings, config, self._plan, self._collectives, self._device.type)

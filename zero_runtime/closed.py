@@ -15,8 +15,8 @@ from inspect import isfunction
 from typing import Any, NoReturn
 
 from zero_runtime.errors import CallOrderError, brief
-from zero_runtime.offload.tier import StateTier
 from zero_runtime.optim.sharded import ShardedOptimizer
+from zero_runtime.state_tier import StateTier
 from zero_runtime.unit import Unit
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def hand_back(units: list[Unit], tier: StateTier, optimizer: ShardedOptimizer) -
     """
     try:
         for unit in units:
-            unit.free_grads()
+            unit.gradients.free()
         if sys.exc_info()[0] is None:
             _complete(units, optimizer)
     finally:

@@ -22,6 +22,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+Wait = Callable[[], Any]  # lets the current stream wait for a collective, or the host where none is
+
+
 def _starting(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Start:
     def start() -> Started:
         work = collective(*args, **kwargs, async_op=True)
@@ -107,12 +110,12 @@ class Collectives(CollectiveIssuer):
         if self._shards_across:
             assert shard_count == self.data_world, "outer sharding is over all ranks of the data axis"
             self.shard_rank = self._group_place * self.group_count + self.group
-        self._groups = RankGroups.make(
+        self.groups = RankGroups.make(
             self.group_ranks, tensor_degree, sequence_degree, gathers_across=self._shards_across
         )
         self._messages: dict[dist.ProcessGroup | None, Messages] = {}  # by group, for gloo only; see gloo.py
         if self.world > 1 and dist.get_backend() == "gloo":
-            self._messages = {group: Messages(group) for group in self._groups if group is not None}
+            self._messages = {group: Messages(group) for group in self.groups if group is not None}
         self.places: dict[str, int] = {}  # of the units by name, from 1, the same on all ranks; see gloo.py
         self._side_streams: dict[str, torch.cuda.Stream] = {}  # see [Note: one collective behind another]
         self.ledger = Ledger()
@@ -126,8 +129,8 @@ class Collectives(CollectiveIssuer):
         """Destroy the process groups that this object created; all ranks must call it together. Idempotent."""
         if self._progress is not None:
             self._progress.forget()
-        self._groups.destroy()
-        self._groups = RankGroups()
+        self.groups.destroy()
+        self.groups = RankGroups()
         self._messages.clear()
 
     def all_gather(
@@ -153,17 +156,17 @@ class Collectives(CollectiveIssuer):
         if after is not None and not _on_cuda(full):
             return Pending(after.wait, then=lambda: self.all_gather(full, shard, unit, lasting=lasting).wait())
         self.ledger.record("all_gather", unit, (self.group_ranks - 1) * shard.numel(), shard.dtype)
-        start = self._gathering(full, shard, self._groups.gather, self.places.get(unit, 0))
+        start = self.gathering(full, shard, self.groups.gather, self.places.get(unit, 0))
         if after is not None:
             start = self._behind("gather", after.wait, start, full.device)
-        return Pending(self._issue("all_gather", unit, full, start, polled=lasting))
+        return Pending(self.issue("all_gather", unit, full, start, polled=lasting))
 
     def gather_across(self, held: torch.Tensor, shard: torch.Tensor, unit: str = "") -> Pending:
         """Fill `held` [P / G] from the `shard` [P / N] of every rank at this position of a shard group, which is that
         rank's slice of it; see [Note: outer sharding]."""
         self.ledger.record("outer_all_gather", unit, (self.group_count - 1) * shard.numel(), shard.dtype)
-        start = self._gathering(held, shard, self._groups.outer, self.places.get(unit, 0))
-        return Pending(self._issue("outer_all_gather", unit, held, start, polled=True))
+        start = self.gathering(held, shard, self.groups.outer, self.places.get(unit, 0))
+        return Pending(self.issue("outer_all_gather", unit, held, start, polled=True))
 
     def held_part(self, full: torch.Tensor) -> torch.Tensor:
         """The elements [P / G] of `full` [P] that the ranks at this position of all shard groups have; a view."""
@@ -175,10 +178,10 @@ class Collectives(CollectiveIssuer):
         shard = shard.contiguous()
         if self._shards_across:
             held = self.held_part(full)
-            self._issue("outer_all_gather", "", held, self._gathering(held, shard, self._groups.outer))()
+            self.issue("outer_all_gather", "", held, self.gathering(held, shard, self.groups.outer))()
             shard = held
         if self.group_ranks > 1:
-            self._issue("all_gather", "", full, self._gathering(full, shard, self._groups.gather))()
+            self.issue("all_gather", "", full, self.gathering(full, shard, self.groups.gather))()
         elif not self._shards_across:
             full.copy_(shard)
 
@@ -194,7 +197,7 @@ class Collectives(CollectiveIssuer):
             return
         self.ledger.record("all_to_all", "", sum(counts[1]), sent.dtype)
         alike = torch.empty(numel, dtype=sent.dtype, device="meta")  # parts differ in size between the ranks
-        self._issue("all_to_all", "", alike, self._exchanging(received, sent, counts))()
+        self.issue("all_to_all", "", alike, self._exchanging(received, sent, counts))()
 
     def trade(self, received: torch.Tensor, sent: torch.Tensor, unit: str = "", *, kind: str = "all_to_all") -> Pending:
         """Send the r-th of equal parts of `sent` to rank r of the shard group, and receive one from each rank; with one
@@ -206,11 +209,8 @@ class Collectives(CollectiveIssuer):
         if ranks == 1:
             return Pending()
         self.ledger.record(kind, unit, sent.numel() // ranks * (ranks - 1), sent.dtype)
-        if group in self._messages:
-            start = _sending(self._messages[group].exchange, received.chunk(ranks), sent.chunk(ranks))
-        else:
-            start = _starting(dist.all_to_all_single, received, sent, group=group)
-        return Pending(self._issue(kind, unit, sent, start), held=(received, sent))
+        start = self.trading(received, sent, group, ranks)
+        return Pending(self.issue(kind, unit, sent, start), held=(received, sent))
 
     def gather_parts(self, full: torch.Tensor, part: torch.Tensor, unit: str = "", *, kind: str) -> Pending:
         """Fill `full` from the `part` of every rank that `trade` trades with."""
@@ -219,19 +219,19 @@ class Collectives(CollectiveIssuer):
             full.copy_(part)
             return Pending()
         self.ledger.record(kind, unit, (ranks - 1) * part.numel(), part.dtype)
-        return Pending(self._issue(kind, unit, full, self._gathering(full, part, group)), held=(full, part))
+        return Pending(self.issue(kind, unit, full, self.gathering(full, part, group)), held=(full, part))
 
     @property
     def _widest(self) -> tuple[dist.ProcessGroup | None, int]:
         """The shard group, or with one shard the replicas, and the number of their ranks."""
         if self.shard_count > 1:
-            return self._groups.reduce, self.shard_count
-        return self._groups.replica, self.replica_count
+            return self.groups.reduce, self.shard_count
+        return self.groups.replica, self.replica_count
 
     def _exchanging(
         self, received: torch.Tensor, sent: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]]
     ) -> Start:
-        group = self._groups.reduce
+        group = self.groups.reduce
         if group in self._messages:
             return _sending(self._messages[group].exchange, received.split(counts[0]), sent.split(counts[1]))
         into, out = received[: sum(counts[0])], sent[: sum(counts[1])]
@@ -241,7 +241,7 @@ class Collectives(CollectiveIssuer):
         """Overwrite every rank's contiguous `tensor`, of any dtype, with that of one. Blocks and is not counted."""
         if self.world > 1 and tensor.numel():
             as_bytes = tensor.view(tensor.numel()).view(torch.uint8)  # gloo supports few dtypes
-            self._issue("broadcast", unit, tensor, _starting(dist.broadcast, as_bytes, src=source))()
+            self.issue("broadcast", unit, tensor, _starting(dist.broadcast, as_bytes, src=source))()
 
     def reduce(self, full: torch.Tensor, shard: torch.Tensor, unit: str = "") -> Pending:
         """Sum `full` [P] over all ranks into `shard` [S], which may be this rank's slice of `full`.
@@ -249,48 +249,41 @@ class Collectives(CollectiveIssuer):
         Reduce-scatter over the shard group, then all-reduce over the replicas of the shard. The rest of `full` has no
         defined contents afterwards.
         """
-        if self._shards_across:
-            return self._reduce_across(full, shard, unit)
-        if self.shard_count == 1:
-            if full.data_ptr() != shard.data_ptr():
-                shard.copy_(full)
-            return self.all_reduce_replicas(shard, unit)
-        self.ledger.record("reduce_scatter", unit, (self.shard_count - 1) * shard.numel(), full.dtype)
-        scatter = self._start("reduce_scatter", unit, full, self._summing(shard, full, self._groups.reduce))
-        if self.replica_count == 1:
-            return Pending(partial(self._blocking, *scatter))
-        if _on_cuda(shard):
-            return Pending(self._all_reduce_behind(scatter[1], shard, unit), held=(full, shard))
-        # The all-reduce needs the result of the reduce-scatter, and only a host that waits for it can start it then.
-        wait = partial(self._blocking, *scatter)
-        return Pending(wait, then=lambda: self.all_reduce_replicas(shard, unit).wait())
-
-    def _reduce_across(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
-        """As `reduce`, by a reduce-scatter over the shard group into a part of `full`, and one across the groups."""
-        held = self.held_part(full)
-        scatter: tuple[int, Callable[[], Any]] | None = None
+        part = self.held_part(full) if self._shards_across else shard
         if self.group_ranks > 1:
-            self.ledger.record("reduce_scatter", unit, (self.group_ranks - 1) * held.numel(), full.dtype)
-            scatter = self._start("reduce_scatter", unit, full, self._summing(held, full, self._groups.reduce))
+            self.ledger.record("reduce_scatter", unit, (self.group_ranks - 1) * part.numel(), full.dtype)
+            scatter = self._start("reduce_scatter", unit, full, self.summing(part, full, self.groups.reduce))
+            if self.group_count == 1:
+                return Pending(partial(self._blocking, *scatter))
+            if not _on_cuda(shard):
+                # What follows needs the result of the reduce-scatter, and only a host that waits for it can start it.
+                wait = partial(self._blocking, *scatter)
+                return Pending(wait, then=lambda: self._reduce_between(full, part, shard, unit).wait())
+            return self._reduce_between(full, part, shard, unit, after=scatter[1])
+        if part is shard and full.data_ptr() != shard.data_ptr():
+            shard.copy_(full)
+        return self._reduce_between(full, part, shard, unit)
 
-        def across() -> Start:
-            self.ledger.record("outer_reduce_scatter", unit, (self.group_count - 1) * shard.numel(), full.dtype)
-            return self._summing(shard, held, self._groups.replica)
+    def _reduce_between(
+        self, full: torch.Tensor, part: torch.Tensor, shard: torch.Tensor, unit: str, after: Wait | None = None
+    ) -> Pending:
+        """Sum over the shard groups: an all-reduce of the shard, or with outer sharding a reduce-scatter of `part`.
 
-        if scatter is None:
-            return Pending(self._issue("outer_reduce_scatter", unit, held, across()), held=(full, shard))
-        if _on_cuda(shard):
-            start = self._behind("reduce", scatter[1], across(), shard.device)
-            return Pending(self._issue("outer_reduce_scatter", unit, held, start), held=(full, shard))
-        wait = partial(self._blocking, *scatter)
-        return Pending(wait, then=lambda: self._issue("outer_reduce_scatter", unit, held, across())())
+        after: what waits for the collective from `full` that fills `part` on the device.
+        """
+        if after is None and not self._shards_across:
+            return self.all_reduce_replicas(shard, unit)
+        kind = "outer_reduce_scatter" if self._shards_across else "all_reduce"
+        if self._shards_across:
+            self.ledger.record(kind, unit, (self.group_count - 1) * shard.numel(), part.dtype)
+            start = self.summing(shard, part, self.groups.replica)
+        else:
+            start = self._counted_all_reduce(shard, unit)
+        if after is not None:
+            start = self._behind("reduce", after, start, shard.device)
+        return Pending(self.issue(kind, unit, part, start), held=(full, shard))
 
-    def _all_reduce_behind(self, wait_scatter: Callable[[], Any], shard: torch.Tensor, unit: str) -> Callable[[], None]:
-        """Issue the all-reduce over the replicas of `shard` behind its reduce-scatter; returns what waits for it."""
-        start = self._behind("reduce", wait_scatter, self._counted_all_reduce(shard, unit), shard.device)
-        return self._issue("all_reduce", unit, shard, start)
-
-    def _behind(self, kind: str, wait_first: Callable[[], Any], start: Start, device: torch.device) -> Start:
+    def _behind(self, kind: str, wait_first: Wait, start: Start, device: torch.device) -> Start:
         """Issues a collective behind another of its `kind`, for whose end `wait_first` lets the current stream wait.
 
         [Note: one collective behind another]
@@ -316,92 +309,43 @@ class Collectives(CollectiveIssuer):
         if self.replica_count == 1:
             return Pending()
         start = self._counted_all_reduce(shard, unit)
-        group = self._groups.replica
+        group = self.groups.replica
         if group not in self._messages:
-            return Pending(self._issue("all_reduce", unit, shard, start))
+            return Pending(self.issue("all_reduce", unit, shard, start))
         # Over gloo: a reduce-scatter and an all-gather by messages, whose sums are in rank order (see gloo.py).
         own = shard.chunk(self.replica_count)[self.replica_rank]
-        wait = self._issue("all_reduce", unit, shard, self._summing(own, shard, group))
-        return Pending(wait, then=lambda: self._issue("all_reduce", unit, shard, self._gathering(shard, own, group))())
-
-    # ---- over the tensor axis ----------------------------------------------------------------------------------------
-
-    def sum_over_slices_(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a contiguous tensor over the ranks of this tensor-parallel group, in place. Blocks.
-
-        The result has the same bits on every rank of the group: each element is summed on one of them, over gloo in
-        rank order. The journal gets no size, because only the ranks of one group must have batches of one shape.
-        """
-        degree, group = self.tensor_degree, self._groups.tensor
-        if degree == 1 or values.numel() == 0:
-            return values
-        kind, flat = "tensor_all_reduce", values.view(-1)
-        self.ledger.record(kind, "", 2 * (degree - 1) * flat.numel() // degree, values.dtype)
-        if group not in self._messages:
-            reduce = _starting(dist.all_reduce, flat, op=dist.ReduceOp.SUM, group=group)
-            self._issue(kind, "", values.new_empty(0), reduce)()
-            return values
-        missing = -flat.numel() % degree  # messages exchange equal chunks
-        padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
-        own = padded.chunk(degree)[self.tensor_rank]
-        for start in (self._summing(own, padded, group), self._gathering(padded, own, group)):
-            self._issue(kind, "", values.new_empty(0), start)()
-        if missing:
-            flat.copy_(padded[: flat.numel()])
-        return values
-
-    def gather_slices(
-        self, values: torch.Tensor, *, counted: bool = True, kind: str = "tensor_all_gather"
-    ) -> torch.Tensor:
-        """The tensors of all ranks of this tensor-parallel group, [degree, *shape] in rank order. Blocks.
-
-        counted: whether the ledger counts it, as a message of a training step of this kind.
-        """
-        full = values.new_empty((self.tensor_degree, *values.shape))
-        if self.tensor_degree == 1 or values.numel() == 0:
-            return full.copy_(values)
-        if counted:
-            self.ledger.record(kind, "", (self.tensor_degree - 1) * values.numel(), values.dtype)
-        start = self._gathering(full.view(-1), values.contiguous().view(-1), self._groups.tensor)
-        self._issue(kind, "", values.new_empty(0), start)()
-        return full
-
-    # ---- over the parts of a sequence --------------------------------------------------------------------------------
-
-    def trade_parts(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Send the r-th of equal parts of `sent` to rank r of this sequence-parallel group, and receive the parts of
-        `received` in rank order; both are contiguous. Blocks.
-
-        The journal gets no size, because only the ranks of one group must have batches of one shape.
-        """
-        degree, group = self.sequence_degree, self._groups.sequence
-        if degree == 1:
-            received.copy_(sent)
-            return
-        kind = "sequence_all_to_all"
-        self.ledger.record(kind, "", (degree - 1) * sent.numel() // degree, sent.dtype)
-        into, out = received.view(-1), sent.view(-1)
-        if group in self._messages:
-            parts = into.chunk(degree), out.chunk(degree)
-            start = _sending(self._messages[group].exchange, *parts)
-            parts[0][self.sequence_rank].copy_(parts[1][self.sequence_rank])
-        else:
-            start = _starting(dist.all_to_all_single, into, out, group=group)
-        self._issue(kind, "", sent.new_empty(0), start)()
+        wait = self.issue("all_reduce", unit, shard, self.summing(own, shard, group))
+        return Pending(wait, then=lambda: self.issue("all_reduce", unit, shard, self.gathering(shard, own, group))())
 
     def _counted_all_reduce(self, shard: torch.Tensor, unit: str) -> Start:
         elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count
         self.ledger.record("all_reduce", unit, elements, shard.dtype)
-        return _starting(dist.all_reduce, shard, op=dist.ReduceOp.SUM, group=self._groups.replica)
+        return self.reducing(shard, self.groups.replica)
 
-    def _gathering(
+    # ---- one collective of a group, also for the wing `parallel` -----------------------------------------------------
+
+    def sends_messages(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether collectives of the group are messages between CPUs, whose sums are in rank order; see gloo.py."""
+        return group in self._messages
+
+    def reducing(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
+        """Sums `values` over the group in place, in an order that the backend chooses."""
+        return _starting(dist.all_reduce, values, op=dist.ReduceOp.SUM, group=group)
+
+    def trading(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup | None, ranks: int) -> Start:
+        """Exchanges equal parts in rank order; messages leave the part that a rank receives from itself as it is."""
+        if group in self._messages:
+            return _sending(self._messages[group].exchange, received.chunk(ranks), sent.chunk(ranks))
+        return _starting(dist.all_to_all_single, received, sent, group=group)
+
+    def gathering(
         self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None, place: int = 0
     ) -> Start:
         if group in self._messages:
             return _sending(partial(self._messages[group].all_gather, place=place), full, shard)
         return _starting(_all_gather, full, shard, group=group)
 
-    def _summing(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
+    def summing(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
         if group in self._messages:
             return _sending(self._messages[group].reduce_scatter, shard, full)
         return _starting(_reduce_scatter, shard, full, op=dist.ReduceOp.SUM, group=group)
@@ -412,7 +356,7 @@ class Collectives(CollectiveIssuer):
             elements = 2 * (self.world - 1) * control.numel() // self.world
             self.ledger.control.add(elements, control.element_size())
             start = _starting(dist.all_reduce, control, op=dist.ReduceOp.SUM)
-            self._issue("control_sum", "", control, start, polled=True)()
+            self.issue("control_sum", "", control, start, polled=True)()
         return control
 
     def compare_ranks(self, device: torch.device) -> None:

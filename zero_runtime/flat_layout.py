@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 # A shard's size is a multiple of this, so that every shard starts at a 64-byte boundary in dtypes of 16 bits or more.
 SHARD_ALIGNMENT_NUMEL = 32
+READ_NUMEL = 4 << 20  # elements read from a source at a time: bounds the memory needed in addition to the shards
 
 
 class Flat(Protocol):
@@ -94,11 +95,6 @@ class FlatLayout:
     def shard_numel(self) -> int:
         """S, the number of elements of one shard."""
         return self.padded_numel // self.shard_count
-
-    @property
-    def padding_numel(self) -> int:
-        """Number of elements of the flat tensor that belong to no parameter."""
-        return self.padded_numel - self.numel
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:

@@ -33,14 +33,8 @@ _METHODS = (
     *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
 )
 _FUNCTIONS = (
-    "_has_compatible_shallow_copy_type",
-    "numel",
-    "is_floating_point",
-    "is_complex",
-    "is_signed",
-    "is_conj",
-    "is_neg",
-    "is_inference",
+    *("_has_compatible_shallow_copy_type", "numel", "is_floating_point", "is_complex", "is_signed", "is_conj"),
+    *("is_neg", "is_inference"),
 )
 # Operations that describe a parameter without reading its values.
 _DESCRIBES = frozenset(

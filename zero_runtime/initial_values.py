@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from zero_runtime.deferred_values import DeferredTensor, swap_content
 from zero_runtime.errors import PlanError
-from zero_runtime.recorded_values import RecordedTensor, swap_content
 
 Initialise = Callable[[nn.Module], None]
 _OWN_RULES = ("reset_parameters", "_reset_parameters")  # torch's own layers use both names
@@ -45,7 +45,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 def _to_meta(_module: nn.Module, _name: str, param: nn.Parameter | None) -> nn.Parameter | None:
     # `plan_units` refuses other types with their name
-    if not (type(param) is nn.Parameter or isinstance(param, RecordedTensor)) or param.is_meta:
+    if not (type(param) is nn.Parameter or isinstance(param, DeferredTensor)) or param.is_meta:
         return None
     return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 

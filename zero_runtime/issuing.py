@@ -71,7 +71,7 @@ class CollectiveIssuer:
             return
         self._explain("the ranks issued different collectives in this step", None)
 
-    def _issue(
+    def issue(
         self, kind: str, unit: str, tensor: torch.Tensor, start: Start, *, polled: bool = False
     ) -> Callable[[], None]:
         """Start a collective and return the function that waits for it; both charge their time to the clock.

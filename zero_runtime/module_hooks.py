@@ -337,7 +337,7 @@ class ModuleHooks:
         for unit in call.units:
             if unit in self._hiding:
                 self._hiding.discard(unit)
-                unit.join_gather()
+                unit.parameters.join_gather()
             self._schedule.before_backward(unit)
         if torch.is_grad_enabled():  # create_graph: autograd records this backward, whose own backward has no hooks
             self._keep(call.units)

@@ -41,7 +41,7 @@ def look(units: list[Unit], loss: float) -> NonFiniteReport:
     """This rank's report. Expects the unreduced gradients of the failed step and inspects them in backward order."""
     bad_grad = None
     for unit in reversed(units):
-        bad_grad = bad_grad or unit.first_non_finite()
+        bad_grad = bad_grad or unit.gradients.first_non_finite()
     bad_param, largest = None, 0.0
     for unit in units:
         shard = unit.weights_shard

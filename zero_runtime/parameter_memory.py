@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from zero_runtime.deferred_values import DeferredTensor
 from zero_runtime.errors import PlanError
-from zero_runtime.recorded_values import RecordedTensor
 
 
 def check_parameters(model: nn.Module) -> None:
@@ -30,8 +30,8 @@ def _check_memory(model: nn.Module) -> None:
     """
     by_memory: dict[object, list[tuple[str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():
-        if param.numel() and (type(param) is nn.Parameter or isinstance(param, RecordedTensor)):
-            key = param.memory_key if isinstance(param, RecordedTensor) else param.untyped_storage()._cdata
+        if param.numel() and (type(param) is nn.Parameter or isinstance(param, DeferredTensor)):
+            key = param.memory if isinstance(param, DeferredTensor) else param.untyped_storage()._cdata
             for other_name, other in by_memory.setdefault(key, []):
                 if _overlap(param, other):
                     raise PlanError(_trouble(other_name, name, same=param.shape == other.shape))

@@ -36,7 +36,7 @@ class Phase(Enum):
 
 
 R, S = Partition.REPLICATED, Partition.SHARDED
-OuterSharding = Literal["optim", "hpz"]
+OuterSharding = Literal["optim"]
 
 # (params, grads, optimizer), arXiv 1910.02054 section 5: each stage shards one more state.
 _STAGES = {0: (R, R, R), 1: (R, R, S), 2: (R, S, S), 3: (S, S, S)}
@@ -51,8 +51,7 @@ class ZeroPlan:
 
     outer_sharding: what is replicated across the groups is sharded too, so that gradients, masters and optimizer states
     are split over all ranks. Each group still holds all parameters in the dtype that is gathered, so full copies are
-    gathered inside a group. "optim": the groups exchange new parameters once after a step. "hpz": they exchange them in
-    each forward, and backward gathers from what the forward left in the group (arXiv 2306.10209, section 3.2).
+    gathered inside a group. "optim": the groups exchange new parameters once after a step.
     """
 
     params: Partition
@@ -74,7 +73,7 @@ class ZeroPlan:
         if self.shard_ranks is not None and self.optimizer is R:
             rule = "zero.shard_ranks needs a stage that shards something"
             limits.refuse(rule, "stage 0", "zero.shard_ranks=null", "zero.stage=1")
-        limits.must("outer_sharding", get_args(OuterSharding).__contains__, "optim or hpz, or null", None)
+        limits.must("outer_sharding", get_args(OuterSharding).__contains__, "optim or null", None)
         if self.outer_sharding is not None and not limits.broken:
             self._check_outer_sharding(limits)
         limits.conclude()
@@ -172,16 +171,6 @@ class ZeroPlan:
     def reduces_every_backward(self) -> bool:
         """Whether gradients are reduced after each micro-batch, or summed locally until the last one."""
         return not self.keeps_full_grads
-
-    def group_is_stale_after(self, phase: Phase) -> bool:
-        """With outer sharding, whether the parameters that a group holds are stale after `phase`, so that the groups
-        exchange parameters before the next gather. They are stale after every step."""
-        return phase is Phase.STEP or (phase is Phase.BACKWARD and self.outer_sharding == "hpz")
-
-    @property
-    def exchanges_after_step(self) -> bool:
-        """With outer sharding, whether groups exchange new parameters right after a step, or when they need them."""
-        return self.outer_sharding == "optim"
 
     def releases_params_after(self, phase: Phase) -> bool:
         """Whether the full parameters are freed or become stale after `phase`. They are stale after every step."""

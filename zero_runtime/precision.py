@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zero_runtime.limits import NO_KEY, Limits
+from zero_runtime.limits import NO_KEY, Broken, ConfigError, Limits
 
 DType = Literal["fp32", "bf16", "fp16"]
 ITEMSIZE_BYTES: dict[DType, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -69,6 +69,12 @@ class MixedPrecision:
     def stores_as_computed(self) -> bool:
         """Whether a gather writes the full parameters themselves, which need no conversion."""
         return self.computes_as_param and self.weights is None
+
+    def check_training(self) -> None:
+        """ConfigError if the weights are to be quantised: an update would be lost in the rounding to codes."""
+        if self.weights is not None:
+            rule = "precision.weights is for inference: updates are smaller than the distance of two codes"
+            raise ConfigError([Broken(rule, f"precision.weights={self.weights}", ("precision.weights=null",))])
 
     def grad(self, micro_batches: int) -> DType:
         """The dtype in which a gradient is stored between the last backward and the step."""

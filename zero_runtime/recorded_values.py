@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zero_runtime.deferred_values import DeferredTensor, swap_content, values_of
 from zero_runtime.errors import PlanError
 
 _ATEN = torch.ops.aten
@@ -59,20 +60,26 @@ def recording() -> Iterator[None]:
         _forget_values()
 
 
-class RecordedTensor(torch.Tensor):
+class RecordedTensor(DeferredTensor):
     """A parameter without memory, or a view of one."""
 
-    _memory: _Memory
+    memory: _Memory
 
     @property
     def label(self) -> str:
         """The module's class and the parameter's name in it."""
-        return self._memory.label
+        return self.memory.label
 
-    @property
-    def memory_key(self) -> object:
-        """The same object for tensors on the same memory."""
-        return self._memory
+    def computed(self, name: str) -> torch.Tensor:
+        values = _part(self, self.memory.current())
+        _forget_values()  # the caller owns them
+        if name and bool(torch.isnan(values).any()):
+            raise PlanError(
+                f"parameter {name!r} ({self.label}) was built inside zero.Init() and not all of it was given a "
+                "value: expected its module, or one around it, to set it, as by nn.init; set it in the constructor, or "
+                f"in `with GatheredParameters({name}, modifier_rank=0)` before initialize"
+            )
+        return values
 
     @classmethod
     def __torch_function__(
@@ -93,7 +100,7 @@ class RecordedTensor(torch.Tensor):
         return repr(self._plain())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied: torch.Tensor = _like(self, self._memory.copy(memo))
+        copied: torch.Tensor = _like(self, self.memory.copy(memo))
         if isinstance(self, nn.Parameter):
             copied = nn.Parameter(copied, self.requires_grad)
         memo[id(self)] = copied
@@ -107,27 +114,9 @@ class RecordedTensor(torch.Tensor):
         return nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values
 
 
-def values_of(tensor: torch.Tensor, name: str = "") -> torch.Tensor:
-    """The tensor's values without its graph; those of a recorded one belong to the caller.
-
-    name: as which a PlanError tells of a recorded parameter that has elements without a value.
-    """
-    if not isinstance(tensor, RecordedTensor):
-        return tensor.detach()
-    values = _part(tensor, tensor._memory.current())
-    _forget_values()  # the caller owns them
-    if name and bool(torch.isnan(values).any()):
-        raise PlanError(
-            f"parameter {name!r} ({tensor.label}) was built inside zero.Init() and not all of it was given a "
-            "value: expected its module, or one around it, to set it, as by nn.init; set it in the constructor, or in "
-            f"`with GatheredParameters({name}, modifier_rank=0)` before initialize"
-        )
-    return values
-
-
 def take_values(param: RecordedTensor) -> RecordedTensor:
     """Make it a plain parameter with its values in memory. Returns what `record_again` needs."""
-    recorded = _like(param, param._memory)
+    recorded = _like(param, param.memory)
     recorded.requires_grad_(param.requires_grad)
     param.data = values_of(param)
     return recorded
@@ -139,15 +128,6 @@ def record_again(param: torch.Tensor, recorded: RecordedTensor) -> None:
     swap_content(param, marked)
     param.__class__ = RecordedTensor
     vars(param).update(vars(marked))
-
-
-def swap_content(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Exchange the contents of two parameters; references to the objects stay valid. No graph may use them yet.
-
-    torch.utils.swap_tensors does the same but refuses parameters with weak references, which nn.LSTM keeps to its own
-    parameters. Those refer to the object, so they stay correct after the swap.
-    """
-    torch._C._swap_tensor_impl(first, second)
 
 
 # ---- one operation -------------------------------------------------------------------------------------------------
@@ -254,7 +234,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Views are recorded tensors, all other results are plain ones.
     """
     if func is _ATEN.detach.default:
-        return _like(args[0], args[0]._memory)
+        return _like(args[0], args[0].memory)
     if func.overloadpacket.__name__ in _REPLACES_MEMORY:
         if args[0] is args[-1]:  # torch's parametrizations do that
             return args[0]
@@ -262,15 +242,15 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"zero.Init: {next(_recorded((args, kwargs))).label}: found {func.overloadpacket.__name__}, which "
             "replaces a parameter's memory; assign to its `data`, or a new nn.Parameter to the module"
         )
-    written = list(dict.fromkeys(one._memory for one in _recorded(_written(func, args, kwargs))))
+    written = list(dict.fromkeys(one.memory for one in _recorded(_written(func, args, kwargs))))
     generator = _generator(func, kwargs, written)
     state = None if generator is None else generator.get_state()
-    counts = {one._memory: len(one._memory.operations) for one in _recorded((args, kwargs))}
+    counts = {one.memory: len(one.memory.operations) for one in _recorded((args, kwargs))}
     overwritten = written[0] if _sets_all(func, args, kwargs) else None
     held = {memory: memory.unset() if memory is overwritten else memory.current() for memory in counts}
 
     def real(one: Any) -> Any:
-        return _part(one, held[one._memory]) if isinstance(one, RecordedTensor) else one
+        return _part(one, held[one.memory]) if isinstance(one, RecordedTensor) else one
 
     result = func(*tree_map(real, args), **tree_map(real, kwargs))
     if not written:
@@ -289,15 +269,15 @@ def _sets_all(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
     """Whether the operation gives every element of one memory a value that depends on none of it."""
     if func not in _SETTERS or not isinstance(args[0], RecordedTensor):
         return False
-    memory = args[0]._memory
-    others = {one._memory for one in _recorded((args[1:], kwargs))}
+    memory = args[0].memory
+    others = {one.memory for one in _recorded((args[1:], kwargs))}
     return args[0].numel() == memory.numel and args[0].is_contiguous() and memory not in others
 
 
 def _kept(operand: Any, *, counts: dict[_Memory, int], target: _Memory) -> Any:
     """An operand as an operation on `target` keeps it: with its values now, whatever is written to it later."""
     if isinstance(operand, RecordedTensor):
-        memory = operand._memory
+        memory = operand.memory
         other = None if memory is target else memory
         place = operand.size(), operand.stride(), operand.storage_offset()
         return _View(other, memory.operations, counts[memory], *place)
@@ -356,7 +336,7 @@ def _like(tensor: torch.Tensor, memory: _Memory) -> RecordedTensor:
         dtype=memory.dtype,
         device=memory.device,
     )
-    made._memory = memory
+    made.memory = memory
     return made
 
 
@@ -385,8 +365,8 @@ def _replace(param: RecordedTensor, data: torch.Tensor) -> None:
             f"zero.Init: {param.label}: expected hooks on gradients to be registered after initialize, found one before"
         )
     if isinstance(data, RecordedTensor):
-        new: torch.Tensor = _like(data, data._memory).requires_grad_(requires_grad)
-        param._memory = data._memory
+        new: torch.Tensor = _like(data, data.memory).requires_grad_(requires_grad)
+        param.memory = data.memory
     else:
         new = nn.Parameter(data.new_empty(0), requires_grad=requires_grad)
         new.data = data

@@ -6,7 +6,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,15 +16,11 @@ from zero_runtime import accounting, non_finite, whole_tensors
 from zero_runtime.agreed_parameters import AgreedParameters
 from zero_runtime.build import UnitBuilder, checked_plan, make_collectives
 from zero_runtime.closed import hand_back, retire
+from zero_runtime.divisions import LayerDivision
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError, RankError
-from zero_runtime.gather_turns import GatherTurns
-from zero_runtime.generation import unwrap_generate, wrap_generate
-from zero_runtime.group_batch import GroupBatch
-from zero_runtime.inference import NO_OPTIMIZER, refuse_training
 from zero_runtime.kernels.reference import root64
 from zero_runtime.ledger import Ledger
 from zero_runtime.module_hooks import ModuleHooks
-from zero_runtime.offload.tier import NOTHING_OFFLOADED, residence
 from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.optim.grad_norm import clip_coefficient, local_sum_of_squares
 from zero_runtime.optim.loss_scaler import LossScaler
@@ -33,18 +29,14 @@ from zero_runtime.own_device import make_current
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.schedule import Schedule
-from zero_runtime.sequence_parallel.axis import SequenceAxis
-from zero_runtime.sequence_parallel.division import DividedSequences
+from zero_runtime.schedule import Schedule, UnevenCalls
 from zero_runtime.settings import RuntimeSettings
 from zero_runtime.shared_backward import backward_through
+from zero_runtime.state_tier import NOTHING_OFFLOADED, residence
 from zero_runtime.step_backwards import Collaborators, StepBackwards
 from zero_runtime.step_report import StepReport
-from zero_runtime.tensor_parallel.axis import TensorAxis
-from zero_runtime.tensor_parallel.division import DividedModel
-from zero_runtime.tensor_parallel.plan import SplitPlan
-from zero_runtime.tensor_parallel.slices import NOT_SPLIT
 from zero_runtime.unit import Unit
+from zero_runtime.wings import REFUSE_TRAINING, TURNS, WRAP_GENERATE, load
 
 __all__ = ["RuntimeSettings", "ZeroRuntime"]
 
@@ -78,64 +70,57 @@ class ZeroRuntime:
         self.settings = settings
         self.device = device = make_current(device)
         self.clock = PhaseClock(device)
-        tensor = settings.tensor_parallel
-        split = tensor.plan(model, trains=self.trains) if tensor.degree > 1 else None
+        division = settings.tensor_parallel.division(model, trains=self.trains)
         self.collectives = make_collectives(plan, settings, self.clock)
         self.collectives.journal.begin("start")
         # As the model is given: its parameters are views of flat tensors from here on.
         self.given_dtypes = {name: param.dtype for name, param in model.named_parameters()}
         try:
-            slices = NOT_SPLIT if split is None else split.slices(self.collectives.tensor_rank)
+            slices = division.slices(self.collectives)
             builder = UnitBuilder(plan, precision, settings, self.collectives, device, slices)
-            self.units, self.optimizer, self.tier = builder.build(model, optimizer or NO_OPTIMIZER)
+            self.units, self.optimizer, self.tier = builder.build(model, optimizer)
         except BaseException:
             self.collectives.free()  # the caller gets no runtime to close
             raise
-        self._install_groups(split)
         self.scaler: LossScaler = settings.loss_scale.start()
         self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch, has_backward=self.trains)
         self._hooks = ModuleHooks(model, self.units, self._schedule)
         self.backwards = StepBackwards(settings.micro_batches, self._collaborators())
         self._agreed = AgreedParameters(model)
-        self._turns: GatherTurns | None = None
-        self._wrapped: list[nn.Module] = []
-        if not plan.keeps_full_params and self.collectives.shard_count > 1:
-            self._turns = GatherTurns(self.units, self._schedule, self.collectives, device, self._hooks.release_unused)
-            self._hooks.compare_ranks_by(self._turns.compare)
-        if self._turns is not None or self._divided is not None:
-            self._wrapped = wrap_generate(model, self.uneven_forwards)
+        self._install(division)
         # The order of the gathers in `renew`: the same on all ranks and close to that of the forward, which needs the
         # root's unit first.
         self._renewal = sorted(self.units, key=lambda unit: model not in unit.modules)
         self.renew()
         self.collectives.journal.begin("forward")
-        self._expected: float | Rates | None = None  # the learning rate of the current step, from `expect_rate`
-        self._warned = False
         self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its backward freed its graph
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         trouble = accounting.saving_trouble(self) if self.trains else None
         if trouble is not None:
             warnings.warn(trouble, stacklevel=2)
 
-    def _install_groups(self, split: SplitPlan | None) -> None:
-        """Install the forwards of divided layers, if there is a plan for them, and those of parts of sequences."""
-        self._divided: DividedModel | None = None
-        self._sequences: DividedSequences | None = None
-        self._batch: GroupBatch | None = None  # what a group was given; None if every rank has its own batch
-        self.sequence = SequenceAxis(self.collectives)
-        if split is not None:
-            axis = TensorAxis(self.collectives)
-            gathers_logits = self.settings.tensor_parallel.gathers_logits
-            self._divided = DividedModel(self.model, split, axis, gathers_logits=gathers_logits)
-            self._batch = axis.batch
-        if self.sequence.degree > 1:
-            self._sequences = DividedSequences(self.model, self.sequence)
-            self._batch = self.sequence.batch
+    def _install(self, division: LayerDivision) -> None:
+        """Install the forwards of divided layers, those of parts of sequences, and `generate` of ranks in step."""
+        layers = division.install(self.model)
+        self.sequence = self.settings.sequence_parallel.part(self.collectives)
+        sequences = self.settings.sequence_parallel.install(self.model, self.sequence)
+        self._divisions = [one for one in (layers, sequences) if one is not None]
+        self._installed = ExitStack()  # what was installed last is removed first
+        for one in self._divisions:
+            self._installed.callback(one.remove)
+        # What a group was given; None if every rank has its own batch. Only one of the two divides.
+        self._batch = self._divisions[0].batch if self._divisions else None
+        self._turns: UnevenCalls | None = None
+        if not self.plan.keeps_full_params and self.collectives.shard_count > 1:
+            make, release = load(TURNS), self._hooks.release_unused
+            self._turns = make(self.units, self._schedule, self.collectives, self.device, release)
+            self._hooks.compare_ranks_by(self._turns.compare)
+        if self._turns is not None or layers is not None:
+            self._installed.callback(load(WRAP_GENERATE)(self.model, self.uneven_forwards))
 
     def _collaborators(self) -> Collaborators:
-        guess = self._guess if self.settings.offload.speculative else None
         units, schedule, hooks = self.units, self._schedule, self._hooks
-        return Collaborators(units, schedule, hooks, self.collectives, self.device, lambda: self.scaler.scale, guess)
+        return Collaborators(units, schedule, hooks, self.collectives, self.device, lambda: self.scaler.scale)
 
     def resident(self, unit: Unit, *, writes: bool = False) -> AbstractContextManager[None]:
         """Keep all shards of the unit in memory inside the context; with `writes`, changes are written back at exit."""
@@ -167,13 +152,15 @@ class ZeroRuntime:
 
         Every rank must enter it, also one that makes no call, and must issue no collective inside but those of the
         model's calls. Ranks that have left it take part in the gathers of the others, and it ends on all together
-        (see [Note: gather turns] in gather_turns.py). `generate` of the model is inside it already. An error of one
-        rank is raised there, and as RankError on the others. With tensor or sequence parallelism, the ranks of a group
+        (see [Note: gather turns] in generation/). `generate` of the model is inside it already. An error of one rank is
+        raised there, and as RankError on the others. With tensor or sequence parallelism, the ranks of a group
         must make the same calls; a divided head returns all logits, and `generate` cannot divide sequences.
         """
-        turns = nullcontext() if self._turns is None else self._turns.running()
-        logits = nullcontext() if self._divided is None else self._divided.full_logits()
-        with torch.no_grad(), logits, turns:
+        with torch.no_grad(), ExitStack() as stack:
+            for division in self._divisions:
+                stack.enter_context(division.full_logits())
+            if self._turns is not None:
+                stack.enter_context(self._turns.running())
             yield
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +190,7 @@ class ZeroRuntime:
         each call may make as many as it needs, also after the last. All ranks must agree on it.
         """
         if not self.trains:
-            refuse_training("backward")
+            load(REFUSE_TRAINING)("backward")
         self.backwards.check_begin(last)
         self._check_loss(loss)
         self._spent = None if retain_graph else weakref.ref(loss)
@@ -239,37 +226,12 @@ class ZeroRuntime:
         """Whether the first backward read the unit's parameters. It reads frozen ones to pass gradients on."""
         return self._schedule.reads_in_backward(unit)
 
-    def expect_rate(self, lr: float | Rates) -> None:
-        """Announce the rate that `step` will be called with. Call it before the step's last backward.
-
-        OffloadPlan.speculative needs it to update units during backward. If `step` is called with another rate, the
-        update is redone with that rate, and the result is the same bit for bit as without speculation. (The last step's
-        rate is no substitute: a schedule changes it in every step, so every update would be redone.)
-        """
-        self.optimizer.check_rates(lr)
-        self._expected = lr
-
-    def _guess(self) -> None:
-        """Let offloaded units update as soon as their gradients are reduced, with the expected rate and no clipping.
-
-        Without an expected rate they are updated in `step`; warns once.
-        """
-        if self._expected is not None:
-            self.optimizer.guess(self._expected, torch.ones(()) / self.scaler.scale)
-        elif not self._warned:
-            self._warned = True
-            warnings.warn(
-                "offload.step=speculative: expected the rate of the step before its last backward, found none, so "
-                "units are updated after backward; call runtime.expect_rate(lr) first",
-                stacklevel=3,
-            )
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep the gradients of the backwards inside full and unreduced on each rank.
 
         The next backward outside adds to them and reduces the sum. If the plan shards gradients, this saves
-        communication at the cost of memory: `memory.model.kept_grad_bytes`.
+        communication at the cost of memory: full gradients between micro-batches.
         """
         self.backwards.synced = False
         try:
@@ -290,7 +252,7 @@ class ZeroRuntime:
         Everything that reads a shard (a gather, `weights_shard`, `states_of`) waits for its update.
         """
         if not self.trains:
-            refuse_training("step")
+            load(REFUSE_TRAINING)("step")
         self._check_step(lr)
         self.collectives.journal.begin("step")
         self.optimizer.begin_step()
@@ -364,13 +326,11 @@ class ZeroRuntime:
         return StepReport(loss_value, norm_value, skipped, self.scaler.scale, any(rest)), norm
 
     def check_weights(self, call: str) -> None:
-        """Raise CallOrderError if the runtime has no parameters, or their update may have begun."""
+        """Raise CallOrderError if the runtime has no parameters."""
         if not self.units:
             raise CallOrderError(
                 f"{call}: expected a model with parameters, found none: it has none, or the runtime was closed"
             )
-        if self.settings.offload.speculative:
-            self._check_no_backwards(call)
 
     def check_between_steps(self, call: str) -> None:
         """Raise CallOrderError if the step has gradients, which `call` would lose, or the runtime no parameters."""
@@ -387,9 +347,8 @@ class ZeroRuntime:
     def zero_grad(self) -> None:
         """Drop all gradients since the last step, also those of other runtimes' backwards: the step begins anew."""
         for unit in self.units:
-            unit.free_grads()
+            unit.gradients.free()
         self.backwards.clear()
-        self._expected = None
         self._loss.zero_()
 
     def find_non_finite(self, backwards: Callable[[], None]) -> str:
@@ -420,11 +379,7 @@ class ZeroRuntime:
         Every rank calls it. All other methods raise afterwards. Idempotent.
         """
         self._hooks.remove()
-        if self._divided is not None:
-            self._divided.remove()
-        if self._sequences is not None:
-            self._sequences.remove()
-        unwrap_generate(self._wrapped)  # last: what was installed first is removed last
+        self._installed.close()
         self._renewal.clear()
         try:
             hand_back(self.units, self.tier, self.optimizer)

@@ -18,13 +18,14 @@ because they may fall between different gathers on different ranks. Standard lib
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 from zero_runtime.plan import Phase, ZeroPlan
 
 
 class ScheduledUnit(Protocol):
-    """What the schedule calls: a `Unit`, or a `CountedUnit`, which only counts the bytes (memory/counted_unit.py)."""
+    """What the schedule calls: a `Unit`, or a `CountedUnit` (predict/memory), which only counts the bytes."""
 
     @property
     def trainable(self) -> bool: ...
@@ -36,6 +37,14 @@ class ScheduledUnit(Protocol):
     def reduce_grad(self) -> None: ...
     def wait_reduce(self) -> None: ...
     def send_grad(self) -> None: ...
+
+
+class UnevenCalls(Protocol):
+    """Gathers of ranks whose calls without gradients differ. running: a context of such calls, which all ranks enter;
+    compare: called after other calls. See [Note: gather turns] in generation/."""
+
+    def running(self) -> AbstractContextManager[None]: ...
+    def compare(self) -> None: ...
 
 
 class Ahead(NamedTuple):

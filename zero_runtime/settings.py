@@ -7,20 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
+from zero_runtime.divisions import WholeLayers, WholeSequences
 from zero_runtime.initial_values import Initialise
-from zero_runtime.offload.memory import Moves
-from zero_runtime.offload.plan import OffloadPlan, Tier
-from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, OptimizerConfig
+from zero_runtime.offload_plan import OffloadPlan
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
-from zero_runtime.sequence_parallel.division import SequenceParallel
-from zero_runtime.tensor_parallel.division import TensorParallel
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.watch.watch import RankWatch
 from zero_runtime.wire import EXACT, Wire
 
 NO_OFFLOAD = OffloadPlan()
-NOT_DIVIDED = TensorParallel()
-WHOLE_SEQUENCES = SequenceParallel()
+WHOLE_LAYERS, WHOLE_SEQUENCES = WholeLayers(), WholeSequences()
 
 
 @dataclass(frozen=True)
@@ -69,19 +65,5 @@ class RuntimeSettings:
     stop_asked: Callable[[], bool] | None = None
     lazy_states: bool = False
     wire: Wire = EXACT
-    tensor_parallel: TensorParallel = NOT_DIVIDED
-    sequence_parallel: SequenceParallel = WHOLE_SEQUENCES
-
-
-def moves_of(settings: RuntimeSettings, config: OptimizerConfig, shard_count: int) -> Moves:
-    """The settings that decide how many offload copies are under way at the same time."""
-    offload = settings.offload
-    return Moves(
-        shard_count,
-        settings.prefetch,
-        settings.micro_batches,
-        tuple(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in config.held_states),
-        1 if offload.scratch is None else offload.scratch.ahead,
-        offload.speculative,
-        offload.params is Tier.NVME,
-    )
+    tensor_parallel: WholeLayers = WHOLE_LAYERS
+    sequence_parallel: WholeSequences = WHOLE_SEQUENCES

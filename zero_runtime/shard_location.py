@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from zero_runtime.offload_plan import OffloadPlan, Sized, Tier, offloaded_units
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,16 @@ class OffloadedShards:
     params: bool = False
     optimizer: bool = False
     separate_memory: bool = False
+
+
+def offloaded_shards(plan: OffloadPlan, units: Sequence[Sized], device: str) -> list[OffloadedShards]:
+    """For each unit, which shards are offloaded: have no memory on a device of this type between their uses."""
+    separate = plan.has_separate_memory(device)
+    moves = {Tier.DEVICE: False, Tier.HOST: separate, Tier.NVME: True}
+    if not moves[plan.params] and not moves[plan.optimizer]:
+        return [OffloadedShards()] * len(units)
+    offloaded = OffloadedShards(moves[plan.params], moves[plan.optimizer], separate)
+    return [offloaded if chosen else OffloadedShards() for chosen in offloaded_units(units, plan.ratio)]
 
 
 class ShardLocation:
@@ -42,7 +55,7 @@ class ShardLocation:
 
     def settle(self) -> None:
         """Block until no update or copy of the unit is under way, so that its shards may be read. To write them, enter
-        the tier's `resident(writes=True)`, which also discards second copies of a speculative step."""
+        the tier's `resident(writes=True)`."""
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """The unit's tensors in host memory that its tier owns, by component, for counting; see StateTier."""

@@ -29,7 +29,6 @@ class Collaborators(NamedTuple):
     collectives: Collectives
     device: torch.device
     scale: Callable[[], float]
-    guess: Callable[[], None] | None
 
 
 class StepBackwards:
@@ -60,12 +59,10 @@ class StepBackwards:
                 f"backward: call number {self.count + 1} of this step, expected step() after {self.count}; give "
                 "RuntimeSettings the micro_batches that you use"
             )
-        if self._is_complete and self._parts.guess is not None:
-            raise CallOrderError("backward: offload.step=speculative has begun the update; expected step()")
 
     def begin(self, last: bool | None) -> None:
         """A backward begins: count it. last: whether it is the step's last; None: if it is the expected one."""
-        units, schedule, _, collectives, device, _, guess = self._parts
+        units, schedule, _, collectives, device, _ = self._parts
         if self._is_complete:
             for unit in units:
                 unit.reopen_grad()
@@ -73,9 +70,6 @@ class StepBackwards:
         self._is_complete = self.count == self._expected if last is None else last
         self._is_unreduced = not self.synced
         collectives.journal.begin("backward")
-        # Only the step's last backward completes gradients, and inside no_sync not even that one does.
-        if self._is_complete and self.synced and guess is not None:
-            guess()
         order = schedule.own_reduction_order
         if order is not None:  # before the first backward
             schedule.reduce_in(collectives.order_of_rank_0(order, device))
@@ -142,7 +136,7 @@ class StepBackwards:
                     f"parameter {unit.layout.segments[index].name!r}: expected no gradient in .grad after a backward, "
                     "found one that was written by hand; it has no effect there: write gradients in place of a backward"
                 )
-            unit.add_grad(index, grad / parts)
+            unit.gradients.take(index, grad / parts, sums_locally=True)
             unit.params[index].grad = None
         self.has_foreign = self.has_foreign or bool(written)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from zero_runtime.memory.outside_step import READ_NUMEL
+from zero_runtime.flat_layout import READ_NUMEL
 
 # Fills a 1-D tensor with elements of a parameter: `read_into(name, start, target)`.
 ReadInto = Callable[[str, int, torch.Tensor], object]
@@ -38,6 +38,26 @@ class TensorSource(Protocol):
         Reads little more than this range.
         """
         ...
+
+
+class Renamed:
+    """Some tensors of a source under other names: a TensorSource."""
+
+    def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
+        self._source = source
+        self._names = dict(names)  # ours: theirs
+
+    def names(self) -> Sequence[str]:
+        return list(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._names[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(self._names[name])
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._source.read(self._names[name], start, stop)
 
 
 def read_in_blocks(source: TensorSource, name: str, start: int, target: torch.Tensor) -> None:

@@ -9,23 +9,21 @@ unit_parameters.py owns those of the parameters, unit_gradients.py those of the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from threading import Event
 
 import torch
 from torch import nn
 
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import UnitStateError
-from zero_runtime.flat_layout import FlatLayout, Piece, Segment
+from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.guarded_parameter import ClosedGuard, ParameterGuard
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.plan import Phase, ZeroPlan
-from zero_runtime.shard_location import ON_DEVICE, OffloadedShards, ShardLocation
-from zero_runtime.tensor_parallel.joined import join_slices
+from zero_runtime.shard_location import ON_DEVICE, OffloadedShards
 from zero_runtime.tensor_source import ReadInto, TensorSource, read_in_blocks, reads_from
-from zero_runtime.unit_gradients import GradState, UnitGradients
+from zero_runtime.unit_gradients import UnitGradients
 from zero_runtime.unit_parameters import DataState, UnitParameters
 from zero_runtime.unit_planner import UnitSpec
 from zero_runtime.wire import EXACT, Wire
@@ -65,23 +63,13 @@ class Unit:
         )
         self._plan = plan
         self._collectives = collectives
-        self._parameters = parameters = UnitParameters(
+        self.parameters = parameters = UnitParameters(
             spec, self.layout, plan, collectives, device, offloaded or OffloadedShards(), wire
         )
-        self._gradients = UnitGradients(
+        self.gradients = UnitGradients(
             spec, self.layout, plan, collectives, device, spec.precision.grad(micro_batches), wire
         )
-        self.grad_sent = Event()  # set once grad_shard of the step is where an offloaded unit is updated
-        # Fixed properties of the tensors, as they were allocated.
         self.params: list[nn.Parameter] = parameters.params
-        self.param_dtype = parameters.param_dtype
-        self.stored_numel = parameters.stored_numel  # elements of param_shard: S, or bytes if it is quantised
-        self.master_dtype = parameters.master_dtype
-        self.grad_dtype = self._gradients.grad_dtype
-        self.params_offloaded = parameters.params_offloaded  # param_shard has no memory on the device between its uses
-        self.states_offloaded = parameters.states_offloaded  # the optimizer's; always False for a frozen unit
-        self.master_is_param = parameters.master_is_param  # master_shard is param_shard itself
-        self.master_offloaded = parameters.master_offloaded  # as its own tensor; else it follows `params_offloaded`
         # Whether a step discards a write to the full parameters, because updates start from another tensor.
         self.loses_writes = parameters.casts or (self.trainable and not parameters.master_is_param)
 
@@ -94,27 +82,10 @@ class Unit:
         model is built. Call it after all units have allocated their shards: a shard allocated between two calls would
         split the memory that the first unit's full copy freed, and the second unit's full copy would not fit into it.
         """
-        self._parameters.materialize(initial, given)
+        self.parameters.materialize(initial, given)
         self.reshard(Phase.BACKWARD)
 
-    def bind_initialized(self) -> None:
-        """Bind the meta parameters to their values. Call it after `materialize` of all units. Idempotent."""
-        self._parameters.bind_initialized()
-
-    def placed(self) -> Iterator[tuple[Segment, nn.Parameter]]:
-        """Each parameter with its segment of the flat tensor, in the order of the layout."""
-        return self._parameters.placed()
-
     # ---- full parameters ---------------------------------------------------------------------------------------------
-
-    @property
-    def data_state(self) -> DataState:
-        return self._parameters.state
-
-    @property
-    def unsharded_param(self) -> torch.Tensor:
-        """[P] compute_dtype: the full copy, whose storage may be empty. For inspection."""
-        return self._parameters.unsharded_param
 
     def begin_use(self) -> None:
         """Record that a call that reads the parameters has begun."""
@@ -126,24 +97,20 @@ class Unit:
 
     def begin_fetch(self) -> None:
         """Start copying offloaded parameters to the device; a no-op for all others. Does not block."""
-        if self._parameters.state is DataState.STALE:
-            self._parameters.location.begin_fetch()
+        if self.parameters.state is DataState.STALE:
+            self.parameters.location.begin_fetch()
 
     def unshard(self) -> None:
         """Start gathering the full parameters. Does not block; a no-op unless STALE."""
-        if self._parameters.state is DataState.STALE:
-            self._parameters.start_gather()
+        if self.parameters.state is DataState.STALE:
+            self.parameters.start_gather()
 
     def wait_unshard(self) -> None:
         """Block until the full parameters may be used, starting the gather if necessary, and open the guard."""
         self._collectives.journal.enter(self.name)
         self.unshard()
-        self._parameters.end_gather()
-        self._parameters.open_guard()
-
-    def join_gather(self) -> None:
-        """Take part in a gather that other ranks need; the result is dropped and this rank's full copy unchanged."""
-        self._parameters.join_gather()
+        self.parameters.end_gather()
+        self.parameters.open_guard()
 
     def renew(self) -> None:
         """Start gathering a full copy that is kept between steps, or exchanging parameters between shard groups, after
@@ -156,30 +123,30 @@ class Unit:
         The end of a step calls it, not the next forward: a parameter read between two steps would otherwise have old
         values, and a gather that the read itself starts would hang if only one rank reads.
         """
-        if self._parameters.group_shard is not None and self._plan.exchanges_after_step:
-            self._parameters.renew_group()
-        if not self._plan.keeps_full_params or self._parameters.location is not ON_DEVICE:
+        if self.parameters.group_shard is not None:
+            self.parameters.renew_group()
+        if not self._plan.keeps_full_params or self.parameters.location is not ON_DEVICE:
             return
         self.unshard()
-        if self._parameters.casts:  # gathered into a separate buffer: at most one may exist at a time
-            self._parameters.end_gather()
+        if self.parameters.casts:  # gathered into a separate buffer: at most one may exist at a time
+            self.parameters.end_gather()
 
     def complete(self) -> None:
         """Make the full copy current before `free`, if the plan keeps it or all of it is in this rank's memory.
 
         A collective if the plan keeps it and it is stale.
         """
-        parameters = self._parameters
-        alone = self._collectives.shard_count == 1 and not (self.params_offloaded or parameters.is_quantized)
+        parameters = self.parameters
+        alone = self._collectives.shard_count == 1 and not (parameters.params_offloaded or parameters.is_quantized)
         if self._plan.keeps_full_params or alone:
             self.unshard()
         parameters.end_gather()
 
     def wait_renewed(self) -> None:
         """Block until what `renew` started has ended. Training needs no call of it. Measurements do: what is sent
-        between two timed steps would be in the time of neither."""
-        self._parameters.end_gather()
-        self._parameters.end_exchange(stale=False)
+        between two timed steps would be in the time of neither. Starts nothing."""
+        self.parameters.end_gather()
+        self.parameters.end_exchange(stale=False)
 
     def wait_current(self) -> bool:
         """Wait for a gather under way; return whether the full parameters hold this step's values.
@@ -188,18 +155,18 @@ class Unit:
         """
         if self._plan.keeps_full_params and self._collectives.shard_count == 1:
             self.unshard()  # a shard group of one rank: sends nothing, so the other ranks need not take part
-        self._parameters.end_gather()
-        return self._parameters.state is DataState.UNSHARDED
+        self.parameters.end_gather()
+        return self.parameters.state is DataState.UNSHARDED
 
     def reshard(self, after: Phase) -> None:
         """Declare the full parameters unused after this phase; the plan decides whether they are freed or become stale.
 
         Waits for a gather under way. A no-op while STALE.
         """
-        parameters = self._parameters
+        parameters = self.parameters
         parameters.end_gather()
         if parameters.group_shard is not None:
-            parameters.end_exchange(stale=self.trainable and self._plan.group_is_stale_after(after))
+            parameters.end_exchange(stale=self.trainable and after is Phase.STEP)
         if parameters.state is not DataState.UNSHARDED or not self._plan.releases_params_after(after):
             return
         if not self.trainable and self._plan.keeps_full_params:
@@ -211,57 +178,34 @@ class Unit:
 
         Also for frozen units, which `reshard` may leave unsharded.
         """
-        self._parameters.end_gather()
-        self._parameters.end_exchange(stale=True)
-        if self._parameters.state is DataState.UNSHARDED:
-            self._parameters.make_stale()
+        self.parameters.end_gather()
+        self.parameters.end_exchange(stale=True)
+        if self.parameters.state is DataState.UNSHARDED:
+            self.parameters.make_stale()
 
     def guard_with(self, guard: ParameterGuard | None) -> None:
         """Install a guard that closes the parameters whenever the full copy is freed or stale; None removes it."""
-        self._parameters.guard_with(guard)
+        self.parameters.guard_with(guard)
 
     def name_of(self, param: nn.Parameter) -> str:
         """The full name of one of this unit's parameters."""
-        return next(segment.name for segment, own in self.placed() if own is param)
+        return next(segment.name for segment, own in self.parameters.placed() if own is param)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
-    @property
-    def grad_state(self) -> GradState:
-        return self._gradients.state
-
-    @property
-    def unsharded_grad(self) -> torch.Tensor | None:
-        """[P]: this rank's own gradient, before it is reduced. For inspection."""
-        return self._gradients.unsharded_grad
-
-    @property
-    def grad_shard(self) -> torch.Tensor | None:
-        """[S] grad_dtype: this rank's part of the gradient that is summed over the ranks."""
-        return self._gradients.grad_shard
-
     def local_grad(self, name: str) -> torch.Tensor | None:
         """This rank's own gradient of one parameter while it waits for its reduction, else None; may be a view."""
-        found = self._gradients.local(name)
-        return None if found is None else self._full(*found)
-
-    @property
-    def reduced_in(self) -> torch.dtype | None:
-        """The dtype in which the gradients were last summed over the ranks; None before the first time."""
-        return self._gradients.reduced_in
-
-    def sum_gradients(self, *, over_ranks: bool) -> None:
-        """Whether gradients are summed over the ranks from the next backward on."""
-        self._gradients.sums_over_ranks = over_ranks
+        found = self.gradients.local(name)
+        return None if found is None else self.slices.join(*found)
 
     def begin_backward(self) -> None:
         """Accept gradients again, after the reduction of an earlier backward."""
-        self._gradients.begin_backward()
+        self.gradients.begin_backward()
 
     def reopen_grad(self) -> None:
         """Let another backward add to the reduced gradients of this step. Waits for copies of them."""
         self.settle()
-        self._gradients.reopen()
+        self.gradients.reopen()
 
     def take_grad(self, index: int, *, sums_locally: bool) -> None:
         """Move `params[index].grad` into the flat gradient.
@@ -271,20 +215,16 @@ class Unit:
         param = self.params[index]
         name = self.layout.segments[index].name
         assert param.grad is not None, f"unit {self.name}: no gradient for {name}"
-        if self._parameters.state is DataState.STALE:
+        if self.parameters.state is DataState.STALE:
             raise UnitStateError(
                 f"unit {self.name}: a gradient for {name} came while its parameters were "
                 "released or stale, so something read them without calling the module that owns them; call the "
                 "module, or give the parameter to a module that is called"
             )
         if name in self.slices.summed:
-            param.grad = self._collectives.sum_over_slices_(param.grad.contiguous())
-        self._gradients.take(index, param.grad, sums_locally=sums_locally)
+            param.grad = self.slices.axis.sum_(param.grad.contiguous())
+        self.gradients.take(index, param.grad, sums_locally=sums_locally)
         param.grad = None
-
-    def add_grad(self, index: int, grad: torch.Tensor) -> None:
-        """Add a gradient of `params[index]` that no backward computed to the flat gradient, unreduced."""
-        self._gradients.take(index, grad, sums_locally=True)
 
     def reduce_grad(self) -> None:
         """Start summing the full gradients over the ranks into this rank's shard. Does not block; a no-op if frozen.
@@ -292,46 +232,34 @@ class Unit:
         Parameters without a gradient count as zero, because every rank must issue the same collectives.
         """
         if self.trainable:
-            self._gradients.reduce()
+            self.gradients.reduce()
 
     def wait_reduce(self) -> None:
         """Block until grad_shard holds the sum over the ranks; frees the full gradient if the plan shards gradients."""
-        self._gradients.wait_reduce()
+        self.gradients.wait_reduce()
 
     def send_grad(self) -> None:
         """Send grad_shard to where the update runs. Call it when grad_shard is complete for this step."""
-        if self._parameters.location is not ON_DEVICE:
-            self._gradients.keep_squares()
-            self._parameters.location.send_grad()
-            self.grad_sent.set()
+        if self.parameters.location is not ON_DEVICE:
+            self.gradients.keep_squares()
+            self.parameters.location.send_grad()
 
-    def grad_squares(self) -> torch.Tensor | None:
-        """0-dim fp64: the sum of squares of this rank's part of the gradient; None without a gradient."""
-        return self._gradients.squares()
-
-    def forget_squares(self) -> None:
-        """Say that grad_shard was changed from outside, so that `grad_squares` is computed anew."""
-        self._gradients.forget_squares()
-
-    def first_non_finite(self) -> str | None:
-        """The first parameter whose unreduced local gradient is not finite; None if all are. Reads on the host."""
-        return self._gradients.first_non_finite()
-
-    def free_grads(self) -> None:
-        """Free the gradients of this step, reduced or not. Waits for a reduction under way."""
-        self._gradients.free()
-
-    # ---- shards ------------------------------------------------------------------------------------------------------
+    # ---- shards: named as in offload.tier.Shards, which a tier lends in place of a unit ------------------------------
 
     @property
     def param_shard(self) -> torch.Tensor:
         """[S] param_dtype: the shard that is gathered."""
-        return self._parameters.param_shard
+        return self.parameters.param_shard
 
     @property
     def master_shard(self) -> torch.Tensor | None:
         """[S] master_dtype: the shard that the optimizer updates; None for a frozen unit."""
-        return self._parameters.master_shard
+        return self.parameters.master_shard
+
+    @property
+    def grad_shard(self) -> torch.Tensor | None:
+        """[S] grad_dtype: this rank's part of the gradient that is summed over the ranks."""
+        return self.gradients.grad_shard
 
     @property
     def weights_shard(self) -> torch.Tensor:
@@ -340,30 +268,14 @@ class Unit:
         Waits for an update that is under way. A copy in fp32 if the unit is quantised.
         """
         self.settle()
-        if self._parameters.is_quantized:
-            return self._parameters.decoded_shard()
-        master = self._parameters.master_shard
-        return self._parameters.param_shard if master is None else master
-
-    def refresh_param_shard(self) -> None:
-        """Round the updated master into param_shard; a no-op if they are the same tensor."""
-        self._parameters.refresh_param_shard()
+        if self.parameters.is_quantized:
+            return self.parameters.decoded_shard()
+        master = self.parameters.master_shard
+        return self.parameters.param_shard if master is None else master
 
     def settle(self) -> None:
         """Block until no update or copy of the shards is under way."""
-        self._parameters.location.settle()
-
-    def offload_to(self, location: ShardLocation) -> None:
-        """Store this unit's offloaded shards in `location` from now on."""
-        self._parameters.location = location
-
-    def bind_shards(self, param: torch.Tensor | None, master: torch.Tensor | None) -> None:
-        """Replace the shards that are not None, by memory that a tier owns or by empty tensors."""
-        self._parameters.bind_shards(param, master)
-
-    def give_grad_away(self, elsewhere: torch.Tensor) -> None:
-        """Replace grad_shard by `elsewhere` and release the previous shard and the full gradient."""
-        self._gradients.give_away(elsewhere)
+        self.parameters.location.settle()
 
     # ---- values by parameter -----------------------------------------------------------------------------------------
 
@@ -372,11 +284,6 @@ class Unit:
         """The parameters' full names, in the order of the layout."""
         return [segment.name for segment in self.layout.segments]
 
-    @property
-    def pieces(self) -> Collection[Piece]:
-        """The parts of this rank's tensors of the parameters in its shards, in order."""
-        return self._parameters.pieces.values()
-
     def full_of(self, shard: torch.Tensor) -> dict[str, torch.Tensor]:
         """Gather a [S] tensor over the shards; returns it by parameter name, in the full shapes. A collective.
 
@@ -384,21 +291,7 @@ class Unit:
         """
         full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.device)
         self._collectives.all_gather_uncounted(full, shard.to(self.device))
-        return {segment.name: self._full(segment, segment.of(full)) for segment in self.layout.segments}
-
-    def _full(self, segment: Segment, own: torch.Tensor) -> torch.Tensor:
-        """The full tensor of a parameter from the slices of it, of which `own` [numel] is this rank's. A collective."""
-        split = self.slices.splits.get(segment.name)
-        if split is None:
-            return own.view(segment.shape)
-        return join_slices(self._collectives.gather_slices(own, counted=False), split)
-
-    def fill(self, shard: torch.Tensor, names: Sequence[str], read_into: ReadInto) -> None:
-        """Fill this rank's pieces of the parameters in `names` in a [S] tensor, such as an optimizer state.
-
-        `read_into` is asked for elements of full parameters.
-        """
-        self._parameters.fill(shard, names, read_into)
+        return {segment.name: self.slices.join(segment, segment.of(full)) for segment in self.layout.segments}
 
     def fill_weights(self, names: Sequence[str], read_into: ReadInto) -> None:
         """Fill this rank's shard of the parameters in `names`; the full copy becomes stale."""
@@ -406,12 +299,12 @@ class Unit:
             return
         self.drop_full()  # first, because a gather under way reads the shard
         with torch.no_grad():
-            if self._parameters.is_quantized:
+            if self.parameters.is_quantized:
                 self.settle()
-                self._parameters.fill_codes(names, read_into)
+                self.parameters.fill_codes(names, read_into)
                 return
-            self.fill(self.weights_shard, names, read_into)
-            self.refresh_param_shard()
+            self.parameters.fill(self.weights_shard, names, read_into)
+            self.parameters.refresh_param_shard()
 
     def set_values(self, values: dict[str, torch.Tensor]) -> None:
         """Set some parameters to new full values, which must be the same on every rank; the full copy becomes stale."""
@@ -425,26 +318,22 @@ class Unit:
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Live flat tensors by component, for counting. Aliases share a storage; the caller must count each once."""
+        parameters, gradients = self.parameters, self.gradients
+        grads = (gradients.unsharded_grad, gradients.grad_shard, *gradients.kept)
         return {
-            "params": [self.unsharded_param, self.param_shard],
-            "grads": [one for one in (self.unsharded_grad, self.grad_shard, *self._gradients.kept) if one is not None],
-            "optimizer": [] if self.master_shard is None else [self.master_shard],
+            "params": [parameters.unsharded_param, parameters.param_shard],
+            "grads": [one for one in grads if one is not None],
+            "optimizer": [] if parameters.master_shard is None else [parameters.master_shard],
         }
-
-    def wait_messages(self) -> None:
-        """Block until no gather or exchange of parameters is under way. Starts none."""
-        self._parameters.end_gather()
-        if self._parameters.group_shard is not None:
-            self._parameters.group_shard.wait()
 
     def message_tensors(self) -> list[torch.Tensor]:
         """Tensors of collectives under way. Those that are states too are in `state_tensors`."""
-        gather = self._parameters.gather
-        return [*([] if gather is None else [gather.shard, gather.full]), *self._gradients.message_tensors()]
+        gather = self.parameters.gather
+        return [*([] if gather is None else [gather.shard, gather.full]), *self.gradients.message_tensors()]
 
     def free(self) -> None:
         """Free every tensor. Parameters become tensors of their own if their full values are here, else reads raise."""
-        self._gradients.free()
-        self._gradients.errors = None
-        if not self._parameters.free():
-            ClosedGuard({segment.name: param for segment, param in self.placed()})
+        self.gradients.free()
+        self.gradients.coded = None  # it keeps errors between steps
+        if not self.parameters.free():
+            ClosedGuard({segment.name: param for segment, param in self.parameters.placed()})

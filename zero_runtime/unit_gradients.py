@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,11 +13,10 @@ from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Segment
 from zero_runtime.kernels import ops
-from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise_
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.tensor_parallel.slices import TensorSlices
 from zero_runtime.unit_planner import UnitSpec
-from zero_runtime.wire import BITS, EXACT, Wire
+from zero_runtime.wings import QUANTISED_SUMS, load
+from zero_runtime.wire import EXACT, Wire
 
 
 class GradState(Enum):
@@ -77,10 +76,9 @@ class UnitGradients:
         self._reduce_dtype = TORCH_DTYPE[spec.precision.reduce]
         self._collectives = collectives
         self._device = device
-        self._bits = BITS[wire.reduce] if wire.reduce and collectives.shard_count > 1 else None
-        # What quantising took from the last gradients, [P] fp32, if it is fed back; from the first reduction on.
-        self.errors: torch.Tensor | None = None
-        self._feeds_back = wire.error_feedback and self._bits is not None
+        self.coded: Any = None  # what sends terms as codes: quantised/sums.py
+        if wire.reduce is not None and collectives.shard_count > 1:
+            self.coded = load(QUANTISED_SUMS)(wire, spec.name, layout, collectives)
         self.sums_over_ranks = True  # else every rank keeps its own full gradient, of which grad_shard is a slice
         # Two aliases. If the plan keeps full gradients, grad_shard is this rank's slice of unsharded_grad. The result
         # of a reduction is a slice of its input then, or if the shard is all of it; otherwise it is a separate tensor,
@@ -91,13 +89,21 @@ class UnitGradients:
         # Each parameter's elements of unsharded_grad. One call makes all views, in less time than a slice for each.
         self._flats: Sequence[torch.Tensor] = ()
         self._sizes = _sizes(layout)
-        self._counted = _counted(layout, collectives, spec.slices)
+        # The ranges [start, stop) of the shard whose squares this rank adds; see [Note: each element once].
+        part_numel = layout.shard_numel // collectives.replica_count
+        low = collectives.replica_rank * part_numel
+        pieces = layout.pieces(collectives.shard_rank)
+        self._counted = spec.slices.counted(pieces, low, low + part_numel)
         self._closed = False  # reduced in the current backward, so that another gradient of it would be lost
         self._reducing: Reduction | None = None
         self._squares: torch.Tensor | None = None  # result of `squares`, kept for a gradient that was sent away
         self.earlier: torch.Tensor | None = None  # grad_shard of earlier backwards, see `reopen`
 
     # ---- local gradients ---------------------------------------------------------------------------------------------
+
+    def sum_gradients(self, *, over_ranks: bool) -> None:
+        """Whether gradients are summed over the ranks from the next backward on."""
+        self.sums_over_ranks = over_ranks
 
     def begin_backward(self) -> None:
         """Accept gradients again."""
@@ -176,52 +182,11 @@ class UnitGradients:
             out = self._own_slice(full)
         else:
             out = self._empty(self.layout.shard_numel, self._reduce_dtype)
-        if self._bits is not None:
-            self._reducing = self._start_quantised(full, out, self._bits)
-            self.move(GradState.REDUCING)
-            return
-        self._reducing = Reduction(self._collectives.reduce(full, out, self.name), out)
+        if self.coded is not None:
+            self._reducing = Reduction(*self.coded.start(full, out))
+        else:
+            self._reducing = Reduction(self._collectives.reduce(full, out, self.name), out)
         self.move(GradState.REDUCING)  # not before: if no reduction could be issued, none is under way
-
-    def _start_quantised(self, full: torch.Tensor, out: torch.Tensor, bits: int) -> Reduction:
-        """Quantise the gradient of every other rank's shard and send it; see [Note: quantised collectives] in wire.py.
-
-        This rank's own gradient is put into `out`.
-        """
-        layout, own = self.layout, self._collectives.shard_rank
-        size = packed_numel(layout.shard_numel, bits)
-        sent, received = (self._empty(size * layout.shard_count, torch.uint8) for _ in range(2))
-        if self._feeds_back and self.errors is None:
-            self.errors = torch.zeros(layout.padded_numel, dtype=torch.float32, device=self._device)
-        for shard, codes in enumerate(sent.chunk(layout.shard_count)):
-            values = layout.shard_of(full, shard)
-            if shard == own:
-                out.copy_(values)
-            elif self.errors is None:
-                quantise_(codes, values, bits)
-            else:
-                self._feed_back(codes, values, layout.shard_of(self.errors, shard), bits)
-        return Reduction(self._collectives.trade(received, sent, self.name), out, received)
-
-    def _feed_back(self, codes: torch.Tensor, values: torch.Tensor, errors: torch.Tensor, bits: int) -> None:
-        """Quantise the gradient with the earlier errors, and keep what this takes from it."""
-        errors.add_(values)
-        quantise_(codes, errors, bits)
-        read = torch.empty_like(errors)
-        dequantise_(read, codes, bits)
-        errors.sub_(read)
-        errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # of a gradient that is not finite, whose step is skipped
-
-    def _add_received(self, out: torch.Tensor, received: torch.Tensor, bits: int) -> None:
-        """Sum the ranks' gradients in fp32 in the order of the ranks into `out`, then sum its replicas."""
-        total = torch.zeros(out.numel(), dtype=torch.float32, device=self._device)
-        for rank, codes in enumerate(received.chunk(self.layout.shard_count)):
-            if rank == self._collectives.shard_rank:
-                total.add_(out)
-            else:
-                dequantise_(total, codes, bits, adds=True)
-        out.copy_(total)
-        self._collectives.all_reduce_replicas(out, self.name).wait()
 
     def wait_reduce(self) -> None:
         """Block until grad_shard holds the sum over the ranks; frees the full gradient if the plan shards gradients."""
@@ -229,8 +194,8 @@ class UnitGradients:
             return
         pending, out, received = self._reducing
         pending.wait()
-        if received is not None and self._bits is not None:
-            self._add_received(out, received, self._bits)
+        if received is not None:
+            self.coded.add(out, received)
         assert self.unsharded_grad is not None
         # Kept full gradients are reduced once a step. Sharded ones may be reduced in each backward, so they accumulate.
         if self._keeps_full:
@@ -292,7 +257,7 @@ class UnitGradients:
     @property
     def kept(self) -> tuple[torch.Tensor | None, ...]:
         """Tensors beside the gradients of the latest backward: errors of quantising, and earlier gradients."""
-        return self.errors, self.earlier
+        return None if self.coded is None else self.coded.errors, self.earlier
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
@@ -337,23 +302,6 @@ class UnitGradients:
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
-
-
-def _counted(layout: FlatLayout, collectives: Collectives, slices: TensorSlices) -> list[tuple[int, int]]:
-    """The ranges [start, stop) of the shard whose squares this rank adds; see [Note: each element once]."""
-    part_numel = layout.shard_numel // collectives.replica_count
-    low = collectives.replica_rank * part_numel
-    if slices.rank == 0:
-        return [(low, low + part_numel)]
-    ranges: list[tuple[int, int]] = []
-    for piece in layout.pieces(collectives.shard_rank):
-        start, stop = max(piece.shard_offset, low), min(piece.shard_offset + piece.numel, low + part_numel)
-        if start >= stop or not slices.counts_here(piece.name):
-            continue
-        if ranges and ranges[-1][1] == start:
-            start = ranges.pop()[0]
-        ranges.append((start, stop))
-    return ranges
 
 
 def _sizes(layout: FlatLayout) -> list[int]:

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from zero_runtime.codec import Codec
 from zero_runtime.collectives import Collectives, Pending
+from zero_runtime.deferred_values import swap_content, values_of
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Piece, Segment
@@ -22,17 +24,13 @@ from zero_runtime.group_shard import GroupShard
 from zero_runtime.guarded_parameter import ParameterGuard
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels import ops
-from zero_runtime.kernels.weight_codes import decode_weights, encode_weights
-from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise_
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.precision import CODE_BITS, WEIGHT_BLOCK_NUMEL
-from zero_runtime.recorded_values import swap_content, values_of
+from zero_runtime.precision import WEIGHT_BLOCK_NUMEL
 from zero_runtime.shard_location import ON_DEVICE, OffloadedShards, ShardLocation
-from zero_runtime.tensor_parallel.joined import slice_of
-from zero_runtime.tensor_parallel.slices import TensorSlices
 from zero_runtime.tensor_source import ReadInto
 from zero_runtime.unit_planner import UnitSpec
-from zero_runtime.wire import BITS, EXACT, Wire
+from zero_runtime.wings import SENT_CODES, STORED_CODES, load
+from zero_runtime.wire import EXACT, Wire
 
 
 class DataState(Enum):
@@ -57,10 +55,7 @@ _NEXT = {
 
 
 class Gather(NamedTuple):
-    """A gather under way, from `shard` [S] to `full` [P], both param_dtype. Both must live until it ends.
-
-    With quantised gathers both are bytes: codes and scales of one shard, and those of all shards after each other.
-    """
+    """A gather under way, from `shard` [S] to `full` [P], both as `Codec` sends them. Both must live until it ends."""
 
     pending: Pending
     shard: torch.Tensor
@@ -98,23 +93,29 @@ class UnitParameters:
         self.layout = layout
         self._slices = spec.slices
         self.pieces: dict[str, Piece] = {piece.name: piece for piece in layout.pieces(collectives.shard_rank)}
-        self._bits = 0 if precision.weights is None else CODE_BITS[precision.weights]  # 0: not quantised
-        self.stored_numel = layout.shard_numel if not self._bits else int(layout.shard_numel * precision.stored_bytes)
-        self.param_dtype = torch.uint8 if self._bits else TORCH_DTYPE[precision.param]
+        self.is_quantized = precision.weights is not None
+        # Of param_shard: S elements, or bytes of codes.
+        self.stored_numel = int(layout.shard_numel * (precision.stored_bytes if self.is_quantized else 1))
+        self.param_dtype = torch.uint8 if self.is_quantized else TORCH_DTYPE[precision.param]
         self.master_dtype = TORCH_DTYPE[precision.master]
         self.state = DataState.UNSHARDED
         self.location: ShardLocation = ON_DEVICE
         self._compute_dtype = TORCH_DTYPE[precision.compute or precision.param]
         self._keeps_full = plan.keeps_full_params
         self._has_group_shard = plan.outer_sharding is not None
-        gathers = wire.gathers(plan, trainable=spec.trainable) and collectives.shard_count > 1
-        self._wire_bits = BITS[wire.gather] if gathers and wire.gather else None  # of a gathered element, if quantised
         self._collectives = collectives
         self._device = device
         self.gather: Gather | None = None  # under way
         self._guard: ParameterGuard | None = None
         self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # meta parameters and the views to bind them to
         self._decide_aliases(offloaded)
+        self._codec = Codec()
+        sends_codes = wire.gathers(plan, trainable=spec.trainable) and collectives.shard_count > 1
+        if self.is_quantized:
+            self._codec = load(STORED_CODES)(precision.weights)
+        elif sends_codes:
+            self._codec = load(SENT_CODES)(wire.gather, self.param_dtype, layout.shard_count)
+        self._is_direct = not (self.casts or sends_codes)  # shards are gathered into the full copy itself
         self._allocate()
 
     def _decide_aliases(self, offloaded: OffloadedShards) -> None:
@@ -130,9 +131,9 @@ class UnitParameters:
         self.param_is_slice = self._keeps_full and not self.casts
         separate = offloaded.separate_memory and offloaded.optimizer and not offloaded.params
         self.master_is_param = self.trainable and self.master_dtype == self.param_dtype and not separate
-        self.params_offloaded = offloaded.params
-        self.states_offloaded = offloaded.optimizer and self.trainable
-        self.master_offloaded = self.states_offloaded and not self.master_is_param
+        self.params_offloaded = offloaded.params  # param_shard has no memory on the device between its uses
+        self.states_offloaded = offloaded.optimizer and self.trainable  # the optimizer's
+        self.master_offloaded = self.states_offloaded and not self.master_is_param  # else as `params_offloaded`
 
     def _allocate(self) -> None:
         """Allocate the tensors. Offloaded shards get no memory here; their tier binds it while it is needed."""
@@ -163,9 +164,9 @@ class UnitParameters:
         if master is not None:
             self.master_shard = master
 
-    @property
-    def is_quantized(self) -> bool:
-        return self._bits > 0
+    def offload_to(self, location: ShardLocation) -> None:
+        """Store the offloaded shards in `location` from now on."""
+        self.location = location
 
     # ---- initial values ----------------------------------------------------------------------------------------------
 
@@ -191,21 +192,19 @@ class UnitParameters:
                 elif segment.name in self._slices.splits:
                     segment.of(self.unsharded_param).zero_()  # the padding of a slice, which no source fills
                 self._bind(segment, param)
-            if self._bits:
-                encode_weights(self._own_slice(), self.param_shard, bits=self._bits)
-                return  # the full copy is freed now, and a gathered one is decoded
             if not self.param_is_slice:
-                self.param_shard.copy_(self._own_slice())
+                self._codec.keep(self._own_slice(), self.param_shard)
+            if self.is_quantized:
+                return  # the full copy is freed now, and a gathered one is decoded
             if self.casts:  # a gathered copy would be rounded to param_dtype too
                 self.unsharded_param.copy_(self.unsharded_param.to(self.param_dtype))
-            if self._wire_bits is not None and self._keeps_full:  # and quantised
-                self._quantise_full(self._wire_bits)
+            if self._keeps_full:  # and quantised
+                self._codec.round_(self.unsharded_param)
 
     def _take_values(self, segment: Segment, param: nn.Parameter, initial: InitialValues) -> None:
         """Copy one parameter's values into the full tensor and into the master, which gets them before rounding."""
         values = initial.draw(segment.name, param) if param.is_meta else self._handed_over(segment.name, param)
-        split = self._slices.splits.get(segment.name)
-        own = (values if split is None else slice_of(values, split, self._slices.rank)).reshape(-1)
+        own = self._slices.cut(segment.name, values).reshape(-1)
         segment.of(self.unsharded_param).copy_(own)
         piece = self.pieces.get(segment.name)
         if self.master_shard is not None and piece is not None:
@@ -253,7 +252,7 @@ class UnitParameters:
         for name in names:
             piece = self.pieces.get(name)
             if piece is not None:
-                fill_local(self._slices, name, piece.start, piece.of(shard), read_into)
+                self._slices.fill(name, piece.start, piece.of(shard), read_into)
 
     def fill_codes(self, names: Iterable[str], read_into: ReadInto) -> None:
         """Like `fill` for a quantised param_shard: each piece is read as fp32 values and encoded."""
@@ -265,7 +264,7 @@ class UnitParameters:
             values = torch.zeros(-(-piece.numel // WEIGHT_BLOCK_NUMEL) * WEIGHT_BLOCK_NUMEL, device=self._device)
             read_into(name, piece.start, values[: piece.numel])
             start, stop = (self._code_offset(piece.shard_offset + at) for at in (0, values.numel()))
-            encode_weights(values, self.param_shard[start:stop], bits=self._bits)
+            self._codec.keep(values, self.param_shard[start:stop])
 
     def _code_offset(self, element: int) -> int:
         return element * self.stored_numel // self.layout.shard_numel
@@ -273,7 +272,7 @@ class UnitParameters:
     def decoded_shard(self) -> torch.Tensor:
         """[S] fp32: the values of a quantised param_shard, a copy."""
         values = self._empty(self.layout.shard_numel, torch.float32)
-        decode_weights(self.param_shard, values, bits=self._bits)
+        self._codec.decode(values, self.param_shard)
         return values
 
     def refresh_param_shard(self) -> None:
@@ -292,14 +291,13 @@ class UnitParameters:
         self.move(DataState.UNSHARDING)
         with torch.no_grad():
             fetched = self.location.fetch()
-            shard = self.param_shard if fetched is None else fetched
+            sent = self.param_shard if fetched is None else fetched
             self._fill_storage()
-            if self._wire_bits is not None:
-                self._start_quantised(shard, self._wire_bits)
-                return
-            full = self._gathered() if self.casts else self.unsharded_param
-            pending = self._gather_into(full, shard, lasting=not self.casts)
-            self.gather = Gather(pending, shard, full)
+            full = self.unsharded_param
+            if not self._is_direct:
+                sent = self._codec.encode(sent)
+                full = self._of_all_ranks(sent)
+            self.gather = Gather(self._gather_into(full, sent, lasting=self._is_direct), sent, full)
 
     def _gather_into(self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool) -> Pending:
         """Start filling `full` [P] param_dtype from the shards, or from what the ranks of a group hold of them."""
@@ -308,48 +306,14 @@ class UnitParameters:
             shard, after = self.group_shard.values, self.group_shard.ready()
         return self._collectives.all_gather(full, shard, self.name, lasting=lasting, after=after)
 
-    def _start_quantised(self, shard: torch.Tensor, bits: int) -> None:
-        """See [Note: quantised collectives] in wire.py."""
-        codes = self._empty(packed_numel(shard.numel(), bits), torch.uint8)
-        quantise_(codes, shard, bits)
-        full = self._empty(codes.numel() * self.layout.shard_count, torch.uint8)
-        pending = self._collectives.all_gather(full, codes, self.name, lasting=False)
-        self.gather = Gather(pending, codes, full)
-
-    def _quantise_full(self, bits: int) -> None:
-        """Give the full copy, shard by shard, the values that a quantised gather would."""
-        for shard in range(self.layout.shard_count):
-            values = self.layout.shard_of(self.unsharded_param, shard)
-            codes = self._empty(packed_numel(values.numel(), bits), torch.uint8)
-            quantise_(codes, values, bits)
-            rounded = self._empty(values.numel(), self.param_dtype)
-            dequantise_(rounded, codes, bits)
-            values.copy_(rounded)
-
-    def _end_quantised(self, gather: Gather, bits: int) -> None:
-        """Every shard, this rank's included, gets the values of its codes, rounded to param_dtype."""
-        with torch.no_grad():
-            for shard, codes in enumerate(gather.full.chunk(self.layout.shard_count)):
-                values = self.layout.shard_of(self.unsharded_param, shard)
-                if self.casts:
-                    rounded = self._empty(values.numel(), self.param_dtype)
-                    dequantise_(rounded, codes, bits)
-                    values.copy_(rounded)
-                else:
-                    dequantise_(values, codes, bits)
-
     def end_gather(self) -> None:
         """Block until a gather that is under way has filled unsharded_param; a no-op without one."""
         if self.gather is None:
             return
         self.gather.pending.wait()
-        if self._bits:
+        if not self._is_direct:
             with torch.no_grad():
-                decode_weights(self.gather.full, self.unsharded_param, bits=self._bits)
-        elif self._wire_bits is not None:
-            self._end_quantised(self.gather, self._wire_bits)
-        elif self.casts:
-            self.unsharded_param.copy_(self.gather.full)
+                self._codec.decode(self.unsharded_param, self.gather.full)
         self.gather = None
         self.location.drop()
         self.move(DataState.UNSHARDED)
@@ -359,9 +323,8 @@ class UnitParameters:
         self.end_gather()
         with torch.no_grad():
             fetched = self.location.fetch()
-            shard = self.param_shard if fetched is None else fetched
-            full = self._gathered()
-            self._gather_into(full, shard, lasting=False).wait()
+            sent = self._codec.encode(self.param_shard if fetched is None else fetched)
+            self._gather_into(self._of_all_ranks(sent), sent, lasting=False).wait()
             self.location.drop()
 
     def renew_group(self) -> None:
@@ -419,8 +382,6 @@ class UnitParameters:
         self.master_shard = None
         return is_whole
 
-    # ---- helpers -----------------------------------------------------------------------------------------------------
-
     def move(self, to: DataState) -> None:
         """Enter a state; UnitStateError if the current state does not lead there."""
         if _NEXT[self.state] is not to:
@@ -433,18 +394,12 @@ class UnitParameters:
         if storage.size() == 0:
             storage.resize_(self.layout.padded_numel * self.unsharded_param.element_size())
 
-    def _gathered(self) -> torch.Tensor:
-        """A buffer for the shards of all ranks, in the dtype in which they are stored."""
-        return self._empty(self.stored_numel * self.layout.shard_count, self.param_dtype)
+    def _of_all_ranks(self, sent: torch.Tensor) -> torch.Tensor:
+        """A buffer for what all ranks send of their shards."""
+        return self._empty(sent.numel() * self.layout.shard_count, sent.dtype)
 
     def _own_slice(self) -> torch.Tensor:
         return self.layout.shard_of(self.unsharded_param, self._collectives.shard_rank)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
-
-
-def fill_local(slices: TensorSlices, name: str, start: int, target: torch.Tensor, read_into: ReadInto) -> None:
-    """Fill the 1-D `target` with elements of this rank's tensor of a parameter, from its element `start` on."""
-    for span in slices.spans(name, start, start + target.numel()):
-        read_into(name, span.full, target[span.local - start : span.local - start + span.numel])

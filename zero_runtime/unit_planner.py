@@ -6,7 +6,7 @@ that of the innermost unit module that contains all its users. All parameters of
 and the same precision.
 
 A tied embedding therefore belongs to the root and stays unsharded during a complete pass. If it were released between
-its two uses, each micro-batch would need a third gather of it, and the closed forms of the traffic (memory/model.py)
+its two uses, each micro-batch would need a third gather of it, and the closed forms of the traffic (state_bytes.py)
 would not hold.
 
 [Note: unit size]
@@ -37,11 +37,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from zero_runtime.deferred_values import DeferredTensor
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
-from zero_runtime.recorded_values import RecordedTensor
-from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
+from zero_runtime.slices import WHOLE, Slices
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class UnitRules:
     unit_numel: int | None = None
     keep_dtype: tuple[str, ...] = ()
     matrices: tuple[str, ...] | None = None
-    slices: TensorSlices = NOT_SPLIT
+    slices: Slices = WHOLE
 
     def __post_init__(self) -> None:
         if self.unit_numel is not None and self.unit_numel < 1:
@@ -93,7 +93,7 @@ class UnitSpec:
     precision: MixedPrecision
     shared: bool
     matrices: bool = False
-    slices: TensorSlices = NOT_SPLIT
+    slices: Slices = WHOLE
 
     @property
     def numel(self) -> int:
@@ -145,7 +145,7 @@ def block_modules(model: nn.Module) -> list[nn.Module]:
 
 def _refuse_unsupported(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        plain = type(param) in (nn.Parameter, FakeTensor) or isinstance(param, RecordedTensor)
+        plain = type(param) in (nn.Parameter, FakeTensor) or isinstance(param, DeferredTensor)
         if not plain:  # dry runs use fake parameters
             raise PlanError(
                 f"parameter {name!r} is a {type(param).__name__}: expected a plain nn.Parameter; "

@@ -13,9 +13,9 @@ import torch
 
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CallOrderError, PlanError
-from zero_runtime.offload.tier import StateTier, residence
 from zero_runtime.optim.loss_scaler import LossScaler
 from zero_runtime.optim.sharded import ShardedOptimizer
+from zero_runtime.state_tier import StateTier, residence
 from zero_runtime.unit import Unit
 
 

@@ -12,13 +12,14 @@ number of ranks. With error feedback a rank keeps what the rounding took from ea
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from zero_runtime.errors import PlanError
 from zero_runtime.limits import Limits, keyed
 from zero_runtime.plan import Partition, ZeroPlan
-from zero_runtime.precision import MixedPrecision
+from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
 
 BITS = {"int8": 8, "int4": 4}
 BLOCK_NUMEL = 256  # elements of a scale
@@ -29,6 +30,7 @@ CONVERTED_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}
 CONVERTED_BYTES = 17  # values in fp32, their padded copy, quotients and codes in fp32, and a mask
 SIGNS_BYTES = 8  # of an element of the unit whose signs are averaged: two tensors of fp32
 ERROR_BYTES = 4  # of an element's error feedback
+_EXACT_WORDS = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,10 @@ class Wire:
         if self != EXACT and plan.optimizer is Partition.REPLICATED:
             key = "gather_dtype" if self.gather else "reduce_dtype"
             rule = f"zero.{key} needs sharded optimizer states: without them every rank sums the full gradients"
-            fix = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
-            limits.refuse(rule, "replicated ones", fix)
+            limits.refuse(rule, "replicated ones", _EXACT_WORDS)
         elif self != EXACT and plan.outer_sharding is not None:
             rule = "zero.outer_sharding sends exact messages: zero.gather_dtype and zero.reduce_dtype must be null"
-            fix = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
-            limits.refuse(rule, f"{self.gather or 'null'} and {self.reduce or 'null'}", fix)
+            limits.refuse(rule, f"{self.gather or 'null'} and {self.reduce or 'null'}", _EXACT_WORDS)
         limits.conclude()
 
     def check_inference(self) -> None:
@@ -69,8 +69,7 @@ class Wire:
         if self != EXACT:
             key, found = ("gather_dtype", self.gather) if self.gather else ("reduce_dtype", self.reduce)
             rule = f"zero.{key} is for training; precision.weights quantises the weights and messages of inference"
-            fix = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
-            limits.refuse(rule, f"zero.{key}={found}", fix)
+            limits.refuse(rule, f"zero.{key}={found}", _EXACT_WORDS)
         limits.conclude()
 
     def check_precision(self, plan: ZeroPlan, precision: MixedPrecision) -> None:
@@ -94,6 +93,13 @@ class Wire:
         are rounded alike. (For slices themselves it would not matter.)
         """
         return BLOCK_NUMEL if tensor_degree > 1 and self != EXACT else 1
+
+    def block_numel(self, precision: MixedPrecision, of_states: int, tensor_degree: int) -> int:
+        """Elements of the blocks that must not be split between shards: of codes of the weights, or of the optimizer's
+        states (`of_states`) and of messages."""
+        if precision.weights is not None:
+            return WEIGHT_BLOCK_NUMEL
+        return math.lcm(of_states, self.aligned_numel(tensor_degree))
 
     def error_bytes(self, plan: ZeroPlan) -> int:
         """Bytes of error feedback for each element of the model on every rank."""

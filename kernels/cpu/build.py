@@ -1,32 +1,30 @@
 """Compiles the C++ sources into a cache on first use, once for all processes.
 
-[Note: the cache] `$XDG_CACHE_HOME/zero-lab` (or `~/.cache/zero-lab`, or `zero-lab-UID` in the folder of temporary files
-if there is no writable home) is accessible only to the user (0700), because its files are loaded into processes.
-A library's name is a hash of its sources, flags, compiler and processor, so that machines of several kinds can share a
-home. Its checksum is stored next to it and compared before the library is loaded: a truncated file would kill every
-process that maps it, and a flipped bit would change the training. A library that does not verify is compiled again.
-A lock saves the work of compiling twice; correctness does not depend on it. It is a lock of the kernel (flock), which
-is released when its holder dies, and a process that has waited too long compiles without it.
+[Note: the cache] The folder (user_cache.py) is private to the user. A library's name is a hash of its sources, flags,
+compiler and processor, so that machines of several kinds can share a home. Its checksum is stored next to it and
+compared before the library is loaded: a truncated file would kill every process that maps it, and a flipped bit would
+change the training. A library that does not verify is compiled again. A lock saves the work of compiling twice;
+correctness does not depend on it. It is a lock of the kernel (flock), which is released when its holder dies, and a
+process that has waited too long compiles without it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import hashlib
 import logging
 import os
 import platform
 import shutil
-import stat
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from zero_runtime.kernels.user_cache import CacheError, cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +55,10 @@ class LockWait:
 def load_library(wait: LockWait = LockWait()) -> ctypes.CDLL:
     """The library for this machine, compiled if it is not in the cache. Raises BuildError."""
     compiler = find_compiler()
-    path = cache_folder() / f"kernels-{library_key(compiler)}.so"
+    try:
+        path = cache_folder() / f"kernels-{library_key(compiler)}.so"
+    except CacheError as error:
+        raise BuildError(str(error)) from error
     try:
         if not _verifies(path):
             _build_once(compiler, path, wait)
@@ -89,43 +90,6 @@ def find_compiler() -> str:
     if found is None:
         raise BuildError(f"expected a C++ compiler ({' or '.join(names)}) on the PATH, found none; install g++")
     return found
-
-
-def cache_folder() -> Path:
-    """The folder of compiled libraries, created if it is missing. BuildError if it cannot be used or trusted."""
-    given, home = os.environ.get("XDG_CACHE_HOME"), os.path.expanduser("~")
-    try:
-        if given:
-            return _private(Path(given, "zero-lab"))
-        if os.path.isabs(home):  # expanduser returns "~" if neither HOME nor the user's entry names a home
-            with suppress(OSError):
-                return _writable(_private(Path(home, ".cache", "zero-lab")))
-        return _private(Path(tempfile.gettempdir(), f"zero-lab-{os.getuid()}"))
-    except OSError as error:
-        raise BuildError(f"the cache cannot be used: {error}; set XDG_CACHE_HOME to a folder of yours") from error
-
-
-def _writable(folder: Path) -> Path:
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(errno.EACCES, "cannot be written to", str(folder))
-    return folder
-
-
-def _private(folder: Path) -> Path:
-    """The folder, created if it is missing. BuildError if other users own it or may write to it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    mode = stat.filemode(status.st_mode)
-    if status.st_uid != os.getuid():
-        trouble = f"{folder} belongs to user {status.st_uid} ({mode}), and this is user {os.getuid()}"
-    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        trouble = f"{folder} is writable to others ({mode})"
-    else:
-        return folder
-    raise BuildError(
-        f"the cache must be the user's and writable to nobody else, since what lies there is loaded: {trouble}; "
-        "chmod 700 it, or set XDG_CACHE_HOME"
-    )
 
 
 def flags() -> tuple[str, ...]:

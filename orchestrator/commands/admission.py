@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from orchestrator.config.schema import RunConfig
-from orchestrator.plan import decision, prediction
 from orchestrator.plan.point import Point
+from orchestrator.plan.predictor import NOT_ASKED, predictor
 from orchestrator.records.run_record import Attempt
 from orchestrator.records.run_state import RunState
 from orchestrator.report import summary
@@ -33,18 +33,16 @@ class Admission:
         tell = None if quiet else partial(screen.say, style="dim")
         placed = replace(point, config=self._on_its_nodes(point))
         unknown: dict[str, str] = {}
-        found = prediction.predict([placed], tell, within_s=self.within_s, unknown=unknown).get(point.label)
-        text = (
-            f"nothing: {unknown.get(point.label, prediction.NOT_ASKED)}" if found is None else decision.expected(found)
-        )
+        found = predictor().predict([placed], tell, within_s=self.within_s, unknown=unknown).get(point.label)
+        text = f"nothing: {unknown.get(point.label, NOT_ASKED)}" if found is None else found.expected
         screen.rows([Row("predicted", text)])
         if found is None or not found.cannot_fit:
             return True
-        reason = decision.cannot_fit(found)
         if not self.prune:
-            screen.warn(reason)
+            screen.warn(found.cannot_fit)
             return True
-        attempt.move(RunState.pruned, message=reason, predicted=found.to_dict(), remedies=list(found.remedies))
+        reason, fixes = found.cannot_fit, list(found.fixes)
+        attempt.move(RunState.pruned, message=reason, predicted=found.record, remedies=fixes)
         screen.failure(point.label, RunState.pruned.value, reason, (), "")
         return False
 
@@ -53,7 +51,7 @@ class Admission:
         config = point.config
         if self.ranks_per_node is None:
             return config
-        nodes = max((config.resources.ranks or 1) // self.ranks_per_node, 1)
+        nodes = max(config.resources.ranks // self.ranks_per_node, 1)
         return replace(config, resources=replace(config.resources, nodes=nodes))
 
 

@@ -55,7 +55,7 @@ def _found(asked: Namespace) -> Changes:
 def parser() -> VerbParser:
     parser = verb_parser(
         "compare",
-        "Compares the points of two sweeps, or with --by those of one: speed with its 95 % range between rounds, "
+        "Compares the points of two sweeps, or with --by those of one: time per token with its range between rounds, "
         "memory, settings and versions. Exit code 1 if one became slower or larger by the threshold, 3 if none could "
         "be judged.",
     )

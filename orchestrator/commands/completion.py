@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from orchestrator import wings
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import completion
 from orchestrator.compose.arguments import VERBS
@@ -44,9 +44,8 @@ def parser() -> VerbParser:
 def _flags() -> dict[str, list[str]]:
     """The long flags of each verb, from its parser."""
     found: dict[str, list[str]] = {}
-    for verb, name in VERBS.items():
-        module = importlib.import_module(f"orchestrator.commands.{name}")
-        built: argparse.ArgumentParser = module.parser()
+    for verb, place in VERBS.items():
+        built: argparse.ArgumentParser = wings.load(place).parser()
         for action in built._actions:
             if isinstance(action, argparse._SubParsersAction):
                 built = action.choices.get(verb, built)

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from orchestrator import wings
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.config.cluster import ClusterError
 from orchestrator.machine import hardware, provenance
 from orchestrator.machine.loopback import loopback
 from orchestrator.machine.processes import output_of
 from orchestrator.report.summary import Row
-from orchestrator.slurm.tools import SlurmError, ask
 from orchestrator.text.paths import program
 from orchestrator.text.units import size
 
@@ -137,8 +138,8 @@ def _slurm() -> list[Finding]:
     if shutil.which("sbatch") is None:
         return [Finding("SLURM", "no sbatch on PATH: cluster=local")]
     try:
-        nodes = ask(["sinfo", "--noheader", "--format=%P %l %D %G"], timeout_s=15)
-    except SlurmError as error:
+        nodes = wings.load(wings.ASK_SLURM)(["sinfo", "--noheader", "--format=%P %l %D %G"], timeout_s=15)
+    except ClusterError as error:
         reason = str(error).splitlines()[-1].removeprefix("sinfo --noheader: ")  # sinfo names itself
         advice = "; is slurmctld up?" if shutil.which("sinfo") else ""
         return [Finding("SLURM", "sbatch is installed", reason + advice)]

@@ -1,4 +1,4 @@
-"""Executes a command line of overrides: help, Hydra's listings, one run, a sweep, or a rank of another launcher."""
+"""Carries out a composed line of overrides: one run, a sweep, or a rank of another launcher."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from orchestrator.compose import arguments, folders, help_page, point_count
+from orchestrator import wings
+from orchestrator.compose import arguments, point_count
 from orchestrator.compose.arguments import Arguments
-from orchestrator.compose.help_topics import Topics, width_of_terminal
 from orchestrator.compose.labels import sweep_name
-from orchestrator.compose.line import composed, show
-from orchestrator.compose.settable import read_tree
-from orchestrator.config.cluster import ClusterKind
+from orchestrator.compose.line import composed
+from orchestrator.config.cluster import ClusterError, ClusterKind
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal, nearest
 from orchestrator.launch import environment
 from orchestrator.machine import hardware
-from orchestrator.plan.decision import Wishes, retry_states
-from orchestrator.plan.point import Point
+from orchestrator.plan.point import Point, Wishes, retry_states
 from orchestrator.plan.points import checked_points, judged
 from orchestrator.plan.rules.scene import Scene, here
 from orchestrator.text.streams import complain, few
-from orchestrator.worker.faults import Faults
 
 if TYPE_CHECKING:
     from orchestrator.commands.admission import Admission
@@ -32,24 +29,8 @@ if TYPE_CHECKING:
     from orchestrator.compose.composition import Composition
 
 
-def answer(asked: Arguments) -> int:
-    """The exit code of the command. Refusal: lists everything wrong with the arguments."""
-    if "--help" in asked.flags:
-        added = asked.flags.get("--config-dir")
-        tree = read_tree(added)
-        # Words of a run that is not started yet, as in `zero=stage2 --help`, do not narrow the page.
-        if any("=" not in word for word in asked.overrides):
-            print(Topics(tree, added, width_of_terminal()).page(asked.overrides))
-        else:
-            print(help_page.page(folders.CONF / "config.yaml", tree))
-        return 0
-    composition = composed(asked)
-    if asked.shows:
-        show(asked)
-    return _run(composition, asked)
-
-
-def _run(composition: Composition, asked: Arguments) -> int:
+def run(composition: Composition, asked: Arguments) -> int:
+    """The exit code. Refusal: lists everything wrong with the points."""
     os.umask(0o077)  # only the user can read what the runs write
     _join_step()
     scene = replace(here(), plan_only="--plan" in asked.flags)
@@ -72,15 +53,13 @@ def _run(composition: Composition, asked: Arguments) -> int:
     if scene.world is not None:
         if as_json:
             raise Refusal(["--json: ranks of torchrun or srun print none; the records have a result.json"])
-        from orchestrator.commands import join
-
-        return join.join(points[0], admission=_admission(asked, scene))
+        return int(wings.load(wings.JOIN)(points[0], admission=_admission(asked, scene)))
     from orchestrator.commands.run import run_point
-    from orchestrator.plan import prediction
+    from orchestrator.plan.predictor import predictor
     from orchestrator.plan.rules.output import place_problems
 
     admission = _admission(asked, scene)
-    if wrong := prediction.problems(points, counting_within_s=admission.within_s):
+    if wrong := predictor().problems(points, counting_within_s=admission.within_s):
         raise Refusal(list(wrong.values()))
     if problems := place_problems(points[0].config.output):
         raise Refusal(problems)
@@ -98,11 +77,9 @@ def _join_step() -> None:
     """A task of the user's own srun is a rank: without the others' variables each task would run all of it alone."""
     if "SLURM_STEP_ID" not in os.environ:
         return
-    from orchestrator.slurm import rank, tools
-
     try:
-        rank.say_place_in_step(os.environ)
-    except tools.SlurmError as error:
+        wings.load(wings.PLACE_IN_STEP)(os.environ)
+    except ClusterError as error:
         raise Refusal([str(error)]) from None
 
 
@@ -154,15 +131,16 @@ def _are_trained(points: Sequence[Point]) -> bool:
 
 def _check_fault(points: Sequence[Point]) -> None:
     """Refuses a ZLAB_FAULT that cannot be parsed or acts in no point: such a run would seem to pass its test."""
+    if not os.environ.get(wings.FAULT):
+        return
     try:
-        fault = Faults.from_env()
+        # How many steps some epochs have is not known here.
+        sizes = [(point.config.resources.ranks, point.config.steps()) for point in points]
+        problem = wings.load(wings.CHECK_FAULT)(sizes)
     except ValueError as error:
         raise Refusal([str(error)]) from None
-    # How many steps some epochs have is not known here.
-    measured = [(point.config.resources.ranks or 1, point.config.steps() or fault.step) for point in points]
-    problems = [fault.problem(ranks, steps) for ranks, steps in measured]
-    if all(problems):
-        raise Refusal(problems[:1])
+    if problem:
+        raise Refusal([problem])
 
 
 def _anchor_problem(label: str, points: Sequence[Point]) -> str | None:

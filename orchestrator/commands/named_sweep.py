@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from orchestrator.config.strict import nearest
+from orchestrator.launch.cluster import cluster_of
 from orchestrator.records import sweep_record
 from orchestrator.records.sweep_record import Standing, SweepPaths
-from orchestrator.slurm import sweep as slurm_sweep
 from orchestrator.text.paths import program
 
 
@@ -38,6 +38,4 @@ def find_sweep(output: str, name: str) -> SweepPaths:
 
 def standings_now(sweep: SweepPaths) -> list[Standing]:
     """The current state of the points; for a sweep on a cluster, the scheduler is asked first."""
-    if sweep_record.is_on_cluster(sweep):
-        return slurm_sweep.ClusterView(sweep).look()
-    return sweep_record.standings(sweep)
+    return cluster_of(sweep).look(sweep)

@@ -12,8 +12,8 @@ from typing import Any
 
 from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.launch import local_executor
+from orchestrator.launch.local_run import waited_slots
 from orchestrator.launch.verdict import Watch
-from orchestrator.machine import slots
 from orchestrator.machine.interfaces import check_meeting_place
 from orchestrator.machine.processes import signals_interrupt
 from orchestrator.records.record_file import EventTail, require_json, write_json_atomic
@@ -49,10 +49,10 @@ def run(
         write_json_atomic(paths.config, to_dict(config))
         for name, document in asked.items():
             write_json_atomic(paths.root / name, document)
-        with signals_interrupt(), _slots(config, told) as lease:
+        with signals_interrupt(), waited_slots(config, told) as lease:
             job = local_executor.submit(paths, config, entry, lease.gpus)
             try:
-                _await(Watch(paths, config.resources.ranks or 1, limit_s, job.controller_alive), paths, on_events)
+                _await(Watch(paths, config.resources.ranks, limit_s, job.controller_alive), paths, on_events)
             finally:
                 job.end()
             return require_json(paths.result)
@@ -71,14 +71,3 @@ def _await(watch: Watch, paths: AttemptPaths, on_events: Callable[[int], None]) 
         time.sleep(LOOK_S)
     if verdict.state is not RunState.ok:
         raise RanksFailed(verdict.message)
-
-
-def _slots(config: RunConfig, told: Callable[[str], None]) -> slots.Lease:
-    pool, wanted = slots.pool_of(config.resources.device), slots.wanted(config.resources)
-    lease = pool.take(wanted)
-    if lease is None:
-        told(f"waiting for slots that another command holds: {'; '.join(pool.holders())}")
-    while lease is None:
-        time.sleep(LOOK_S)
-        lease = pool.take(wanted)
-    return lease

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol
 
 from orchestrator.commands import admission
 from orchestrator.commands.admission import Admission
@@ -14,10 +14,10 @@ from orchestrator.commands.next_run import next_after_run
 from orchestrator.config.schema import TrackingKind, to_dict
 from orchestrator.exit_codes import INTERRUPTED
 from orchestrator.launch import verdict as watch
-from orchestrator.launch.local_run import PointRun, record
+from orchestrator.launch.local_run import PointRun, record, waited_slots
 from orchestrator.launch.rank import ENTRY
 from orchestrator.launch.verdict import Verdict
-from orchestrator.machine import hardware, slots
+from orchestrator.machine import hardware
 from orchestrator.machine.processes import signals_interrupt
 from orchestrator.plan.point import Point
 from orchestrator.records.record_file import read_or_warn
@@ -53,15 +53,37 @@ def run_point(
     check_store(point.config, Path(point.config.output).absolute())
     if point.config.tracking.kind is TrackingKind.none:  # otherwise the tracker does it
         complete_left_behind(Path(point.config.output).absolute())
-    attempt, tracker = begin(point, screen)
+    return carry_out(point, _OwnRanks(entry), screen, admission, as_json=as_json)
+
+
+class Ranks(Protocol):
+    """The ranks of one run in the foreground: those that this command starts, or those of another launcher."""
+
+    def signals(self) -> AbstractContextManager[None]:
+        """What a signal to this process does while the run goes on."""
+
+    def refused(self, attempt: Attempt) -> None:
+        """Called instead of `followed` if the run is not admitted."""
+
+    def followed(self, point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> Verdict:
+        """Shows what the ranks record until they have ended, and records how they did."""
+
+    def closing_rows(self, point: Point, attempt: Attempt) -> list[Row]:
+        """What the last lines of the screen say after the path of the records."""
+
+
+def carry_out(point: Point, ranks: Ranks, screen: Screen, admission: Admission | None, *, as_json: bool = False) -> int:
+    """Records, tracks and shows a run from its admission to its result. Returns the exit code."""
+    attempt, tracker = _begin(point, screen)
     try:
-        with signals_interrupt():
+        with ranks.signals():
             verdict = None
             # The memory is predicted while the tracker imports its libraries.
             if admission is None or admission.admits(point, attempt, screen, quiet=as_json):
-                track(point, attempt, tracker)
-                with _slots(point, screen) as lease:
-                    verdict = _followed(point, attempt, entry, screen, tracker, lease)
+                tracker.wait_for_store()
+                verdict = ranks.followed(point, attempt, screen, tracker)
+            else:
+                ranks.refused(attempt)
         code = comparison.exit_code_of({attempt.state})
         if verdict is not None:
             tell(screen, point, attempt, verdict)
@@ -71,28 +93,24 @@ def run_point(
         screen.say("stopped: nothing is left running", "bold red")
         code = INTERRUPTED
     finally:
-        tracker.end(attempt)
-        _close(point, attempt, screen, tracker)
+        screen.closing([Row("records", shown(attempt.paths.root)), *ranks.closing_rows(point, attempt)])
+        tracker.close()
+        for warning in tracker.warnings():
+            screen.warn(warning)
         if as_json:
             print(_document(point, attempt))
     return code
 
 
-def begin(point: Point, screen: Screen) -> tuple[Attempt, Tracker]:
+def _begin(point: Point, screen: Screen) -> tuple[Attempt, Tracker]:
     """Creates the attempt, shows its configuration and starts the tracker."""
     config = point.config
     output = Path(config.output).absolute()
-    tracker = start_tracker(config, output)
     name = hardware.detect().name(config.resources.device)
     attempt = new_attempt(output, to_dict(config), point.label, name)
+    tracker = start_tracker(config, output, attempt.paths)
     screen.plan(point.label, config, shown(attempt.paths.root))
     return attempt, tracker
-
-
-def track(point: Point, attempt: Attempt, tracker: Tracker) -> None:
-    """Starts tracking the attempt."""
-    tracker.wait_for_store()
-    tracker.begin(attempt, point.config)
 
 
 def _document(point: Point, attempt: Attempt) -> str:
@@ -109,46 +127,51 @@ def _document(point: Point, attempt: Attempt) -> str:
     return json.dumps(document, ensure_ascii=False)
 
 
-@contextmanager
-def _slots(point: Point, screen: Screen) -> Iterator[slots.Lease]:
-    """The GPUs or cores of the run. Waits while another command of this user holds them."""
-    pool = slots.pool_of(point.config.resources.device)
-    count = slots.wanted(point.config.resources)
-    lease = pool.take(count)
-    if lease is None:
-        screen.say(f"waiting for slots that another command holds: {'; '.join(pool.holders())}")
-    while lease is None:
-        time.sleep(LOOK_S)
-        lease = pool.take(count)
-    with lease:
-        yield lease
+class _OwnRanks:
+    """The ranks of a run on this machine, started here. However it ends, none of their processes is left."""
+
+    def __init__(self, entry: str) -> None:
+        self._entry = entry
+
+    def signals(self) -> AbstractContextManager[None]:
+        return signals_interrupt()
+
+    def refused(self, attempt: Attempt) -> None:
+        """Nothing has been started."""
+
+    def followed(self, point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> Verdict:
+        with waited_slots(point.config, screen.say) as lease:
+            screen.begin(point.config)
+            try:
+                run = PointRun(point, attempt, self._entry, lease.gpus)
+            except Exception as error:
+                screen.end()
+                return record(attempt, Verdict(RunState.error, 0, f"could not be run: {type(error).__name__}: {error}"))
+            try:
+                return _shown_to_the_end(run, screen, tracker)
+            finally:
+                run.cancel("the command was stopped")
+                screen.end()
+
+    def closing_rows(self, point: Point, attempt: Attempt) -> list[Row]:
+        rows = next_rows(point, attempt)
+        if attempt.state is RunState.pruned or point.config.tracking.kind is TrackingKind.none:
+            return rows
+        return [Row("dashboard", dashboard(Path(point.config.output))), *rows]
 
 
-def _followed(
-    point: Point, attempt: Attempt, entry: str, screen: Screen, tracker: Tracker, lease: slots.Lease
-) -> Verdict:
-    """Shows what the ranks record until there is a verdict. However it ends, none of their processes is left."""
-    screen.begin(point.config)
-    try:
-        run = PointRun(point, attempt, entry, lease.gpus)
-    except Exception as error:
-        screen.end()
-        return record(attempt, Verdict(RunState.error, 0, f"could not be run: {type(error).__name__}: {error}"))
-    try:
-        while True:
+def _shown_to_the_end(run: PointRun, screen: Screen, tracker: Tracker) -> Verdict:
+    while True:
+        for event in run.new_events():
+            screen.event(event)
+        verdict = run.look()
+        if verdict is not None:
             for event in run.new_events():
                 screen.event(event)
-            verdict = run.look()
-            if verdict is not None:
-                for event in run.new_events():
-                    screen.event(event)
-                return verdict
-            for warning in tracker.warnings():
-                screen.warn(warning)
-            time.sleep(LOOK_S)
-    finally:
-        run.cancel("the command was stopped")
-        screen.end()
+            return verdict
+        for warning in tracker.warnings():
+            screen.warn(warning)
+        time.sleep(LOOK_S)
 
 
 def tell(screen: Screen, point: Point, attempt: Attempt, verdict: Verdict) -> None:
@@ -159,17 +182,6 @@ def tell(screen: Screen, point: Point, attempt: Attempt, verdict: Verdict) -> No
     lines, path = watch.last_words(attempt.paths, verdict.rank)
     shown_lines = [] if watch.is_explained(attempt.paths, verdict.rank) else lines
     screen.failure(point.label, verdict.state.value, verdict.message, shown_lines, shown(path))
-
-
-def _close(point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> None:
-    """Shows the paths of the records and the next command to type, and closes the tracker."""
-    rows = [Row("records", shown(attempt.paths.root))]
-    if attempt.state is not RunState.pruned and point.config.tracking.kind is not TrackingKind.none:
-        rows.append(Row("dashboard", dashboard(Path(point.config.output))))
-    screen.closing([*rows, *next_rows(point, attempt)])
-    tracker.close()
-    for warning in tracker.warnings():
-        screen.warn(warning)
 
 
 def next_rows(point: Point, attempt: Attempt) -> list[Row]:

@@ -20,17 +20,17 @@ from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshol
 from orchestrator.compose import arguments
 from orchestrator.config.strict import nearest
 from orchestrator.exit_codes import BAD_USAGE
-from orchestrator.plan import decision
+from orchestrator.launch.cluster import cluster_of
+from orchestrator.plan.point import retry_states
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import BadRecord, EventTail, read_or_warn, require_json, warn_once
-from orchestrator.records.record_shapes import STATE, SWEEP
+from orchestrator.records.record_shapes import JOB, STATE, SWEEP
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RETRIED, RunState
 from orchestrator.records.sweep_record import Standing, SweepPaths
 from orchestrator.report import comparison, sweep_table
 from orchestrator.report.progress import step_line
 from orchestrator.report.summary import Row
-from orchestrator.slurm import sweep as slurm_sweep
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown, verb
 from orchestrator.text.streams import complain
 from orchestrator.text.units import many
@@ -190,7 +190,8 @@ def _logs(asked: argparse.Namespace) -> int:
     rank = asked.rank if asked.rank is not None else int(blamed)
     log = point.attempt.rank_log(rank)
     if not log.is_file() and not asked.follow:
-        log = slurm_sweep.log_of(point.attempt) or log
+        # SLURM's own log of the job has the setup lines, and is the only one if no rank has written any.
+        log = Path((read_or_warn(point.attempt.job, JOB) or {}).get("log") or log)
     if not log.is_file() and not asked.follow:
         there = sorted(path.name for path in point.attempt.root.glob("rank*.log"))
         raise VerbError(f"'{point.label}' has no log of rank {rank}; there are: {' '.join(there) or 'none'}")
@@ -232,10 +233,7 @@ def _cancel(asked: argparse.Namespace) -> int:
     if not moving or not sweep_record.still_runs(sweep, standings):
         _say(asked, sweep, f"no point of {sweep.name} runs or waits: {sweep_table.counts(standings)}")
         return 0
-    if sweep_record.is_on_cluster(sweep):
-        slurm_sweep.cancel(sweep, [point.label for point in moving])
-    else:
-        sweep_record.ask(sweep, "cancel", labels=labels)
+    cluster_of(sweep).cancel(sweep, labels)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         now = {point.label: point.state for point in standings_now(sweep)}
@@ -260,7 +258,7 @@ def _resume(asked: argparse.Namespace) -> int:
 
 def _retry(asked: argparse.Namespace) -> int:
     try:
-        decision.retry_states(asked.retry)
+        retry_states(asked.retry)
     except ValueError as error:
         raise VerbError(str(error)) from None
     more = ["--json"] if asked.json else []
@@ -269,7 +267,7 @@ def _retry(asked: argparse.Namespace) -> int:
 
 def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
     """Runs the command that created the sweep, in the folder where it was typed."""
-    from orchestrator.commands import line  # imported here: a table of sweeps needs none of the modules that run them
+    from orchestrator.commands import typed  # imported here: a table of sweeps needs none of the modules that run them
 
     facts = require_json(sweep.sweep, SWEEP)
     folder, command = facts.get("folder") or "", facts.get("command")
@@ -281,4 +279,4 @@ def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
     os.chdir(folder)
     command = [*command, *more]
     complain(f"{where}{program()} {shlex.join(command)}")
-    return line.answer(arguments.split(command))
+    return typed.answer(arguments.split(command))

@@ -11,17 +11,22 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from orchestrator.launch.cluster import cluster_of
 from orchestrator.records.record_file import EventTail
 from orchestrator.records.record_shapes import SWEEP_EVENTS
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Standing, SweepPaths, controller_pid, is_on_cluster, standings
 from orchestrator.report import comparison, sweep_table
 from orchestrator.report.screen import Screen
-from orchestrator.slurm import sweep as slurm_sweep
 from orchestrator.text.units import ABSENT
 
 LOOK_S, CLUSTER_LOOK_S = 0.5, 5.0
 SAY_EVERY_S = 30.0
+
+
+def pause_s(sweep: SweepPaths) -> float:
+    """How long a watcher waits between two looks. A scheduler must not be asked often."""
+    return CLUSTER_LOOK_S if is_on_cluster(sweep) else LOOK_S
 
 
 class Choice(Enum):
@@ -44,9 +49,8 @@ class SweepWatch:
         self._leaving = "detach, wait or cancel" if attached else "leave it running"
         self._sweep, self._screen = sweep, screen
         self._alive = alive or (lambda: controller_pid(sweep) is not None)
-        # A sweep on a cluster has no controller: every watching command asks the scheduler, so it must not ask often.
-        self._view = slurm_sweep.ClusterView(sweep) if is_on_cluster(sweep) else None
-        self._every_s = CLUSTER_LOOK_S if self._view else LOOK_S
+        self._cluster, self._is_sent = cluster_of(sweep), is_on_cluster(sweep)
+        self._every_s = pause_s(sweep)
         self._events = EventTail(sweep.events, SWEEP_EVENTS)
         self._shown: dict[str, str] = {}
         self._begun = self._said = time.monotonic()
@@ -66,15 +70,15 @@ class SweepWatch:
     def _look(self) -> list[Standing] | None:
         """The state of each point; None when the sweep has ended."""
         # Checked before the records are read: a controller that has ended writes nothing more.
-        over = self._view is None and (self._ended or not self._alive())
+        over = not self._is_sent and (self._ended or not self._alive())
         events = self._events.read_new()
         is_past = not self._shown and any(event["event"] == "end" for event in events)  # it ended before the first look
         for event in events:
             if event["event"] == "warning" and not is_past:
                 self._screen.warn(event["text"])
             self._ended = self._ended or event["event"] == "end"
-        current = self._view.look() if self._view else standings(self._sweep)
-        over = over or (self._view is not None and all(point.state.final for point in current))
+        current = self._cluster.look(self._sweep)
+        over = over or (self._is_sent and all(point.state.final for point in current))
         if not self._screen.live:
             self._say_changes(current)
         return None if over else current

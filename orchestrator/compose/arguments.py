@@ -8,31 +8,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from orchestrator import wings
 from orchestrator.compose import point_count
-from orchestrator.config.schema import RunConfig
+from orchestrator.config.schema import AskedConfig
 from orchestrator.config.strict import nearest
 
-# The verbs other than a run, and the module that implements each, which is imported when the verb is used.
+SHARED_PARSER = "orchestrator.commands.verbs"  # of the verbs that read and control sweeps
+# The verbs other than a run, each with its module, which is imported when the verb is used and has `main` and `parser`.
 VERBS = {
-    "export-weights": "export",
-    "io-bench": "io_bench",
-    "doctor": "doctor",
-    "fit": "fit",
-    "calibrate": "calibrate",
-    "choose": "choose",
-    "generate": "generate",
-    "import": "import_config",
-    "export": "export_config",
-    "ui": "ui",
-    "sync": "sync",
-    "launch": "launch_script",
-    "compare": "compare",
-    "completion": "completion",
-    **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), "verbs"),
+    "io-bench": "orchestrator.commands.io_bench",
+    "doctor": "orchestrator.commands.doctor",
+    "ui": "orchestrator.commands.ui",
+    "sync": "orchestrator.commands.sync",
+    "compare": "orchestrator.commands.compare",
+    "completion": "orchestrator.commands.completion",
+    **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), SHARED_PARSER),
+    **wings.VERBS,
 }
 HOME = re.compile(r"(?<=[=,])~(?=/)")
 # Names of settings, which are given as group=option and group.key=value, never with dashes.
-SETTING = re.compile(rf"^--?({'|'.join(one.name for one in fields(RunConfig))}|experiment|sweeps)(\.[\w.]+)?$")
+SETTING = re.compile(rf"^--?({'|'.join(one.name for one in fields(AskedConfig))}|experiment|sweeps)(\.[\w.]+)?$")
 SHORT = {
     "-h": "--help",
     "-m": "--multirun",

@@ -34,7 +34,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestrator.compose import folders, merge, overrides, point_count, suggestions, sweep_file, yaml_bounds
+from orchestrator.compose import folders, merge, overrides, point_count, sweep_file
 from orchestrator.compose.arguments import Arguments
 from orchestrator.compose.composition import Composed, Composition
 from orchestrator.compose.merge import Merger
@@ -43,7 +43,7 @@ from orchestrator.compose.sweep_file import Line, SweepFile
 from orchestrator.text.streams import complain
 
 # Hydra 1.3 must be told to behave as 1.3, and 1.4 not. OmegaConf 2.4, which comes with 1.4, reads no more than 10,000
-# values unless it is told otherwise: yaml_bounds has the limit here.
+# values unless it is told otherwise, and a sweep's file may list 10,000 points.
 _IS_1_3 = hydra.__version__.startswith("1.3.")
 BASE: dict[str, Any] = {"version_base": "1.3"} if _IS_1_3 else {}
 UNBOUNDED: dict[str, Any] = {} if _IS_1_3 else {"max_yaml_expanded_nodes": None}
@@ -57,8 +57,8 @@ _changing: set[str] = set()  # files that lists of defaults name after the first
 
 
 class OwnSource(FileConfigSource):
-    """A configuration folder. Its files pass yaml_bounds.check before Hydra reads them, and get the keys of their group
-    that they leave out, so that Hydra accepts overrides of these."""
+    """A configuration folder. Its files get the keys of their group that they leave out: Hydra then accepts overrides
+    of these."""
 
     @staticmethod
     def scheme() -> str:
@@ -69,7 +69,6 @@ class OwnSource(FileConfigSource):
         return super().is_config(config_path) and (is_shipped or config_path != folders.PRIMARY)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        yaml_bounds.check(Path(self.path, self._normalize_file_name(config_path)))
         loaded = super().load_config(config_path)
         if not isinstance(loaded.config, DictConfig) or loaded.header["package"] is not None:
             return loaded  # a file with a package sets keys of other groups
@@ -307,13 +306,11 @@ def hand_over(arguments: Arguments) -> int:
 
 def in_one_line(error: BaseException) -> str:
     """The error's message in one line, without Hydra's advice to add keys, which nothing here would read."""
-    # Hydra 1.4 puts the whole command line before the reason.
-    needless = ("HYDRA_FULL_ERROR", "Error when parsing index: ")
-    lines = [line.strip() for line in str(error).splitlines() if not any(one in line for one in needless)]
+    if isinstance(error, OverrideParseException):
+        return overrides.unreadable(error.override, error)
+    lines = [line.strip() for line in str(error).splitlines() if "HYDRA_FULL_ERROR" not in line]
     text = "\n".join(filter(None, lines))
     cause = error.__cause__
-    if isinstance(error, OverrideParseException):
-        return suggestions.quoted(error.override, text.splitlines()[0])
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return sweep_file.yaml_problem(error)
     if taken := re.search(r"An item is already at '(.+)'", text):
@@ -371,15 +368,16 @@ def read_yaml(path: Path) -> Any:
     Raises ValueError, or PyYAML's own error, for a file that is not a mapping of settings.
     """
     where = f"{path.parent.name}/{path.name}"
+    if path.exists() and not path.is_file():  # reading a pipe may never end
+        raise ValueError(f"{where}: expected a file of settings, found {'a folder' if path.is_dir() else 'no file'}")
     try:
-        yaml_bounds.check(path)
         return OmegaConf.to_container(OmegaConf.load(path, **UNBOUNDED))
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{where}: expected text in UTF-8, found the byte 0x{error.object[error.start]:02x}; save it as UTF-8"
         ) from None
     except RecursionError:
-        raise ValueError(f"{where}: {yaml_bounds.TOO_DEEP}") from None
+        raise ValueError(f"{where}: {sweep_file.TOO_DEEP}") from None
     except (OSError, AssertionError) as error:
         found = getattr(error, "strerror", None) or "a single value"
         raise ValueError(f"{where}: expected a mapping of settings, found {found}; write 'key: value' lines") from None

@@ -14,7 +14,7 @@ from pathlib import Path
 from orchestrator.compose import folders, help_page
 from orchestrator.compose.meanings import DECIDES, option_comment, option_values, root_meaning
 from orchestrator.compose.settable import WHOLE_FILES, with_all_keys
-from orchestrator.config.schema import RunConfig
+from orchestrator.config.schema import AskedConfig
 from orchestrator.config.strict import describe, hints_of
 
 WIDTH = 120
@@ -38,7 +38,7 @@ the default below.
 def page() -> str:
     """The page in Markdown, with one section for each group."""
     chosen = help_page.default_choices(folders.CONF / "config.yaml")
-    hints = hints_of(RunConfig).items()
+    hints = hints_of(AskedConfig).items()
     groups = {name: hint for name, hint in hints if isinstance(hint, type) and is_dataclass(hint)}
     sections = [HEAD, _contents(groups, chosen), _root(groups)]
     sections += [_section(name, hint, chosen[name]) for name, hint in groups.items()]
@@ -61,7 +61,7 @@ def _root(groups: dict[str, type]) -> str:
     """The section about the settings that belong to no group."""
     values = option_values(folders.CONF / "config.yaml")
     lines = ["## Settings outside groups", "", "| key | value | default | meaning |", "|---|---|---|---|"]
-    for key, hint in hints_of(RunConfig).items():
+    for key, hint in hints_of(AskedConfig).items():
         if key not in groups:
             lines.append(
                 f"| `{key}` | {describe(hint)} | `{help_page.typed_value(values[key])}` | {root_meaning(key)} |"

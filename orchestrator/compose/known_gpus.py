@@ -7,7 +7,6 @@ import contextlib
 import yaml
 
 from orchestrator.compose import folders
-from orchestrator.compose.plain_line import read_plain
 from orchestrator.config.hardware import GpuNode
 from orchestrator.config.strict import build
 
@@ -15,11 +14,13 @@ from orchestrator.config.strict import build
 def data_sheet(gpu: str) -> GpuNode | None:
     """The description of a node with this GPU; None if no file has it. The user's own files are looked at too, and one
     that cannot be read is passed over."""
+    from orchestrator.compose.compose import read_yaml  # imported here: it imports Hydra, which other ranks do without
+
     for folder in folders.config_folders(None):
         for file in sorted((folder / "hardware").glob("*.yaml")):
             content: object = None
             with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-                content = read_plain(file)
+                content = read_yaml(file)
             if isinstance(content, dict) and content.get("gpu") == gpu:
                 node: GpuNode
                 node, broken = build(GpuNode, content, "hardware")

@@ -1,13 +1,13 @@
-"""Composes a command line: checks its words against the files of conf/ first, then composes its points, with Hydra
-where it needs more than merging."""
+"""Composes a command line: checks its words against the files of conf/ first, then composes its points."""
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 from pathlib import Path
 
-from orchestrator.compose import folders, overrides, plain_line
+from orchestrator.compose import folders
 from orchestrator.compose.arguments import Arguments
 from orchestrator.compose.composition import Composition
 from orchestrator.compose.settable import read_tree
@@ -20,6 +20,11 @@ MOST_NAMES = 3  # that a note lists
 
 def composed(asked: Arguments) -> Composition:
     """The points of a command line, before their values are checked. Refusal lists all problems of the words."""
+    if sys.flags.optimize:
+        raise Refusal(asked.problems)  # Hydra cannot even be imported
+    # Imported here: it imports Hydra's parser, a tenth of a second that --help and most verbs do without.
+    from orchestrator.compose import overrides
+
     folder = asked.flags.get("--config-dir")
     problems = [*asked.problems, *_folder_problems(folder)]
     # Shell completion gets words that are still incomplete, so they are not checked.
@@ -29,9 +34,7 @@ def composed(asked: Arguments) -> Composition:
     _note_own_files(asked)
     if problems:
         raise Refusal(problems)
-    if (plain := plain_line.composed(asked)) is not None:
-        return plain
-    from orchestrator.compose import compose  # here: it imports Hydra, which would delay the report of problems
+    from orchestrator.compose import compose  # imported here: it looks for plugins, which no wrong word needs
 
     if asked.shows and not asked.shows_config:
         show(asked)

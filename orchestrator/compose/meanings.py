@@ -15,7 +15,7 @@ import yaml
 
 from orchestrator.compose.folders import CONF
 from orchestrator.compose.settable import ARCHITECTURE
-from orchestrator.config.schema import RunConfig
+from orchestrator.config.schema import AskedConfig
 from orchestrator.config.strict import hints_of
 
 # What each group decides, in one line.
@@ -49,7 +49,7 @@ _SENTENCE = re.compile(r"(?<=[.;]) +(?=[A-Z`])")
 
 def group_class(group: str) -> type | None:
     """The class of a group's keys; None for a group of whole files, such as sweeps."""
-    hint = hints_of(RunConfig).get(group)
+    hint = hints_of(AskedConfig).get(group)
     return hint if isinstance(hint, type) and is_dataclass(hint) else None
 
 

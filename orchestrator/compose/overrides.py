@@ -1,4 +1,5 @@
-"""A quick check of overrides against the files of conf/ and the configuration's dataclasses, without Hydra."""
+"""Checks the overrides of a command line against the files of conf/ and the configuration's dataclasses, each word as
+Hydra's parser reads it, and finds the spelling that was probably meant."""
 
 from __future__ import annotations
 
@@ -8,20 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any, get_origin
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
+from hydra.errors import HydraException, OverrideParseException
+
 from orchestrator.compose import suggestions
 from orchestrator.compose.settable import OPEN_KEYS, WHOLE_FILES, Tree
-from orchestrator.compose.sweep_file import SweepFile
-from orchestrator.config.strict import convert, describe, wanted
+from orchestrator.compose.sweep_file import SweepFile, spelled
+from orchestrator.config.strict import convert, wanted
 from orchestrator.text.paths import program
 
 SWEEP_KEYS = tuple(one.name for one in fields(SweepFile))
-SWEEP_CALL = re.compile(r"^(choice|range|interval|glob|shuffle|sort|tag)\(.*\)$", re.DOTALL)
-CALL = re.compile(r"^\w+\(.*\)$", re.DOTALL)
-WORD = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(?P<equals>=)?(?P<value>(?<==).*)?$", re.DOTALL)
-NUMBERS = (
-    (int, re.compile(r"^[+-]?\d(_?\d)*$")),
-    (float, re.compile(r"^[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?$", re.I)),
-)
 
 
 def check(words: Sequence[str], tree: Tree, *, multirun: bool, flags: Sequence[str] = ()) -> list[str]:
@@ -31,14 +29,21 @@ def check(words: Sequence[str], tree: Tree, *, multirun: bool, flags: Sequence[s
     """
     problems, words = _spaced(words)
     lists: list[str] = []
+    parser = OverridesParser.create()
     for word in words:
-        match = WORD.match(word)
-        if match is None or (match["equals"] is None and match["sign"] != "~"):
+        typed, equals, text = word.partition("=")
+        key = typed.lstrip("+~").strip()
+        if not key or not (equals or typed.startswith("~")):
             problems.append(suggestions.word(word, [other for other in words if other != word], tree))
             continue
-        sign, key, value = match["sign"] or "", match["key"].strip(), match["value"]
-        problems += _check_key(sign, key, value, tree) or _check_value(key, value, tree)
-        if value is not None and _is_sweep(value.strip()):
+        found = _check_key(typed[: -len(typed.lstrip("+~"))], key, text if equals else None, tree)
+        try:
+            (override,) = parser.parse_overrides([word])
+        except (HydraException, ValueError, RecursionError) as error:
+            problems += found or [unreadable(word, error)]
+            continue
+        problems += found or _check_values(key, override, text, tree)
+        if override.is_sweep_override():
             lists.append(word)
             if key == "sweeps":
                 problems.append("sweeps takes one file: its own params are the lists")
@@ -48,6 +53,18 @@ def check(words: Sequence[str], tree: Tree, *, multirun: bool, flags: Sequence[s
         line = f"{program()} {shlex.join(['-m', *flags, *settings])}"
         problems.append(f"a list of values ({' '.join(lists)}) needs -m (sweep): {line}")
     return list(dict.fromkeys(problems))
+
+
+def unreadable(word: str, error: Exception) -> str:
+    """Why Hydra's grammar cannot read the word, in one line, with the quotes that it probably needs."""
+    if isinstance(error, RecursionError):
+        return f"{word}: expected brackets in a few levels, found thousands"
+    if word.endswith(","):
+        return f"{word}: expected a value after the last comma"
+    # Hydra puts the word, and 1.4 the whole command line, before some reasons.
+    lines = [line.strip() for line in str(error).splitlines() if not line.startswith(("Error parsing", "Error when"))]
+    reason = next(filter(None, lines), "")
+    return suggestions.quoted(word, reason) if isinstance(error, OverrideParseException) else f"{word}: {reason}"
 
 
 def _spaced(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -93,110 +110,57 @@ def _below_known(key: str, tree: Tree) -> bool:
     return parent not in OPEN_KEYS and (parent in tree.keys or _below_known(parent, tree))
 
 
-def _check_value(key: str, value: str | None, tree: Tree) -> list[str]:
-    if value is None or "${" in value or key not in (tree.groups.keys() | tree.keys.keys()):
+def _check_values(key: str, override: Override, typed: str, tree: Tree) -> list[str]:
+    """Problems of the values of a known key; `typed` is the text after its equals sign."""
+    if override.value_type is None or "${" in typed or key not in (tree.groups.keys() | tree.keys.keys()):
         return []
     problems = []
-    for text in [value.strip()] if key in tree.groups and _is_list(value.strip()) else elements(value):
-        problem = _check_option(key, text, tree) if key in tree.groups else _check_scalar(key, text, tree.keys[key])
-        problem = problem or _check_name(key, text, tree)
+    for value in _values_of(override):
+        text = spelled(value) if override.is_sweep_override() else typed.strip()
+        in_group = key in tree.groups
+        problem = _check_option(key, value, text, tree) if in_group else _check_scalar(key, value, text, tree.keys[key])
+        problem = problem or _check_name(key, value, text, tree)
         problems += [problem] if problem else []
     return problems
 
 
-def _check_name(key: str, text: str, tree: Tree) -> str | None:
+def _values_of(override: Override) -> Iterator[Any]:
+    """The single value of an override, or those that a list names. Ranges, globs and intervals yield nothing here: they
+    are expanded when the points are composed."""
+    value = override.value()
+    if not override.is_sweep_override():
+        yield value
+    elif isinstance(value, ChoiceSweep):
+        yield from (one.text if isinstance(one, QuotedString) else one for one in value.list)
+
+
+def _check_name(key: str, value: object, text: str, tree: Tree) -> str | None:
     """A name chooses nothing: model.name=gpt2 would call the model gpt2 that the group `model` has chosen."""
     group, _, last = key.rpartition(".")
-    if last != "name" or _unquote(text) not in tree.groups.get(group, ()):
+    if last != "name" or value not in tree.groups.get(group, ()):
         return None
-    return f"{key}={text}: {key} is a name and chooses nothing. Did you mean '{group}={_unquote(text)}'?"
+    return f"{key}={text}: {key} is a name and chooses nothing. Did you mean '{group}={value}'?"
 
 
-def _check_option(group: str, text: str, tree: Tree) -> str | None:
-    if text.startswith("["):
-        names = ",".join(part.strip() for part in _split_commas(text.strip("[]")))
-        line = f"{program()} -m {group}={names}" if "," in names else f"{group}={names}"
+def _check_option(group: str, value: object, text: str, tree: Tree) -> str | None:
+    if isinstance(value, list):
+        names = ",".join(map(spelled, value))
+        line = f"{program()} -m {group}={names}" if len(value) > 1 else f"{group}={names}"
         return f"{group} takes one option, found the list {text}. Did you mean '{line}'?"
     options = tree.groups[group]
-    option = _unquote(text).removesuffix(".yaml")
-    if option in options or text.startswith("{"):
+    option = (value if isinstance(value, str) else text).removesuffix(".yaml")
+    if option in options or isinstance(value, dict):
         return None
     return f"{group} has no option '{option}'.{suggestions.option(group, option, options)}"
 
 
-def _check_scalar(key: str, text: str, hint: Any) -> str | None:
-    if hint is Any or get_origin(hint) is dict or CALL.match(text):
+def _check_scalar(key: str, value: object, text: str, hint: Any) -> str | None:
+    if hint is Any or get_origin(hint) is dict:
         return None
     try:
-        convert(hint, scalar(text))
+        convert(hint, value)
     except ValueError:
-        expected = _wanted(hint, text)
+        expected = wanted(hint, value)
         near = suggestions.near_value(text, re.findall(r"\w+", expected)) if expected.startswith("one of") else None
         return f"{key}={text}: expected {expected}" + (f". Did you mean '{near}'?" if near else "")
     return None
-
-
-def _wanted(hint: Any, text: str) -> str:
-    try:
-        return wanted(hint, scalar(text))
-    except ValueError:  # more digits than Python converts
-        return describe(hint)
-
-
-def elements(value: str) -> Iterator[str]:
-    """The single values in a plain value, in a list "a,b" or in choice(a,b). Other sweep functions yield nothing here:
-    Hydra checks them."""
-    text = value.strip()
-    if text.startswith("choice(") and text.endswith(")"):
-        text = text[len("choice(") : -1]
-    elif SWEEP_CALL.match(text):
-        return
-    if _is_list(text):
-        return
-    yield from (part.strip() for part in _split_commas(text))
-
-
-def scalar(text: str) -> object:
-    """The value as Hydra's grammar reads it: quoted text, null, true, false, a number, else text."""
-    if _unquote(text) != text:
-        return _unquote(text)
-    if text.lower() in ("null", "true", "false"):
-        return {"null": None, "true": True, "false": False}[text.lower()]
-    for kind, pattern in NUMBERS:
-        if pattern.match(text):
-            return kind(text)
-    return float(text) if text.lower().lstrip("+-") in ("inf", "nan") else text
-
-
-def _is_sweep(value: str) -> bool:
-    return SWEEP_CALL.match(value) is not None or len(list(_split_commas(value))) > 1
-
-
-def _is_list(text: str) -> bool:
-    """Whether the text is a single value that is itself a list, "[a,b]"."""
-    return text.startswith("[") and len(list(_split_commas(text))) == 1
-
-
-def _split_commas(text: str) -> Iterator[str]:
-    """The parts of the text between commas, except commas inside brackets or quotes."""
-    depth, quote, part = 0, "", ""
-    for sign in text:
-        if quote:
-            quote = "" if sign == quote else quote
-        elif sign in "'\"":
-            quote = sign
-        elif sign in "([{":
-            depth += 1
-        elif sign in ")]}":
-            depth -= 1
-        elif sign == "," and depth == 0:
-            yield part
-            part = ""
-            continue
-        part += sign
-    yield part
-
-
-def _unquote(text: str) -> str:
-    quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
-    return text[1:-1] if quoted else text

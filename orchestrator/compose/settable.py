@@ -9,10 +9,9 @@ from typing import Any
 
 import yaml
 
-from orchestrator.compose import yaml_bounds
 from orchestrator.compose.folders import config_folders, sweep_parents
 from orchestrator.config.parts import completed
-from orchestrator.config.schema import RunConfig
+from orchestrator.config.schema import AskedConfig
 from orchestrator.config.strict import hints_of
 
 WHOLE_FILES = ("experiment", "sweeps")  # groups whose files change the whole configuration
@@ -33,7 +32,7 @@ class Tree:
 def read_tree(added: str | None = None) -> Tree:
     """The settings of all configuration folders; `added` is the folder given with --config-dir."""
     folders = config_folders(added)
-    hints = hints_of(RunConfig)
+    hints = hints_of(AskedConfig)
     names = [name for name, hint in hints.items() if is_dataclass(hint)] + [WHOLE_FILES[0]]
     groups = {name: _options(folder / name for folder in folders) for name in names}
     groups["sweeps"] = _options(folder / "sweeps" for folder in sweep_parents(added))
@@ -50,7 +49,7 @@ def with_all_keys(file: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
     A command line can then override them, and a configuration that is shown has every key.
     """
-    group = hints_of(RunConfig).get(file.partition("/")[0])
+    group = hints_of(AskedConfig).get(file.partition("/")[0])
     return completed(group, values) if isinstance(group, type) and is_dataclass(group) else dict(values)
 
 
@@ -60,14 +59,13 @@ def _options(folders: Iterable[Path]) -> tuple[str, ...]:
 
 def _architecture_keys(folders: Iterable[Path]) -> Iterator[str]:
     """The keys under model.config in any file of conf/model."""
-    for file in (file for folder in folders for file in sorted(folder.glob("*.yaml"))):
+    for file in (file for folder in folders for file in sorted(folder.glob("*.yaml")) if file.is_file()):
         yield from (f"{ARCHITECTURE}.{key}" for key in _config_of(file))
 
 
 def _config_of(file: Path) -> Iterable[object]:
     """The keys of the file's `config`; empty for a broken file, whose problem composing it reports."""
     try:
-        yaml_bounds.check(file)
         return list(yaml.load(file.read_text(encoding="utf-8"), Loader=_LOADER)["config"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):
         return []

@@ -26,13 +26,15 @@ from typing import Any
 
 import yaml
 
-from orchestrator.compose import yaml_bounds
 from orchestrator.config.strict import nearest
 
 Line = dict[str, str]  # the override of each key, such as "zero=stage1", in order
 _PLAIN = re.compile(r"^[\w./+\-]+$", re.ASCII)
 _NUMBER_LIKE = re.compile(r"^[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?$", re.I)
 _RESERVED = ("null", "true", "false", "inf", "nan")
+TOO_DEEP = (
+    "expected settings in a few levels, found thousands, or an alias inside what it stands for; write the values out"
+)
 
 
 class SweepFileError(ValueError):
@@ -89,7 +91,7 @@ def yaml_problem(error: yaml.MarkedYAMLError, path: Path | None = None) -> str:
     name = path or Path(mark.name if mark else "")
     where = f"{name.parent.name}/{name.name}"
     if "nesting depth" in (error.problem or ""):  # libyaml's form of a RecursionError
-        return f"{where}: {yaml_bounds.TOO_DEEP}"
+        return f"{where}: {TOO_DEEP}"
     where += f", line {mark.line + 1}" if mark else ""
     twice = re.fullmatch(r"found duplicate key (.+)", error.problem or "")
     problem = f"'{twice[1]}' occurs twice" if twice else f"{error.context or 'YAML'}: {error.problem}"

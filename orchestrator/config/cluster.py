@@ -21,6 +21,10 @@ class ClusterKind(Word):
     slurm = "slurm"
 
 
+class ClusterError(RuntimeError):
+    """A cluster's tools refused, did not answer or are missing."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Where the jobs run.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from orchestrator.config.cluster import Cluster
+from orchestrator.config.first_keys import FIRST, without_gone
 from orchestrator.config.hardware import GpuNode
 from orchestrator.config.optimizer import Optimizer, Scheduler
 from orchestrator.config.parallel import Parallel
-from orchestrator.config.parts import plain
+from orchestrator.config.parts import hints_of, plain
 from orchestrator.config.state_groups import Offload, Precision, Zero
 from orchestrator.config.strict import ConfigError, Limits, Word, build
 from zero_runtime.activations.rule import RecomputeRule
@@ -88,6 +89,14 @@ class Batch:
         limits.at_least(1, micro=1, accumulation=None, global_size=None)
         limits.at_least(2, seq=128)
         limits.conclude()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedBatch(Batch):
+    """A batch with all of its sizes."""
+
+    accumulation: int = field()
+    global_size: int = field()
 
 
 @dataclass(frozen=True)
@@ -221,6 +230,14 @@ class Resources:
         limits.conclude()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResolvedResources(Resources):
+    """Resources with their numbers of ranks and threads."""
+
+    ranks: int = field()
+    threads: int = field()
+
+
 @dataclass(frozen=True)
 class Measure:
     """How a run is measured.
@@ -303,8 +320,8 @@ class Tracking:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """The configuration of one point. rules.resolve() fills in ranks, threads, batch and device if they are open."""
+class AskedConfig:
+    """The configuration of one point as a command line gives it: ranks, threads, batch and device may be open."""
 
     seed: int = 1234
     output: str = "outputs"
@@ -331,13 +348,22 @@ class RunConfig:
     def __post_init__(self) -> None:
         root_limits(vars(self)).conclude()
 
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(AskedConfig):
+    """The configuration of one point in which nothing is open: rules.resolve() makes it of an AskedConfig, and records
+    hold it."""
+
+    batch: ResolvedBatch
+    resources: ResolvedResources
+
     @property
     def trains_to_the_end(self) -> bool:
         """Whether the run trains until `train.max_steps` or `train.epochs`, not for a number of measured steps."""
         return self.measure.steps is None
 
     def steps(self, train_samples: int | None = None) -> int | None:
-        """All steps of a resolved configuration's run, with those of the warm-up. Epochs are counted in steps of the
+        """All steps of the run, with those of the warm-up. Epochs are counted in steps of the
         data, which has `train_samples` training samples: None where it was not read."""
         if self.measure.steps is not None:
             return self.measure.warmup_steps + self.measure.steps
@@ -346,21 +372,21 @@ class RunConfig:
         if train_samples is None:
             return None
         samples = round(self.train.epochs * train_samples, 6)  # without the rounding, 0.1 x 30 samples are more than 3
-        return max(1, math.ceil(samples / (self.batch.global_size or 1)))
+        return max(1, math.ceil(samples / self.batch.global_size))
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of a resolved configuration."""
-        return self.resources.ranks or 1
+        """The number of ranks."""
+        return self.resources.ranks
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks that ZeRO shards over, of a resolved configuration."""
+        """The number of ranks that ZeRO shards over."""
         return self.parallel.data_ranks(self.ranks)
 
     @property
     def batch_ranks(self) -> int:
-        """The number of ranks with different batches, of a resolved configuration."""
+        """The number of ranks with different batches."""
         return self.parallel.batch_ranks(self.ranks)
 
 
@@ -372,7 +398,7 @@ def root_limits(values: Mapping[str, Any]) -> Limits:
     return limits
 
 
-def to_dict(config: RunConfig) -> dict[str, Any]:
+def to_dict(config: AskedConfig) -> dict[str, Any]:
     """The configuration as plain data for JSON; enums become their names."""
     return plain(config)
 
@@ -380,13 +406,18 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
     """The inverse of to_dict. Raises one ConfigError with every unknown key, wrong type and bad value.
 
-    A record without `hardware`, `parallel` or `train` is of an earlier version, which knew this machine, full models
-    and measured steps only.
+    Of records from before a change: a group that came after the first ones may be missing, and has its defaults; a key
+    that has left the schema may stand there with the value by which it did nothing.
     """
+    recorded = dict(data)
+    for one in fields(RunConfig):
+        group = hints_of(RunConfig)[one.name]
+        if one.name not in data and one.name not in FIRST and one.default_factory is not MISSING:
+            recorded[one.name] = plain(one.default_factory())
+        elif is_dataclass(group) and isinstance(values := recorded.get(one.name), Mapping):
+            recorded[one.name] = without_gone(one.name, group, values)
     config: RunConfig
-    config, broken = build(
-        RunConfig, {"hardware": plain(GpuNode()), "parallel": plain(Parallel()), "train": plain(Train()), **data}
-    )
+    config, broken = build(RunConfig, recorded)
     if broken:
         raise ConfigError(broken)
     return config

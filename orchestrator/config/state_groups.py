@@ -7,21 +7,15 @@ from pathlib import Path
 from typing import Literal
 
 from orchestrator.config.parts import part
-from orchestrator.config.strict import Limits, Word
+from orchestrator.config.strict import Limits
 from zero_runtime.limits import broken_by
-from zero_runtime.offload.plan import OffloadPlan, Tier
-from zero_runtime.offload.scratch_settings import ScratchSettings
+from zero_runtime.offload_plan import OffloadPlan, ScratchSettings, Tier
 from zero_runtime.optim.loss_scaler import LossScaleRule
 from zero_runtime.plan import OuterSharding, ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.wire import EXACT, Wire
 
 Compute = Literal["auto", "fp32", "bf16", "fp16"]
-
-
-class StepTime(Word):
-    after_backward = "after_backward"
-    speculative = "speculative"
 
 
 @dataclass(frozen=True)
@@ -34,7 +28,7 @@ class Zero:
     of its result. `shard_ranks`: shard over groups of this many ranks and replicate across the groups; null shards over
     all ranks (with tensor parallelism, over those that hold the same slice). `outer_sharding`: with groups in stage 3,
     shard gradients, masters and optimizer states over all ranks, while each group holds the parameters. optim exchanges
-    new parameters between the groups once a step, hpz in each forward; null replicates across the groups.
+    new parameters between the groups once a step; null replicates across the groups.
     `reduce_at_boundary`: in stages 2 and 3 too, keep full gradients over the micro-batches and reduce them once.
     `unit_numel`: the most elements of a unit, which is gathered and reduced together; only a unit that cannot be split
     is larger. null makes one unit of each block.
@@ -110,9 +104,7 @@ class Offload:
     """Where parameter shards (`params`), and master weights and optimizer states (`optimizer`), are stored between
     their uses.
 
-    `ratio`: the share of the trained elements whose units are offloaded. `step`: after_backward updates the units once
-    the gradient norm is known; speculative updates copies of them during backward, and discards these if the norm
-    requires it.
+    `ratio`: the share of the trained elements whose units are offloaded.
 
     The other keys are for nvme only. `folder`: the folder of the scratch files; null is a folder in the output folder.
     `block_mib`: size of an I/O request. `requests`: the number of requests in flight. `ahead`: the number of units that
@@ -122,7 +114,6 @@ class Offload:
     params: Tier = Tier.DEVICE
     optimizer: Tier = Tier.DEVICE
     ratio: float = 1.0
-    step: StepTime = StepTime.after_backward
     folder: str | None = None
     block_mib: int = 4
     requests: int = 4
@@ -147,4 +138,4 @@ class Offload:
 
     def plan(self) -> OffloadPlan:
         scratch = self.scratch() if self.uses_nvme else None
-        return OffloadPlan(self.params, self.optimizer, self.ratio, scratch, self.step is StepTime.speculative)
+        return OffloadPlan(self.params, self.optimizer, self.ratio, scratch)

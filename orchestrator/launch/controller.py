@@ -84,7 +84,6 @@ class Controller:
                 lane.lease.release()
             # The tracker only reads the sweep's folder: if it is killed, it leaves no half-written file there.
             comparison.write(self._sweep, with_png=self._tracker.pid is not None)
-            self._tracker.summary(self._sweep)
         finally:
             self._tracker.close()
         for warning in self._tracker.warnings():
@@ -122,7 +121,6 @@ class Controller:
         finally:
             lane.leave(label)
         if run is not None:
-            self._tracker.end(run.attempt)
             tell(self._sweep, "ended", label=label, attempt=str(run.attempt.paths.root), slots=[])
 
     def _drop(self, planned: Sequence[Planned], why: str, state: RunState = RunState.cancelled) -> None:
@@ -155,7 +153,6 @@ class Controller:
         if lane.active == label:
             lane.end_turn()
         del lane.runs[label]
-        self._tracker.end(run.attempt)
         tell(self._sweep, "ended", label=label, attempt=str(run.attempt.paths.root), slots=lane.names)
         if verdict.state.measured and lane.goes_on(label, run.attempt):
             lane.attempts[label] = run.attempt
@@ -288,8 +285,6 @@ class Controller:
         attempt = new_attempt(
             self._sweep.output, planned.config, label, hardware.detect().name(config.resources.device)
         )
-        if lane.is_last(label):  # attempts before it would be runs of their own in the dashboard
-            self._tracker.begin(attempt, config, self._sweep)
         where = {"label": label, "attempt": str(attempt.paths.root), "slots": lane.names}
         tell(self._sweep, "started", **where)
         try:
@@ -298,7 +293,6 @@ class Controller:
             run = PointRun(Point(label, config, planned.overrides), attempt, self._entry, gpus, len(lane.points))
         except Exception as error:  # this point is lost, the others continue
             attempt.move(RunState.error, rank=0, message=f"could not be started: {type(error).__name__}: {error}")
-            self._tracker.end(attempt)
             lane.leave(label)
             tell(self._sweep, "ended", **where)
             return

@@ -1,7 +1,8 @@
 """The environment variables of a rank, the same from every way of starting it.
 
 Our own launcher and SLURM's get them before the process starts (`job_settings`). A rank of torchrun or srun sets them
-itself before it imports torch (`joined_settings`). What only the node knows, the rank sets there (`set_kernel_cache`).
+itself before it imports torch (wings/torchrun/join.py: `joined_settings`). What only the node knows, the rank sets
+there (`set_kernel_cache`).
 """
 
 from __future__ import annotations
@@ -15,16 +16,13 @@ from typing import Protocol
 
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.machine import children
-from orchestrator.machine.interfaces import GLOO, LOOPBACK, interface_to, set_interface
-from orchestrator.machine.loopback import ADDRESSES
+from orchestrator.machine.interfaces import GLOO, LOOPBACK
 
 TUNABLES = "GLIBC_TUNABLES"
 GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592:glibc.malloc.hugetlb=1"
 KERNEL_CACHE = "TRITON_CACHE_DIR"
 # torch reads one of these; the others are older names. Which of two that are set decides, depends on the version.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-# Read when a process starts, so that a running process cannot set them for itself.
-AT_START = (TUNABLES, "PYTHONFAULTHANDLER", children.PYTHONPATH)
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -41,21 +39,6 @@ def job_environment(config: RunConfig, base: Mapping[str, str], gpus: Sequence[s
 def job_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
     """The variables that zero-lab sets, without those of `base` that it keeps."""
     return rank_settings(config.resources, base, on_one_machine=config.resources.nodes == 1)
-
-
-def joined_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a rank of torchrun or srun sets for itself, without those of `base` that it keeps."""
-    leader = base.get("MASTER_ADDR", "")
-    on_one_machine = base["WORLD_SIZE"] == base.get("LOCAL_WORLD_SIZE", "1") or leader in ("localhost", *ADDRESSES)
-    found = rank_settings(config.resources, base, on_one_machine=on_one_machine)
-    settings = {key: value for key, value in found.items() if key not in AT_START}
-    if on_one_machine:
-        return settings
-    way = interface_to(leader) if leader else None
-    named = dict(base)
-    # On the leader itself this is the interface with its address; a name of the loopback is of no use to the others.
-    set_interface(named, None if way == LOOPBACK else way)
-    return settings | {key: value for key, value in named.items() if key not in base}
 
 
 class RankResources(Protocol):

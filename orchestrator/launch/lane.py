@@ -16,7 +16,7 @@ from orchestrator.records.turns import open_turns
 from orchestrator.rounds.order import TurnOrder
 from orchestrator.rounds.recorded import Round, to_repeat
 from orchestrator.text.units import size
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 
 # Memory of a rank's process besides what a prediction counts: Python, torch and its libraries.
 PROCESS_BYTES = 600 << 20

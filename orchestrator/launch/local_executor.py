@@ -20,12 +20,11 @@ from submitit.local.local import Controller
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.launch.environment import TUNABLES, job_environment
-from orchestrator.launch.rank import RankRecord, run_as_rank
+from orchestrator.launch.rank import begin_rank, place, run_as_rank
 from orchestrator.machine import children
-from orchestrator.machine.processes import die_with_parent, end_session, redirect_output
+from orchestrator.machine.processes import die_with_parent, end_session
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
-from orchestrator.records.run_state import RunState
 
 PARENT = "ZLAB_PARENT_PID"
 TUNABLES_OF_RANKS = "ZLAB_GLIBC_TUNABLES"
@@ -132,19 +131,10 @@ def _controller_main(folder: str) -> None:
 def _rank_main(attempt_dir: str, entry: str) -> None:
     die_with_parent(int(os.environ["SUBMITIT_LOCAL_JOB_ID"]))
     environment = submitit.JobEnvironment()
-    _say_place(environment)
+    world = environment.num_tasks
+    os.environ.update(place(environment.global_rank, world, environment.local_rank, local_world=world))
     attempt = AttemptPaths(Path(attempt_dir))
-    redirect_output(attempt.rank_log(environment.global_rank))
-    RankRecord(attempt, environment.global_rank).write(RunState.starting)
-    os.write(1, f"rank {environment.global_rank} of {environment.num_tasks}, pid {os.getpid()}\n".encode())
-    run_as_rank(attempt, entry)
-
-
-def _say_place(environment: submitit.JobEnvironment) -> None:
-    """Sets the rank variables that torch and related libraries read."""
-    os.environ["RANK"] = str(environment.global_rank)
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(environment.num_tasks)
-    os.environ["LOCAL_RANK"] = str(environment.local_rank)
+    run_as_rank(attempt, begin_rank(attempt, attempt.rendezvous.absolute()), entry)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from orchestrator.config.schema import from_dict
+from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch import local_executor
 from orchestrator.launch import verdict as watch
 from orchestrator.launch.verdict import Verdict, Watch
+from orchestrator.machine import slots
 from orchestrator.machine.processes import signals_ignored
-from orchestrator.plan import prediction, remedies
+from orchestrator.machine.slots import Lease
 from orchestrator.plan.point import Point
+from orchestrator.plan.predictor import predictor
 from orchestrator.records.record_file import BadRecord, EventTail, read_or_warn
 from orchestrator.records.record_shapes import RANK
 from orchestrator.records.run_record import Attempt, result_of
 from orchestrator.records.run_state import RunState
 from orchestrator.records.turns import grant
+
+SLOTS_LOOK_S = 0.2
 
 
 class PointRun:
@@ -31,7 +36,7 @@ class PointRun:
     ) -> None:
         resources = point.config.resources
         self.point, self.attempt = point, attempt
-        self._world = resources.ranks or 1
+        self._world = resources.ranks
         self._tail = EventTail(attempt.paths.metrics)
         self._step = self._turn = self._granted = 0
         self._job = local_executor.submit(attempt.paths, point.config, entry, gpus, points)
@@ -103,6 +108,18 @@ class PointRun:
         return verdict._replace(rank=stuck, message=f"{verdict.message}: the others waited for rank {stuck}")
 
 
+def waited_slots(config: RunConfig, told: Callable[[str], None]) -> Lease:
+    """The GPUs or cores of one run. Waits while another command of this user holds them, and says so."""
+    pool, count = slots.pool_of(config.resources.device), slots.wanted(config.resources)
+    lease = pool.take(count)
+    if lease is None:
+        told(f"waiting for slots that another command holds: {'; '.join(pool.holders())}")
+    while lease is None:
+        time.sleep(SLOTS_LOOK_S)
+        lease = pool.take(count)
+    return lease
+
+
 def record(attempt: Attempt, verdict: Verdict) -> Verdict:
     """Writes how the attempt ended; for a failure, also the last lines of the log that shows the cause.
 
@@ -121,7 +138,7 @@ def record(attempt: Attempt, verdict: Verdict) -> Verdict:
     facts = {}
     if memory and (stored := read_or_warn(attempt.paths.config)):
         config = from_dict(stored)
-        facts = {"memory": memory, "remedies": remedies.described(config, memory, prediction.needs)}
+        facts = {"memory": memory, "remedies": predictor().fixes(config, memory)}
         verdict = verdict._replace(message=f"{verdict.message}; {facts['remedies']}".rstrip("; "))
     attempt.move(verdict.state, rank=verdict.rank, message=verdict.message, log=lines, **facts)
     return verdict

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from orchestrator.machine.processes import started
+from orchestrator.machine.processes import redirect_output, started
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
@@ -72,6 +72,12 @@ def rank_in_world(environ: Mapping[str, str], meeting: str | Path) -> RankInfo |
         rank, world, local_rank = (int(environ[f"SLURM_{key}"]) for key in ("PROCID", "NTASKS", "LOCALID"))
         return RankInfo(rank, world, local_rank, meeting, restarts)
     return None
+
+
+def place(rank: int, world: int, local_rank: int, local_world: int) -> dict[str, str]:
+    """The variables from which `rank_in_world`, torch and other libraries read a rank's place."""
+    found = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
+    return {name: str(value) for name, value in found.items()}
 
 
 def load_entry(entry: str) -> Entry:
@@ -134,12 +140,24 @@ def run_recorded(attempt: AttemptPaths, rank: RankInfo, entry: str) -> BaseExcep
     return None
 
 
-def run_as_rank(attempt: AttemptPaths, entry: str) -> None:
-    """Main function of a rank started by our own launcher. Ends the process if the entry fails."""
-    rank = rank_in_world(os.environ, attempt.rendezvous.absolute())
+def begin_rank(attempt: AttemptPaths, meeting: str | Path, where: str = "") -> RankInfo:
+    """Sends the output of this process to the log of its rank, and records that it starts. where: for the first line of
+    that log."""
+    rank = rank_in_world(os.environ, meeting)
     assert rank is not None, "the launcher did not say which rank this is"
-    if isinstance(run_recorded(attempt, rank, entry), BaseException):
+    redirect_output(attempt.rank_log(rank.rank))
+    RankRecord(attempt, rank.rank).write(RunState.starting)
+    again = f", restart {rank.restarts}" if rank.restarts else ""
+    os.write(1, f"rank {rank.rank} of {rank.world}, {where}pid {os.getpid()}{again}\n".encode())
+    return rank
+
+
+def run_as_rank(attempt: AttemptPaths, rank: RankInfo, entry: str) -> Stopped | None:
+    """Runs the entry in a process that is a rank and nothing else. Ends the process if the entry fails."""
+    ended = run_recorded(attempt, rank, entry)
+    if isinstance(ended, BaseException):
         leave_failed()
+    return ended
 
 
 def leave_failed() -> NoReturn:

@@ -15,7 +15,7 @@ import psutil
 
 from orchestrator.config.schema import Device
 from orchestrator.machine.processes import output_of
-from zero_runtime.offload import cgroups
+from zero_runtime import cgroups
 
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 CPU_INFO = Path("/proc/cpuinfo")

@@ -55,10 +55,7 @@ def started(pid: int) -> str | None:
 
 
 def is_alive(pid: int, token: object) -> bool:
-    """Whether the process with this token of `started` still runs.
-
-    Records of earlier versions have a float instead of a token, which no process has: their processes count as gone.
-    """
+    """Whether the process with this token of `started` still runs."""
     current = started(pid)
     return current is not None and current == token
 

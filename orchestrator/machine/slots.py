@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from orchestrator.config.schema import Device, Resources
+from orchestrator.config.schema import Device, ResolvedResources
 from orchestrator.machine import hardware, locks
 
 LOCKS = "ZLAB_LOCKS"
@@ -126,10 +126,9 @@ def _neighbours(free: Sequence[int], count: int) -> list[int]:
     return list(free[:count]) if len(free) >= count else []
 
 
-def wanted(resources: Resources) -> int:
+def wanted(resources: ResolvedResources) -> int:
     """The number of slots that a run needs: one GPU per rank, or one core per thread of its ranks."""
-    ranks = resources.ranks or 1
-    return ranks if resources.device is Device.cuda else ranks * (resources.threads or 1)
+    return resources.ranks if resources.device is Device.cuda else resources.ranks * resources.threads
 
 
 def pool_of(device: Device) -> SlotPool:

@@ -1,10 +1,12 @@
-"""One point of an experiment: a checked and resolved configuration, with a short name for people."""
+"""What is asked for: points, each resolved or refused, and what to do where they have answers already."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from orchestrator.config.schema import RunConfig
+from orchestrator.config.strict import Broken
+from orchestrator.records.run_state import RETRIED, RunState
 
 
 @dataclass(frozen=True)
@@ -15,3 +17,32 @@ class Point:
     label: str
     config: RunConfig
     overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A point that breaks rules, and the rules that it breaks."""
+
+    label: str
+    overrides: tuple[str, ...]
+    broken: tuple[Broken, ...]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asks for. fresh: run all points again. retry: run points again whose kept answer is one of these
+    states. prune: leave out points that cannot fit into memory. anchor: the label of a point that is measured once more
+    if its answer is kept; empty: the first one of an earlier day, if there is one."""
+
+    fresh: bool = False
+    retry: frozenset[RunState] = frozenset()
+    prune: bool = True
+    anchor: str = ""
+
+
+def retry_states(text: str) -> frozenset[RunState]:
+    """The states in a text such as "error,oom". ValueError names the states that can be retried."""
+    words = [word.strip() for word in text.split(",")]
+    if unknown := [word for word in words if word not in RETRIED]:
+        raise ValueError(f"--retry {','.join(unknown)}: expected some of {','.join(RETRIED)}")
+    return frozenset(RunState(word) for word in words)

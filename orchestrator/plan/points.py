@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orchestrator.compose.labels import label
-from orchestrator.config.schema import RunConfig, root_limits, to_dict
+from orchestrator.config.schema import AskedConfig, root_limits, to_dict
 from orchestrator.config.strict import Broken, Built, build_parts
-from orchestrator.plan.decision import Refused
-from orchestrator.plan.point import Point
+from orchestrator.plan.point import Point, Refused
 from orchestrator.plan.rules import table as rules
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.plan.rules.training import option_is_not_undone
@@ -27,7 +26,7 @@ def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused
     hits: Counter[Broken] = Counter()
     known: dict[object, Built] = {}  # groups, which most points share
     for composed in composition.points:
-        parts, broken = build_parts(RunConfig, composed.values, known=known)
+        parts, broken = build_parts(AskedConfig, composed.values, known=known)
         broken += root_limits(parts).broken + rules.check_parts(parts, scene)
         undone = "measure" in parts and option_is_not_undone(composed.choices.get("measure"), parts["measure"])
         broken += [undone] if undone else []
@@ -36,7 +35,7 @@ def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused
         if broken:
             points[f"refused {name} {composed.overrides}"] = Refused(name, composed.overrides, tuple(broken))
         else:
-            config = rules.resolve(RunConfig(**parts), scene)
+            config = rules.resolve(AskedConfig(**parts), scene)
             # Different overrides with the same configuration are one point, which is measured once.
             points.setdefault(json.dumps(to_dict(config), sort_keys=True), Point(name, config, composed.overrides))
     many = len(composition.points)

@@ -1,8 +1,7 @@
 """Values in the user's cache that can be computed again: a missing, damaged or unwritable file is no error.
 
 A file is a line with its key and a hash of the rest, and the value as JSON on one line. Values may have a million
-numbers: the hash is of the bytes, since that of a record (record_file.py) would need them to be written again to be
-checked, and nothing waits for the disk, since a file that a crash leaves incomplete does not have its hash.
+numbers: nothing waits for the disk, since a file that a crash leaves incomplete does not have its hash.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from orchestrator.records.record_file import BadRecord, file_bytes, write_text_atomic
-from zero_runtime.kernels.cpu.build import BuildError, cache_folder
+from orchestrator.records.record_file import write_text_atomic
+from zero_runtime.kernels.user_cache import CacheError, cache_folder
 
 
 def cache_file(folder: str, key: str) -> Path:
     """The file of a value, in a folder that is private to the user. OSError if the folder cannot be created."""
     try:
         path = cache_folder() / folder
-    except BuildError as error:
+    except CacheError as error:
         raise OSError(str(error)) from error
     path.mkdir(mode=0o700, exist_ok=True)
     return path / f"{key}.json"
@@ -64,8 +63,8 @@ def read_cached_object(folder: str, key: str) -> CachedObject | None:
 
 def _text(folder: str, key: str) -> bytes | None:
     """What `write_cached` wrote after the first line, unchanged."""
-    with suppress(BadRecord, OSError):
-        head, _, text = (file_bytes(cache_file(folder, key)) or b"").partition(b"\n")
+    with suppress(OSError):
+        head, _, text = cache_file(folder, key).read_bytes().partition(b"\n")
         if head == _head(key, text):
             return text
     return None

@@ -63,7 +63,7 @@ def _wanted(config: Mapping[str, Any]) -> dict[str, str]:
     data, model = config["data"], config["model"]
     paths = {"data": data["path"], "model": model["path"]}
     paths["tokenizer"] = model["path"] if data["tokenizer"] == "model" else None
-    paths["code"] = config["resources"].get("code")  # records of earlier versions have no such key
+    paths["code"] = config["resources"].get("code")  # records from before the key have none
     return {name: path for name, path in paths.items() if path is not None}
 
 

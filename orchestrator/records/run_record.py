@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.first_keys import FIRST, counted, defaults
+from orchestrator.config.parts import hints_of
+from orchestrator.config.schema import RunConfig
 from orchestrator.machine import provenance
 from orchestrator.machine.processes import is_alive, started
 from orchestrator.records import contents
@@ -43,41 +46,6 @@ IGNORED_KEYS = (
     "checkpoint.keep_last",
     "checkpoint.keep_every",
 )
-
-
-# Keys that were added after points had been recorded, with the value under which a run measures what it did before.
-# With it, or with one of a tuple of them, a key is left out of the identity, so that earlier points keep their ids.
-LATER_KEYS: Mapping[str, Any] = {
-    "measure.kind": "train",
-    "measure.rounds": 1,
-    "precision.weights": None,
-    "optimizer.warmup_updates": None,
-    "zero.gather_dtype": None,
-    "zero.reduce_dtype": None,
-    "zero.error_feedback": False,
-    "optimizer.ns_steps": None,
-    "optimizer.state_dtype": "fp32",
-    "optimizer.ns_dtype": None,
-    "optimizer.lr_scaling": None,
-    "optimizer.matrices": None,
-    "optimizer.adamw_lr_ratio": None,
-    "optimizer.min_coeff": None,
-    "optimizer.max_coeff": None,
-    "optimizer.correction": (None, "moments"),
-    "parallel.tp": 1,
-    "parallel.patterns": [],
-    "parallel.sp": 1,
-    "zero.outer_sharding": None,
-    "train.max_steps": None,
-    "train.epochs": None,
-    "train.eval_every": None,
-    "train.keep_best": True,
-    "train.examples": 2,
-    "train.new_tokens": 32,
-    "measure.profile": False,
-    "measure.min_s": 0.0,
-    "resources.code": None,
-}
 
 
 @dataclass(frozen=True)
@@ -155,20 +123,17 @@ def joins_path(output: str | Path) -> Path:
     return Path(output) / "joins"
 
 
-def without_ignored(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The configuration without IGNORED_KEYS, and without those of LATER_KEYS that have the value given there.
-
-    A group of which nothing is left is left out too: it was added later itself.
-    """
-    kept: dict[str, Any] = {}
-    for key, value in config.items():
-        full = prefix + key
-        later = LATER_KEYS.get(full, ())
-        if full in IGNORED_KEYS or (value in later if isinstance(later, tuple) else value == later):
-            continue
-        kept[key] = without_ignored(value, f"{full}.") if isinstance(value, dict) else value
-        if value and kept[key] == {}:
-            del kept[key]
+def without_ignored(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without IGNORED_KEYS, and of the keys that came later (config/first_keys.py) those that are
+    set. A group of which nothing is left is left out too: it came later itself."""
+    classes, kept = hints_of(RunConfig), {}
+    for name in (name for name in {**config, **FIRST} if name not in IGNORED_KEYS):
+        values = config.get(name, FIRST.get(name))
+        if not isinstance(values, Mapping):
+            if name in FIRST or values != defaults(RunConfig).get(name):
+                kept[name] = values
+        elif group := counted(name, classes.get(name), values):
+            kept[name] = {key: value for key, value in group.items() if f"{name}.{key}" not in IGNORED_KEYS}
     return kept
 
 

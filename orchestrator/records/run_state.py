@@ -25,11 +25,6 @@ class RunState(str, Enum):
     cached = "cached"  # already measured under the same identity
     lost = "lost"  # the process that watched it is gone, and nothing records how it ended
 
-    @classmethod
-    def _missing_(cls, value: object) -> RunState | None:
-        """Reads the "killed" of records older than this enum as `lost`."""
-        return cls.lost if value == "killed" else None
-
     @property
     def final(self) -> bool:
         """Whether the state is final: no transition leads out of it."""

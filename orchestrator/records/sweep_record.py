@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,9 @@ from orchestrator.records.record_file import (
     FileIn,
     append_event,
     clear_leftovers,
-    judged,
-    loaded,
     make_room,
-    make_way,
     read_or_warn,
+    require_json,
     set_aside,
     warn_once,
     write_json_atomic,
@@ -97,7 +95,8 @@ class Planned:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Planned:
-        return cls(**{**data, "decision": RunState(data["decision"]), "overrides": tuple(data["overrides"])})
+        known = {one.name: data[one.name] for one in fields(cls) if one.name in data}
+        return cls(**{**known, "decision": RunState(data["decision"]), "overrides": tuple(data["overrides"])})
 
 
 @dataclass(frozen=True)
@@ -144,8 +143,6 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
                 set_aside(paths.plan, bad.wrong)
             planned = _with_own(paths, planned)
             # The events and requests of the last controller are over; the attempts record their outcome.
-            for file in (paths.events, paths.requests, paths.controller, paths.claim, paths.log):
-                make_way(file)
             for file in (paths.events, paths.requests, paths.controller, paths.claim):
                 file.unlink(missing_ok=True)
             break
@@ -237,15 +234,8 @@ PLAN = {"points": [POINT]}
 
 def plan_of(sweep: SweepPaths) -> list[Planned]:
     """The points of a sweep. BadRecord if the plan is missing or cannot be read."""
-    data = loaded(sweep.plan)
-    if data is None:
-        raise BadRecord(sweep.plan, "no such file")
-    # Earlier versions wrote only the list of points, which is never empty.
-    plan = judged(sweep.plan, {"points": data} if isinstance(data, list) and data else data, PLAN)
-    try:
-        return [Planned.from_dict(point) for point in plan["points"]]
-    except TypeError as error:
-        raise BadRecord(sweep.plan, f"points of another version ({error})") from None
+    plan = require_json(sweep.plan, PLAN)
+    return [Planned.from_dict(point) for point in plan["points"]]
 
 
 def standings(sweep: SweepPaths) -> list[Standing]:

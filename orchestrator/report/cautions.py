@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.records.versions import words
-from orchestrator.report.ranking import Entry, Ranked, clock, ratio
+from orchestrator.report.entry import Entry
+from orchestrator.report.ranking import Ranked, clock
 from orchestrator.report.summary import missing_text
 from orchestrator.rounds import recorded
-from orchestrator.rounds.intervals import EQUAL
+from orchestrator.rounds.comparison import SpeedVerdict, compare
 from orchestrator.rounds.recorded import NOTABLE_SHARE
 
 REUSED_NAMED = 4  # rows whose time is printed under the table; the table marks all reused rows
@@ -51,12 +52,12 @@ def _anchors(ranked: Sequence[Ranked]) -> list[str]:
         before, now = dict(entry.anchor or {}), entry.result or {}
         if not (recorded.is_ranked(before) and recorded.is_ranked(now)):
             continue
-        change = ratio(now, before, lambda result: [1 / ms for ms in recorded.ms_per_token(result)])
+        change = compare(before, now)  # the time of that day by today's is the speed of today by that day's
         text = (
-            f"the anchor {entry.label} is now {percent(change.middle)} ({percent(change.low)} to "
+            f"the anchor {entry.label} is now {percent(change.ratio)} ({percent(change.low)} to "
             f"{percent(change.high)}) as fast as on {clock_of(before)}"
         )
-        is_equal = change.low <= 1 + EQUAL and change.high >= 1 - EQUAL
+        is_equal = change.verdict not in (SpeedVerdict.slower, SpeedVerdict.faster)
         then = "; rows of that day can be compared with those of today"
         lines.append(text + (then if is_equal else "; rows of that day differ by as much: --fresh measures them again"))
     return lines

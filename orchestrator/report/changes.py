@@ -7,8 +7,8 @@ the code are compared best as points of one sweep, by `resources.code`.
 
 [Note: the threshold]
 A change as large as the threshold must be found, and no change must not be reported. Both kinds of mistakes are equally
-rare if the line between them is half of the threshold: a point is slower if its time for a token grew by more than that
-and the interval of the growth leaves out 0. Memory has no such noise, and is held against the whole threshold.
+rare if the line between them is half of the threshold: that much counts as equal in [Note: slower] of
+rounds/comparison.py. Memory has no such noise, and is held against the whole threshold.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 
 from orchestrator.records.run_record import without_ignored
 from orchestrator.records.run_state import RunState
-from orchestrator.report.ranking import peak_bytes, ratio, states_bytes
+from orchestrator.report.ranking import peak_bytes, states_bytes
 from orchestrator.report.summary import Table
 from orchestrator.rounds import recorded
-from orchestrator.rounds.intervals import RoundsEstimate
+from orchestrator.rounds.comparison import RANGE, Comparison, compare
 from orchestrator.text.units import ABSENT, change_text, digits, size
 
 ENVIRONMENT = ("torch", "python", "cpu", "gpu", "host", "threads_per_rank", "git", "variables")
-DROPS = ("peak/rank", "before", "after", "change", "95 % range")  # the order in which a narrow terminal leaves them out
-HEADER = ("point", "before", "after", "time/token", "95 % range", "peak/rank", "change", "verdict")
+DROPS = ("peak/rank", "before", "after", "change", RANGE)  # the order in which a narrow terminal leaves them out
+HEADER = ("point", "before", "after", "time/token", RANGE, "peak/rank", "change", "verdict")
 # Ends of a point that had a result before. One that was cancelled, or has not run yet, is not judged.
 LOST = frozenset(
     {
@@ -82,7 +82,7 @@ class Change:
     after: Measured
     matched: str
     judgement: Judgement
-    time: RoundsEstimate | None = None
+    time: Comparison | None = None
     peak: float | None = None
     states: float | None = None
     settings: tuple[str, ...] = ()
@@ -180,9 +180,10 @@ def _change(before: Measured, after: Measured, matched: str, threshold: float) -
         judgement = Judgement.lost if old is not None and RunState(after.state) in LOST else Judgement.unjudged
         return Change(before, after, matched, judgement, settings=settings)
     environments = [flat(_environment(result)) for result in (old, new)]
-    time = ratio(new, old, recorded.ms_per_token) if recorded.is_ranked(old) and recorded.is_ranked(new) else None
+    are_ranked = recorded.is_ranked(old) and recorded.is_ranked(new)
+    time = compare(new, old, equal=threshold / 2) if are_ranked else None
     peak, states = _grown(peak_bytes(old), peak_bytes(new)), _grown(states_bytes(old), states_bytes(new))
-    judgement = judged(time, threshold)
+    judgement = Judgement.unjudged if time is None else Judgement[time.verdict.name]  # see [Note: the threshold]
     if not judgement.is_regression and max(peak or 1.0, states or 1.0) > 1 + threshold:
         judgement = Judgement.larger
     return Change(before, after, matched, judgement, time, peak, states, settings, tuple(_differences(*environments)))
@@ -191,17 +192,6 @@ def _change(before: Measured, after: Measured, matched: str, threshold: float) -
 def _environment(result: Mapping[str, Any]) -> dict[str, Any]:
     known = result.get("environment") or {}
     return {key: known.get(key) for key in ENVIRONMENT}
-
-
-def judged(time: RoundsEstimate | None, threshold: float) -> Judgement:
-    """What the growth of the time for a token says. See [Note: the threshold]."""
-    if time is None:
-        return Judgement.unjudged
-    if time.middle > 1 + threshold / 2 and time.low > 1:
-        return Judgement.slower
-    if time.middle < 1 / (1 + threshold / 2) and time.high < 1:
-        return Judgement.faster
-    return Judgement.same if 1 / (1 + threshold) < time.low and time.high < 1 + threshold else Judgement.unclear
 
 
 def _grown(before: float | None, after: float | None) -> float | None:
@@ -235,7 +225,7 @@ def _row(one: Change) -> tuple[str, ...]:
     speeds = [_speed_text(side) for side in (one.before, one.after)]
     time = (ABSENT, ABSENT)
     if one.time is not None:
-        time = change_text(one.time.middle), f"{change_text(one.time.low)} to {change_text(one.time.high)}"
+        time = change_text(one.time.ratio), f"{change_text(one.time.low)} to {change_text(one.time.high)}"
     peak = size(peak_bytes(one.after.result)) if one.after.result else ABSENT
     change = ABSENT if one.peak is None else change_text(one.peak)
     return (one.after.label, *speeds, *time, peak, change, one.judgement.value)
@@ -299,7 +289,7 @@ def document(found: Changes) -> dict[str, Any]:
                 "label_before": one.before.label,
                 "matched_by": one.matched,
                 "judgement": one.judgement.name,
-                "time_per_token_ratio": None if one.time is None else one.time._asdict(),
+                "time_per_token_ratio": _interval(one.time),
                 "peak_bytes_ratio": one.peak,
                 "states_bytes_ratio": one.states,
                 "settings": list(one.settings),
@@ -308,3 +298,7 @@ def document(found: Changes) -> dict[str, Any]:
             for one in found.points
         ],
     }
+
+
+def _interval(time: Comparison | None) -> dict[str, float] | None:
+    return None if time is None else {"low": time.low, "middle": time.ratio, "high": time.high}

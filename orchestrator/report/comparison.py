@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from orchestrator.charts import raster, svg
 from orchestrator.exit_codes import FAILED, INCOMPLETE, NOTHING_FITS, OK
 from orchestrator.records.record_file import read_or_warn, warn_once, write_bytes_atomic, write_text_atomic
 from orchestrator.records.record_shapes import RESULT, SWEEP
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Standing, SweepPaths, standings
-from orchestrator.report import page, ranking, sweep_files
-from orchestrator.report.bar_figures import Figure
-from orchestrator.report.figures import figures_of, overview
-from orchestrator.report.profile_figures import shown_profiles
-from orchestrator.report.ranking import Entry, Ranked
-from orchestrator.report.report_points import facts_of, points_of
+from orchestrator.report import ranking, sweep_files
+from orchestrator.report.entry import Entry
+from orchestrator.report.ranking import Ranked
+from orchestrator.wings import REPORT_PARTS, load
 
-PNG_FACTOR = 1.5  # pixels of report.png for one of the pictures, so that text stays sharp when it is enlarged
+
+class ReportPart(NamedTuple):
+    """What a wing adds to the report of a sweep: the end of report.md, the pictures that it names, and files."""
+
+    markdown: str
+    pictures: Mapping[Path, str]
+    files: Mapping[Path, str | bytes]
 
 
 def _entry(standing: Standing) -> Entry:
@@ -52,34 +56,31 @@ def ranked(sweep: SweepPaths) -> list[Ranked]:
 
 
 def write(sweep: SweepPaths, *, with_png: bool = False) -> list[str]:
-    """Writes report.md with its pictures, report.html and results.csv. with_png: also report.png, which takes longer.
+    """Writes report.md, results.csv and the parts of wings: report.html and the pictures. with_png: also report.png,
+    which takes longer.
 
     Returns the names of the files written, without those of the pictures; a full disk must not hide the rest.
     """
     rows = ranked(sweep)
-    points = points_of(sweep, rows)
-    drawn = figures_of(points)
-    profiles = [figure for shown in shown_profiles(points) for figure in shown.figures]
-    for figure in [*drawn, *profiles]:
-        if not _is_written(sweep.pictures / f"{figure.name}.svg", svg.document(figure.picture), lasting=False):
+    parts = [part for place in REPORT_PARTS if (part := _part(place, sweep, rows, with_png=with_png)) is not None]
+    for path, text in (picture for part in parts for picture in part.pictures.items()):
+        if not _is_written(path, text, lasting=False):
             break  # as on a full disk: one warning is enough
-    report = sweep_files.report_md(sweep.name, rows) + "\n" + page.markdown(points, drawn, sweep.pictures.name)
-    files: dict[Path, str | bytes] = {
-        sweep.report: report,
-        sweep.results: sweep_files.results_csv(rows),
-        sweep.page: page.page(sweep.name, points, drawn, facts_of(sweep)),
-    }
-    if with_png and (pixels := _png(sweep, [*drawn, *profiles[:2]])) is not None:
-        files[sweep.picture] = pixels
+    report = "\n".join([sweep_files.report_md(sweep.name, rows), *(part.markdown for part in parts)])
+    files: dict[Path, str | bytes] = {sweep.report: report, sweep.results: sweep_files.results_csv(rows)}
+    for part in parts:
+        files |= part.files
     return [str(path) for path, content in files.items() if _is_written(path, content)]
 
 
-def _png(sweep: SweepPaths, drawn: Sequence[Figure]) -> bytes | None:
+def _part(place: str, sweep: SweepPaths, rows: Sequence[Ranked], *, with_png: bool) -> ReportPart | None:
+    """What a wing adds. A library that is missing, or has no place for its cache, costs this part and not the rest."""
     try:
-        return raster.png(overview(sweep.name, drawn), PNG_FACTOR)
-    except ImportError as error:
-        warn_once(f"{sweep.picture} needs matplotlib: {error}")
+        found: ReportPart = load(place)(sweep, rows, with_png=with_png)
+    except (ImportError, OSError) as error:
+        warn_once(f"{sweep.page} could not be made: {error}")
         return None
+    return found
 
 
 def _is_written(path: Path, content: str | bytes, *, lasting: bool = True) -> bool:

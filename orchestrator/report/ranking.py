@@ -5,46 +5,38 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from orchestrator.config.lossy import lossy_words
 from orchestrator.config.strict import nearest
 from orchestrator.records.run_state import RunState
-from orchestrator.records.versions import Differing
-from orchestrator.report import costs, trained
+from orchestrator.report import extras, trained
+from orchestrator.report.entry import Entry
 from orchestrator.report.losses import loss_to_exact, perplexity_texts
 from orchestrator.report.summary import Table, run_command, without_key
 from orchestrator.rounds import recorded
-from orchestrator.rounds.intervals import (
-    EQUAL,
-    LEAST,
-    RoundsEstimate,
-    compared,
-    of_rounds,
-    ratio_of_separate,
-    ratio_of_turns,
-)
+from orchestrator.rounds.comparison import EQUAL, SpeedVerdict, compare
+from orchestrator.rounds.intervals import LEAST, RoundsEstimate, of_rounds
 from orchestrator.text.paths import program
-from orchestrator.text.units import ABSENT, change_text, digits, loss, significant, size
+from orchestrator.text.units import ABSENT, change_text, digits, loss, size
 
 
 class Metric(NamedTuple):
-    """A metric by which points are ranked. in_rounds: its value in each round; None for a value that is exact."""
+    """A metric by which points are ranked. times: for a speed, the times in each round that its comparison is of; None
+    for a value that is exact."""
 
     words: str
     higher_first: bool
     read: Callable[[dict[str, Any]], float | None]
-    in_rounds: Callable[[dict[str, Any]], list[float]] | None = None
-
-
-def _speeds(result: dict[str, Any]) -> list[float]:
-    return [1e3 / ms for ms in recorded.ms_per_token(result)]
+    times: Callable[[Mapping[str, Any]], list[float]] | None = None
 
 
 def speed(result: dict[str, Any]) -> RoundsEstimate | None:
     """Tokens per second of all ranks; None if there are too few rounds for an interval."""
-    return of_rounds(_speeds(result)) if recorded.is_ranked(result) else None
+    if not recorded.is_ranked(result):
+        return None
+    return of_rounds([1e3 / ms for ms in recorded.ms_per_token(result)])
 
 
 # The settings of an evaluation that generation does not have: in part they would contradict its own data.
@@ -57,13 +49,13 @@ METRICS = {
         "median tokens/s of all ranks",
         True,
         lambda result: float(result["throughput"]["tokens_per_second"]["median"]),
-        _speeds,
+        recorded.ms_per_token,
     ),
     "tokens_per_second_per_rank": Metric(
         "median tokens/s of one rank",
         True,
         lambda result: float(result["throughput"]["tokens_per_second"]["median"]) / result["world"],
-        lambda result: [value / result["world"] for value in _speeds(result)],
+        lambda result: [ms * result["world"] for ms in recorded.ms_per_token(result)],
     ),
     "step_ms": Metric(
         "median step time",
@@ -92,41 +84,8 @@ def rule(metric: str) -> str:
     """Describes how the rows are ordered."""
     order = "higher" if METRICS[metric].higher_first else "lower"
     tie = f"its rounds show no difference of more than {100 * EQUAL:g} % from the first row of its group"
-    tie = tie if METRICS[metric].in_rounds else "the same value"
+    tie = tie if METRICS[metric].times else "the same value"
     return f"sorted by {METRICS[metric].words}, {order} first; = marks a tie: {tie}"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One point of a sweep and how it ended. `result` is set exactly if it succeeded."""
-
-    label: str
-    state: str
-    result: dict[str, Any] | None = None
-    message: str = ""
-    folder: str = ""
-    overrides: tuple[str, ...] = field(default=())
-    measured_at: float | None = None  # seconds since the epoch
-    config: Mapping[str, Any] = field(default_factory=dict)  # of the point, as it is recorded
-    anchor: Mapping[str, Any] | None = None  # its result of an earlier day, if it was measured again to compare
-    differs: Differing = field(default_factory=dict)  # what it was made with that a run of the sweep would not be
-    own: bool = False  # the sweep has measured it when it was typed before
-
-    @property
-    def is_reused(self) -> bool:
-        """Whether another sweep measured it, or this one in another session or with other versions."""
-        return self.state == RunState.cached.value and (not self.own or bool(self.differs))
-
-    @property
-    def others_share(self) -> float | None:
-        """The share of the cores that other processes took during the measurement; None if unknown."""
-        share: float | None = ((self.result or {}).get("load") or {}).get("others_share")
-        return share
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether that share is notable."""
-        return self.others_share is not None and self.others_share >= recorded.NOTABLE_SHARE
 
 
 @dataclass(frozen=True)
@@ -158,7 +117,7 @@ def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]
     leader: Ranked | None = None
     placed = 0
     for entry in measured:
-        if how.in_rounds is not None and not recorded.is_ranked(entry.result or {}):
+        if how.times is not None and not recorded.is_ranked(entry.result or {}):
             ranked.append(Ranked(entry, metric=metric))
             continue
         placed += 1
@@ -172,26 +131,12 @@ def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]
 
 
 def _hidden(leader: Entry, entry: Entry, how: Metric, rivals: int) -> float | None:
-    """If the entry may be as good as the leader: up to which relative difference it would seem so; else None. See
-    [Note: equal] in rounds/intervals.py."""
+    """If the entry may be as good as the leader: up to which relative difference it would seem so; else None."""
     best, other = leader.result or {}, entry.result or {}
-    if how.in_rounds is None:
+    if how.times is None:
         return 0.0 if how.read(best) == how.read(other) else None
-    pair = recorded.in_turns(best, other)
-    reference = pair.reference if pair else None
-    best, other = (pair.one, pair.other) if pair else (best, other)
-    larger, smaller = map(how.in_rounds, (best, other) if how.higher_first else (other, best))
-    found = compared(larger, smaller, turns=pair is not None, rivals=rivals, reference=reference)
-    return None if found.differ else found.least - 1
-
-
-def ratio(
-    one: dict[str, Any], other: dict[str, Any], in_rounds: Callable[[dict[str, Any]], list[float]]
-) -> RoundsEstimate:
-    """One result's value by the other's."""
-    if pair := recorded.in_turns(one, other):
-        return ratio_of_turns(in_rounds(pair.one), in_rounds(pair.other), pair.reference)
-    return ratio_of_separate(in_rounds(one), in_rounds(other))
+    found = compare(other, best, how.times, family=rivals)
+    return None if found.verdict is SpeedVerdict.slower else found.hidden
 
 
 HEADER = (
@@ -233,9 +178,10 @@ def table(ranked: Sequence[Ranked]) -> Table:
     if perplexities := perplexity_texts({row.entry.label: row.entry.result for row in ranked}):
         header = (*header, "perplexity")
         rows = [(*cells, perplexities[row.entry.label]) for cells, row in zip(rows, ranked, strict=True)]
-    for name, cells in _known_columns(ranked).items():
-        header = (*header, name)
-        rows = [(*row, cell) for row, cell in zip(rows, cells, strict=True)]
+    for column in extras.columns([row.entry for row in ranked]):
+        if column.on_screen:
+            header = (*header, column.title)
+            rows = [(*row, column.cell(number)) for number, row in enumerate(rows)]
     if trains(ranked):
         header = (*header, "loss held out")
         held = [(row.entry.result or {}).get("loss", {}).get("validation") for row in ranked]
@@ -249,23 +195,6 @@ def table(ranked: Sequence[Ranked]) -> Table:
         rows = [(*cells, _reused_from(row.entry)) for cells, row in zip(rows, ranked, strict=True)]
     kept = (SHOWN_IN[ranked[0].metric],) if ranked and ranked[0].metric in SHOWN_IN else ()
     return Table(header, tuple(rows), names=2, drops=DROPS, kept=kept)
-
-
-def _known_columns(ranked: Sequence[Ranked]) -> dict[str, list[str]]:
-    """Columns that only some sweeps have, by their names: MFU, energy and cost."""
-    entries = [row.entry for row in ranked]
-    profiles = [(entry.result or {}).get("profile") or {} for entry in entries]
-    prices = {price.currency for entry in entries if (price := costs.price_of(entry.config))}
-    columns: dict[str, tuple[list[float | None], Callable[[float], str]]] = {
-        "MFU": ([one.get("mfu") for one in profiles], lambda value: f"{100 * value:.1f} %"),
-        "J/token": ([costs.joules_per_token(entry.result) for entry in entries], significant),
-        costs.column_name(prices): ([costs.cost_per_billion(one.config, one.result) for one in entries], significant),
-    }
-    return {
-        name: [ABSENT if value is None else text(value) for value in values]
-        for name, (values, text) in columns.items()
-        if any(value is not None for value in values)
-    }
 
 
 def _lossy_cells(entry: Entry, entries: Sequence[Entry]) -> tuple[str, str]:

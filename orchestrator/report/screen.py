@@ -16,7 +16,7 @@ from rich.text import Text
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.records.sweep_record import Planned
-from orchestrator.report import cautions, efficiency, named_apart, ranking, summary, sweep_table
+from orchestrator.report import cautions, extras, named_apart, ranking, summary, sweep_table
 from orchestrator.report.narrow import left_out_text, narrowed
 from orchestrator.report.progress import RECENT, phase, step_line, step_numbers
 from orchestrator.report.ranking import Ranked
@@ -99,7 +99,7 @@ class Screen:
         self.console.print()
         talk = [*summary.communication_rows(result), *summary.dtype_rows(result)]
         learned = [*summary.learning_rows(result), *summary.training_rows(result)]
-        used = efficiency.rows(result, config)
+        used = extras.rows(result, config)
         self.rows([*talk, *learned, *used, *summary.checkpoint_rows(result), summary.machine_row(result)])
         for warning in filter(None, (note, cautions.load_text(result))):
             self.warn(warning)

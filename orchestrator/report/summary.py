@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from orchestrator.config.lossy import lossy_words
 from orchestrator.config.schema import AdapterKind, CheckpointKind, DataKind, RunConfig, Tokenizer, to_dict
-from orchestrator.config.state_groups import Offload, StepTime
+from orchestrator.config.state_groups import Offload
 from orchestrator.rounds import recorded
 from orchestrator.rounds.intervals import of_rounds
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, difference, digits, loss, many, percent, size, steps_text
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 
 PHASES = (
     ("forward", "forward"),
@@ -52,10 +52,10 @@ class Table(NamedTuple):
 def plan_rows(config: RunConfig, folder: str) -> list[Row]:
     """The configuration of the run, with the batch size spelled out."""
     precision, batch, resources = config.precision.dtypes, config.batch, config.resources
-    ranks = resources.ranks or 1
+    ranks = resources.ranks
     per_group = config.parallel.same_batch()
-    tokens = (batch.global_size or 0) * batch.seq
-    threads = f", {many(resources.threads or 1, 'thread')} each" if resources.device.value == "cpu" else ""
+    tokens = batch.global_size * batch.seq
+    threads = f", {many(resources.threads, 'thread')} each" if resources.device.value == "cpu" else ""
     lossy = ", ".join(lossy_words(to_dict(config)))
     return [
         Row("model", _model_text(config)),
@@ -123,8 +123,7 @@ def _offload_text(offload: Offload) -> str:
     moved = {tier: " and ".join(name for name in what if what[name] is tier) for tier in places}
     moves = ", ".join(f"{names} in {places[tier]}" for tier, names in moved.items() if names)
     share = "" if offload.ratio == 1 else f"{offload.ratio:.0%} of the units: "
-    early = ", updated during backward" if offload.step is StepTime.speculative else ""
-    return f"{share}{moves}{early}"
+    return f"{share}{moves}"
 
 
 def _data_text(config: RunConfig) -> str:

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from orchestrator.config.lossy import lossy_words
-from orchestrator.report import costs, named_apart
+from orchestrator.report import extras, named_apart
 from orchestrator.report.cautions import failures, reused, warnings
+from orchestrator.report.entry import Entry
 from orchestrator.report.ranking import (
     DEFAULT_METRIC,
-    Entry,
     Ranked,
     clock,
     conclusion,
@@ -115,31 +115,6 @@ def _value_of(key: str, typed: str, entry: Entry) -> object:
     return None if isinstance(value, Mapping) else value
 
 
-PROFILED = (
-    "model_flops_per_step",
-    "executed_flops_per_step",
-    "model_flops_per_s",
-    "peak_flops_per_s",
-    "mfu",
-    "hfu",
-    "share_of_matrix_peak",
-)
-
-
-def _efficiency(entry: Entry) -> dict[str, object]:
-    """Operations, energy and cost; None for what is not known."""
-    profile = (entry.result or {}).get("profile") or {}
-    price = costs.price_of(entry.config)
-    return {
-        **{name: profile.get(name) for name in PROFILED},
-        "profiled_peak_bytes": profile.get("peak_bytes"),
-        "joules_per_step": costs.joules_per_step(entry.result),
-        "joules_per_token": costs.joules_per_token(entry.result),
-        "cost_per_billion_tokens": costs.cost_per_billion(entry.config, entry.result),
-        "currency": price.currency if price else None,
-    }
-
-
 def _csv_row(ranked: Ranked, settings: Mapping[str, object]) -> dict[str, object]:
     entry, result = ranked.entry, ranked.entry.result
     steps = result["throughput"] if result else {}
@@ -175,7 +150,7 @@ def _csv_row(ranked: Ranked, settings: Mapping[str, object]) -> dict[str, object
         "loss_last": result["loss"]["last"] if result else None,
         "loss_validation": result["loss"]["validation"] if result else None,
         "perplexity": result["loss"].get("perplexity") if result else None,
-        **_efficiency(entry),
+        **extras.cells(entry),
         "data_hash": result["data"]["hash"] if result else None,
         "world": result["world"] if result else None,
         "folder": entry.folder,

@@ -128,8 +128,8 @@ class InTurns(NamedTuple):
 
 def in_turns(one: Mapping[str, Any], other: Mapping[str, Any]) -> InTurns | None:
     """The rounds that two results share, of which the faster point may have more; None if they took no turns or share
-    too few rounds. See [Note: the same rounds] in intervals.py. With reference work the steps of a round count by their
-    geometric mean, as the reference does: a median of steps at two speeds is one of the two.
+    too few rounds. See [Note: the same rounds] in comparison.py. With reference work the steps of a round count by
+    their geometric mean, as the reference does: a median of steps at two speeds is one of the two.
     """
     if not one.get("session") or one["session"] != other.get("session"):
         return None

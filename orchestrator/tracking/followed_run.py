@@ -1,4 +1,4 @@
-"""One attempt and its run in MLflow, and the completion of runs whose commands are gone."""
+"""One attempt and its run in MLflow."""
 
 from __future__ import annotations
 
@@ -6,29 +6,39 @@ import contextlib
 import getpass
 import os
 import socket
-import sys
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.config.schema import from_dict
 from orchestrator.machine import provenance
-from orchestrator.machine.locks import locked
-from orchestrator.machine.processes import is_alive, started
-from orchestrator.records.record_file import EventTail, read_or_warn
+from orchestrator.machine.processes import started
+from orchestrator.records.record_file import EventTail, read_or_warn, require_json
 from orchestrator.records.record_shapes import RESULT, STATE
-from orchestrator.records.run_record import AttemptPaths, settle
+from orchestrator.records.run_record import Attempt, AttemptPaths
 from orchestrator.records.run_state import RunState
 from orchestrator.tracking import names
-from orchestrator.tracking import notes as tracking_notes
-from orchestrator.tracking.feed import store_uri
 from orchestrator.tracking.store import MlflowStore
+from orchestrator.tracking.sweep_names import experiment_of
 
 # A value costs a processor 0.1 to 0.3 ms in MLflow's SQL store (benchmarks/logging_cost.py). So while ranks are being
 # measured, steps that follow each other faster than this wait for the end of their run.
 LIVE_GAP_MS = 200
 
 Point = tuple[str, float, int, int]  # name, value, step, time in ms
+
+
+@dataclass(frozen=True)
+class RunNames:
+    """What a run is called. sweep: its name, if there is one. varied: the settings that vary in it. kept: the date of
+    an answer that an earlier command had."""
+
+    experiment: str
+    label: str
+    point: str
+    sweep: str = ""
+    varied: Mapping[str, str] = field(default_factory=dict)
+    kept: str = ""
 
 
 class FollowedRun:
@@ -86,8 +96,6 @@ class FollowedRun:
             if path.exists():
                 self._store.client.log_artifact(self.run, str(path))
         self._store.client.set_terminated(self.run, status=names.STATUS[outcome], end_time=ended or None)
-        if RunState(state.get("state", RunState.lost)).final:  # else the next command, which knows more, completes it
-            tracking_notes.forget(self._store.output, str(self._paths.root))
 
 
 def _outcome(state: Mapping[str, Any]) -> str:
@@ -101,71 +109,24 @@ def is_complete(run: Any, paths: AttemptPaths) -> bool:
     return bool(run.info.status == names.STATUS[outcome] and run.data.tags.get(names.OUTCOME) == outcome)
 
 
-def open_run(store: MlflowStore, message: Mapping[str, Any], tags: Mapping[str, str]) -> FollowedRun:
-    """Opens the run of the attempt in a message: a new run, or with `again` the one that an earlier tracker created.
-
-    The message has the attempt, its label and point, the experiment, the sweep if there is one, the settings of the
-    sweep that vary (`varied`), and the date of a result that was kept (`kept`).
-    """
-    attempt = {names.KIND: "point", names.POINT: message["point"], names.ATTEMPT: message["attempt"]}
-    attempt |= {names.SWEEP: message["sweep"]} if message.get("sweep") else {}
-    paths = AttemptPaths(Path(message["attempt"]))
-    experiment, label = message["experiment"], message["label"]
-    run = store.run_of(experiment, attempt, searched_by=names.POINT) if message.get("again") else None
+def open_run(store: MlflowStore, paths: AttemptPaths, named: RunNames, tags: Mapping[str, str]) -> FollowedRun:
+    """Opens the run of the attempt: the one that the store has, else a new one with these tags."""
+    attempt = {names.KIND: "point", names.POINT: named.point, names.ATTEMPT: str(paths.root)}
+    attempt |= {names.SWEEP: named.sweep} if named.sweep else {}
+    run = store.run_of(named.experiment, attempt, searched_by=names.POINT)
     if run is None:
-        kept = {names.KEPT: message["kept"]} if message.get("kept") else {}
-        run = store.create_run(experiment, f"{label} (kept)" if kept else label, {**tags, **attempt, **kept})
-    store.log_params(run, {**message.get("varied", {}), **names.params(read_or_warn(paths.config) or {})})
+        kept = {names.KEPT: named.kept} if named.kept else {}
+        label = f"{named.label} (kept)" if kept else named.label
+        run = store.create_run(named.experiment, label, {**tags, **attempt, **kept})
+    store.log_params(run, {**named.varied, **names.params(read_or_warn(paths.config) or {})})
     return FollowedRun(store, run, paths)
 
 
-def reconcile(store: MlflowStore, experiment: str) -> list[str]:
-    """Ends the runs in state RUNNING whose command on this host has ended. Returns their ids. Each run gets the state
-    in its records; without records it is lost."""
-    ended = []
-    for run in store.running(experiment):
-        tags = run.data.tags
-        if tags.get(names.HOST) != socket.gethostname() or names.PID not in tags:
-            continue
-        if tags.get(names.KIND) == "summary" or is_alive(int(tags[names.PID]), tags.get(names.STARTED)):
-            continue  # a summary is written again by the next command of its sweep
-        store.client.set_tag(run.info.run_id, names.RECONCILED, "its command was gone")
-        paths = AttemptPaths(Path(tags.get(names.ATTEMPT, "nowhere")))
-        if paths.state.exists():
-            settle(paths)
-        FollowedRun(store, run.info.run_id, paths).finish()
-        ended.append(run.info.run_id)
-    return ended
-
-
-def complete(output: Path, stores: dict[str, MlflowStore]) -> None:
-    """Completes the runs that dead commands left, from their records. `stores`: the stores that are open, by URI.
-    Failures are printed to stderr, and a later command tries again."""
-    with locked(output / ".tracking.lock", wait=False) as alone:
-        # Without the lock, another command's process is completing them.
-        for message in tracking_notes.left_behind(output) if alone else ():
-            try:
-                complete_one(output, message, stores)
-            except Exception as error:  # noqa: PERF203  one that cannot be completed keeps no other from it
-                print(f"{message['attempt']}: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-def complete_one(output: Path, message: Mapping[str, Any], stores: dict[str, MlflowStore]) -> None:
-    """Completes the run that a note describes. `stores`: as for `complete`."""
-    paths = AttemptPaths(Path(message["attempt"]))
-    config = read_or_warn(paths.config)
-    if config is None or not paths.state.exists():
-        tracking_notes.forget(output, message["attempt"])  # the attempt was deleted
-        return
-    if not settle(paths).final:
-        return  # a scheduler has it; the command that next checks the job records its end
-    tracking_notes.count_try(output, message)
-    uri = store_uri(from_dict(config), output, os.environ)
-    if uri not in stores:
-        stores[uri] = MlflowStore(uri, output)
-    command = message["command"]
-    tags = {names.HOST: command["host"], names.PID: str(command["pid"]), names.STARTED: str(command["started"])}
-    open_run(stores[uri], {**message, "again": True}, tags).finish()
+def open_single(store: MlflowStore, paths: AttemptPaths, tags: Mapping[str, str]) -> FollowedRun:
+    """Opens the run of an attempt in no sweep. BadRecord if its records cannot be read."""
+    attempt, config = Attempt.reopen(paths), from_dict(require_json(paths.config))
+    named = RunNames(experiment_of(config, None), attempt.label, attempt.point)
+    return open_run(store, paths, named, tags)
 
 
 def command_tags(parent: int) -> dict[str, str]:

@@ -20,14 +20,15 @@ from orchestrator.report.varied import Varied, varied_settings
 class SweepNames:
     """Read from the plan of the sweep; BadRecord if it cannot be read.
 
-    experiment: its name. settings: what varies, as parameters of runs. levels: the values of each setting.
+    experiment: its name. points: the id of each point, by label. settings: what varies, as parameters of runs. levels:
+    the values of each setting.
     """
 
     def __init__(self, sweep: SweepPaths) -> None:
         plan = plan_of(sweep)
         configs = [point.config for point in plan if point.config]
         self.experiment = experiment_of(from_dict(configs[0]), sweep) if configs else f"zlab/{sweep.name}"
-        self.points = len(plan)
+        self.points = {point.label: point.point for point in plan}
         varied = varied_settings([point.overrides for point in plan], range(len(plan)))
         self.levels = {_parameter(one): one.levels for one in varied}
         self._values = {

@@ -6,15 +6,17 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from orchestrator.records.record_file import read_or_warn
 from orchestrator.records.record_shapes import STATE, SWEEP
-from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.run_record import AttemptPaths, settle
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, standings
 from orchestrator.report import comparison, ranking
 from orchestrator.tracking import chart_page, names
-from orchestrator.tracking.followed_run import is_complete, open_run
+from orchestrator.tracking.followed_run import FollowedRun, RunNames, is_complete, open_run
 from orchestrator.tracking.store import MlflowStore
 from orchestrator.tracking.sweep_names import SweepNames
 
@@ -29,14 +31,12 @@ class SweepRuns:
 
     def prepare(self) -> None:
         """Writes the page of the sweep."""
-        page = chart_page.view(self._names.settings, self._sweep.name, self._names.points)
+        page = chart_page.view(self._names.settings, self._sweep.name, len(self._names.points))
         self._store.describe(self.experiment, {chart_page.tag_of(self._sweep.name): page})
 
     def missing(self) -> Iterator[tuple[Standing, bool]]:
         """The ended points whose runs are not complete, and whether each has a run."""
-        mine = {names.SWEEP: self._sweep.name, names.KIND: "point"}
-        runs = self._store.runs(self.experiment, mine, searched_by=names.SWEEP)
-        there = {run.data.tags.get(names.ATTEMPT): run for run in runs}
+        there = {run.data.tags.get(names.ATTEMPT): run for run in self._runs()}
         for standing in standings(self._sweep):
             if standing.attempt is None or not standing.state.final:
                 continue
@@ -44,14 +44,33 @@ class SweepRuns:
             if run is None or not is_complete(run, standing.attempt):
                 yield standing, run is not None
 
+    def end_replaced(self) -> None:
+        """Ends the runs that were cut off, also those of attempts that others have replaced."""
+        for run in self._runs():
+            attempt = AttemptPaths(Path(run.data.tags.get(names.ATTEMPT, "nowhere")))
+            if run.info.status == "RUNNING" and attempt.state.exists() and settle(attempt).final:
+                FollowedRun(self._store, run.info.run_id, attempt).finish()
+
+    def _runs(self) -> Iterator[Any]:
+        mine = {names.SWEEP: self._sweep.name, names.KIND: "point"}
+        return self._store.runs(self.experiment, mine, searched_by=names.SWEEP)
+
+    def open(self, label: str, attempt: AttemptPaths) -> FollowedRun:
+        """Opens the run of a point that this sweep runs."""
+        return self._opened(label, attempt, "")
+
     def write(self, standing: Standing) -> None:
         """Writes the run of an ended point."""
         assert standing.attempt is not None
-        planned = standing.planned
-        message = {"attempt": str(standing.attempt.root), "label": planned.label, "point": planned.point}
-        message |= {"experiment": self.experiment, "sweep": self._sweep.name}
-        details = {"varied": self._names.values_of(planned.label), "kept": _kept_since(planned, standing.attempt)}
-        open_run(self._store, {**message, **details, "again": True}, self._tags).finish()
+        kept = _kept_since(standing.planned, standing.attempt)
+        self._opened(standing.label, standing.attempt, kept).finish()
+
+    def _opened(self, label: str, attempt: AttemptPaths, kept: str) -> FollowedRun:
+        # The files that a point reads may have changed between the plan and its start: the attempt knows what it read.
+        point = (read_or_warn(attempt.state, STATE) or {}).get("point") or self._names.points[label]
+        varied = self._names.values_of(label)
+        named = RunNames(self.experiment, label, point, self._sweep.name, varied, kept)
+        return open_run(self._store, attempt, named, self._tags)
 
     def summarize(self) -> tuple[str, bool]:
         """Writes the summary run with the files of the report that are there, and describes the experiment.
@@ -68,8 +87,8 @@ class SweepRuns:
         for path in (self._sweep.page, self._sweep.picture, self._sweep.report, self._sweep.results):
             if path.is_file():
                 self._store.client.log_artifact(run, str(path))
-        if self._sweep.pictures.is_dir():
-            self._store.client.log_artifacts(run, str(self._sweep.pictures), self._sweep.pictures.name)
+        for path in sorted(self._sweep.pictures.glob("[!.]*")):  # a killed controller may have left parts of others
+            self._store.client.log_artifact(run, str(path), self._sweep.pictures.name)
         if self._store.client.get_run(run).info.status != "FINISHED":
             self._store.client.set_terminated(run, status="FINISHED")
         self._store.describe(self.experiment, {names.NOTE: f"{_sentence(facts)}\n\n{table}"})

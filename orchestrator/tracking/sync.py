@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,16 +11,15 @@ from typing import Any
 
 from orchestrator.config.schema import TrackingKind, from_dict
 from orchestrator.machine.locks import locked
-from orchestrator.records.record_file import read_or_warn
+from orchestrator.records.record_file import read_or_warn, require_json
 from orchestrator.records.record_shapes import STATE
-from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.run_record import AttemptPaths, settle
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import SweepPaths, all_sweeps, controller_pid, plan_of, standings
 from orchestrator.report import comparison
-from orchestrator.tracking import names
-from orchestrator.tracking import notes as tracking_notes
+from orchestrator.tracking import left, names
 from orchestrator.tracking.feed import store_uri
-from orchestrator.tracking.followed_run import command_tags, complete_one, is_complete, open_run, reconcile
+from orchestrator.tracking.followed_run import command_tags, is_complete, open_single
 from orchestrator.tracking.store import MlflowStore, StoreError
 from orchestrator.tracking.sweep_names import experiment_of
 from orchestrator.tracking.sweep_runs import SweepRuns
@@ -111,7 +111,14 @@ def _sync_sweep(sweep: SweepPaths, stores: _Stores, tags: Mapping[str, str], don
         done.missing = 0
         done.left = f"{sweep.name} runs, and its own tracker writes it"
         return
-    reconcile(store, runs.experiment)
+    _write_missing(runs, done)
+    comparison.write(sweep, with_png=True)
+    done.summary, is_new = runs.summarize()
+    done.added += is_new
+    done.missing = 0
+
+
+def _write_missing(runs: SweepRuns, done: Synced) -> None:
     missing = list(runs.missing())
     done.missing = 1 + len(missing)
     for standing, is_there in missing:
@@ -119,48 +126,68 @@ def _sync_sweep(sweep: SweepPaths, stores: _Stores, tags: Mapping[str, str], don
         done.completed += is_there
         done.added += not is_there
         done.missing -= 1
-    comparison.write(sweep, with_png=True)
-    done.summary, is_new = runs.summarize()
-    done.added += is_new
-    done.missing = 0
+    runs.end_replaced()
 
 
 def _sync_single(output: Path, stores: _Stores, tags: Mapping[str, str], done: Synced) -> None:
-    """The runs in no sweep: those that commands left, and the last measured attempt of each point."""
-    left = tracking_notes.left_behind(output, tries=None)
+    """The runs in no sweep: the last measured attempt of each point, and each whose run was cut off."""
     single = list(_single_attempts(output, stores))
-    done.missing = len({message["attempt"] for message in left} | {str(attempt.root) for attempt, _ in single})
-    for message in left:
-        complete_one(output, message, stores.open)
-        done.completed += 1
-    complete: dict[str, dict[str, Any]] = {}
-    for number, (attempt, config) in enumerate(single):
-        done.missing = len(single) - number
+    done.missing = sum(is_answer for _, _, is_answer in single)
+    there: dict[str, dict[str, Any]] = {}
+    for attempt, config, is_answer in single:
         store, experiment = stores.of(config), experiment_of(from_dict(config), None)
-        if experiment not in complete:
-            reconcile(store, experiment)
-            complete[experiment] = {run.data.tags.get(names.ATTEMPT): run for run in store.runs(experiment)}
-        run = complete[experiment].get(str(attempt.root))
-        if run is not None and is_complete(run, attempt):
-            continue
-        point = attempt.root.parent.parent.name
-        label = str((read_or_warn(attempt.state, STATE) or {}).get("label", point))
-        message = {"attempt": str(attempt.root), "label": label, "point": point, "experiment": experiment}
-        open_run(store, {**message, "again": True}, tags).finish()
-        done.completed += run is not None
-        done.added += run is None
+        if experiment not in there:
+            there[experiment] = {run.data.tags.get(names.ATTEMPT): run for run in store.runs(experiment)}
+        run = there[experiment].get(str(attempt.root))
+        is_whole = run is not None and is_complete(run, attempt)
+        if not is_whole and (is_answer or run is not None) and settle(attempt).final:
+            open_single(store, attempt, tags).finish()
+            done.completed += run is not None
+            done.added += run is None
+        done.missing -= is_answer
     done.missing = 0
 
 
-def _single_attempts(output: Path, stores: _Stores) -> Iterator[tuple[AttemptPaths, dict[str, Any]]]:
-    """The last measured attempt of each tracked point in no sweep, and its configuration."""
-    in_sweeps = {str(point.attempt.root) for point in _all_standings(output) if point.attempt is not None}
+def _single_attempts(output: Path, stores: _Stores) -> Iterator[tuple[AttemptPaths, dict[str, Any], bool]]:
+    """The attempts of tracked points in no sweep that no tracker follows, their configurations, and whether each is the
+    last measured one of its point."""
+    in_sweeps = {point.attempt.root for point in _all_standings(output) if point.attempt is not None}
+    others = in_sweeps | left.followed(output)
     for point in sorted((output / "points").glob("*")):
-        attempt = _last_measured(point)
-        config = None if attempt is None else read_or_warn(attempt.config)
-        if attempt is None or config is None or str(attempt.root) in in_sweeps or not stores.takes(config):
-            continue
-        yield attempt, config
+        answer = _last_measured(point)
+        for attempt in map(AttemptPaths, sorted((point / "attempts").glob("*"))):
+            config = read_or_warn(attempt.config) if attempt.root not in others and attempt.state.exists() else None
+            if config is not None and stores.takes(config):
+                yield attempt, config, attempt == answer
+
+
+def complete_left(output: Path) -> None:
+    """Completes what the trackers of dead commands left. Failures are printed to stderr, and a later command tries
+    again."""
+    stores, tags = _Stores(output, ""), command_tags(os.getpid())
+    with locked(output / ".tracking.lock", wait=False) as alone:
+        # Without the lock, another process completes them.
+        for path in left.behind(output) if alone else ():
+            root = left.take(path)
+            try:
+                if root is None or _complete(root, stores, tags):
+                    path.unlink(missing_ok=True)
+            except Exception as error:
+                print(f"{root}: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _complete(root: Path, stores: _Stores, tags: Mapping[str, str]) -> bool:
+    """Writes the ended runs of a sweep or an attempt. Whether nothing is left: a scheduler may still have some."""
+    sweep, attempt = SweepPaths(root), AttemptPaths(root)
+    if attempt.state.exists():
+        if settle(attempt).final:
+            open_single(stores.of(require_json(attempt.config)), attempt, tags).finish()
+        return settle(attempt).final
+    if not sweep.plan.exists() or controller_pid(sweep) is not None:
+        return True  # it was deleted, or has another tracker
+    configs = [point.config for point in plan_of(sweep) if point.config]
+    _write_missing(SweepRuns(stores.of(configs[0]), sweep, tags), Synced(sweep.name))
+    return True
 
 
 def _all_standings(output: Path) -> Iterator[Any]:

@@ -11,7 +11,53 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import Any
 
+# The wings' verbs, each with its module, which has `main` and `parser`: `python run.py VERB ...` calls its `main`.
+VERBS = {
+    "fit": "orchestrator.wings.predict.fit",
+    "calibrate": "orchestrator.wings.predict.calibrate",
+    "choose": "orchestrator.wings.predict.choose",
+    "generate": "orchestrator.wings.generate.generate",
+    "export-weights": "orchestrator.wings.foreign.export_weights",
+    "import": "orchestrator.wings.foreign.import_config",
+    "export": "orchestrator.wings.foreign.export_config",
+    "launch": "orchestrator.wings.scripts.launch_script",
+}
+
+# Entry of a rank of measure=eval, which trains nothing.
+EVALUATION = "orchestrator.wings.validation.evaluate:run_rank"
+# Meter of the energy of a rank's device.
+ENERGY = "orchestrator.wings.energy:meter_of"
+# The variable that asks for a fault, and what refuses one that can never act.
+FAULT, CHECK_FAULT = "ZLAB_FAULT", "orchestrator.wings.faults:problem_of"
+# Modules for what a saved model has besides its weights, and what writes the files next to weights.
+TOKENIZER, ADAPTERS = "orchestrator.wings.pretrained.tokenizer", "orchestrator.wings.pretrained.adapters"
+WRITE_COMPANIONS = "orchestrator.wings.pretrained.companions:write_companions"
+# What a run does beside its steps: the classes of orchestrator/worker/listeners.py's listeners.
+LISTENERS = {
+    "fault": "orchestrator.wings.faults:FaultListener",
+    "validation": "orchestrator.wings.validation.held_out:Validation",
+    "examples": "orchestrator.wings.generate.examples:Examples",
+    "profile": "orchestrator.wings.profile.profile_rank:Profile",
+}
+# Module of tensor and sequence parallelism, for a configuration that divides its model or its sequences.
+DIVIDED = "orchestrator.wings.divided"
+PREDICTOR = "orchestrator.wings.predict.prediction"  # which plans ask: see orchestrator/plan/predictor.py
+PREDICTED = "orchestrator.wings.predict.predicted"  # what rank 0 shows beside what it measures
+# The clusters beside this machine, by cluster.kind: see SweepCluster in launch/cluster.py.
+CLUSTERS = {"slurm": "orchestrator.wings.slurm.sweep:SlurmCluster"}
+ASK_SLURM = "orchestrator.wings.slurm.tools:ask"  # for `zlab doctor`: what one of SLURM's tools prints
+# For a rank that another launcher has started: runs it.
+JOIN = "orchestrator.wings.torchrun.join:join"
+# For a task of the user's own srun: sets the variables of a rank.
+PLACE_IN_STEP = "orchestrator.wings.slurm.rank:say_place_in_step"
+# Modules of what a comparison shows besides the trunk's numbers: orchestrator/report/extras.py says what each has.
+EXTRAS = ("orchestrator.wings.profile.extras",)
+# Who writes more of a sweep's report: functions that return a ReportPart (orchestrator/report/comparison.py).
+REPORT_PARTS = ("orchestrator.wings.page.files:part",)
+# Modules of what the page shows of other wings: `section`, `markdown` and `figures` of the points of a report.
+REPORT_SECTIONS = ("orchestrator.wings.profile.profile_page",)
+
 
 def load(place: str) -> Any:
-    """The object that "package.module:attribute" names."""
+    """The object that "package.module:attribute" names, or the module that "package.module" names."""
     return resolve_name(place)

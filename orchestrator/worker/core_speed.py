@@ -5,7 +5,7 @@ A core of a virtual machine may share its hardware with a neighbour that no coun
 takes half as long again, and is back within a second. Work that is always the same meets the same
 neighbour. It has the three kinds of work that steps on cores consist of: products of small matrices, sums over arrays,
 and calls of operations that have next to nothing to do. It takes about a millisecond, which is left out of the
-step's time. How it is used is in [Note: equal speed of the cores] of rounds/intervals.py.
+step's time. How it is used is in [Note: equal speed of the cores] of rounds/comparison.py.
 
 [Note: between two steps]
 What a step leaves running when it ends, such as the gathers of new parameters at stages 1 and 2, would proceed during
@@ -31,7 +31,7 @@ import time
 import torch
 
 from orchestrator.config.schema import Device, RunConfig
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 
 # Whoever changes the work changes its number, rounds/recorded.py's REFERENCE_WORK.
 SIDE = 128  # of the matrices: three of them are 192 KiB

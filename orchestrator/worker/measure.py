@@ -11,24 +11,20 @@ from typing import Any
 import psutil
 import torch
 
-from orchestrator.plan.tensor_messages import TensorSent
+from orchestrator import wings
+from orchestrator.config.schema import RunConfig
 from orchestrator.rounds.recorded import Round
 from zero_runtime.accounting import (
-    error_bytes,
-    kept_bytes,
+    bytes_of_element,
     predicted_offload_bytes,
     predicted_state_bytes,
     scratch_bytes,
-    unit_sizes,
 )
+from zero_runtime.census import Census
 from zero_runtime.ledger import Ledger
-from zero_runtime.memory import model as memory_model
-from zero_runtime.memory.census import Census
-from zero_runtime.optim.matrix_owners import owned_matrices, sent_elements
 from zero_runtime.runtime import ZeroRuntime
-from zero_runtime.wire import EXACT, gathered, reduced, signs_bytes
+from zero_runtime.state_bytes import formula
 
-NOTHING_SENT = TensorSent()
 PHASES = ("data", "forward", "backward", "communication_exposed", "optimizer", "other")
 
 
@@ -84,13 +80,11 @@ def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> di
             for name, size in asdict(predicted).items()
             if name != "padding"
         ],
-        "formula": memory_model.formula(
+        "formula": formula(
             runtime.plan,
             runtime.precision,
             micro_batches=micro_batches,
-            state_bytes=runtime.optimizer.config.state_bytes,
-            error_bytes=error_bytes(runtime),
-            kept_bytes=kept_bytes(runtime),
+            **bytes_of_element(runtime),
             matrix_state_bytes=runtime.optimizer.config.matrix_state_bytes,
             with_frozen=not all(unit.trainable for unit in runtime.units),
         )
@@ -156,107 +150,15 @@ def phases_ms(readings: Readings, warmup_steps: int) -> dict[str, float]:
     return {name: statistics.median(step.get(name, 0.0) for step in steps) * 1e3 for name in PHASES}
 
 
-def communication(
-    runtime: ZeroRuntime,
-    ledger: Ledger,
-    *,
-    reduces_at_boundary: bool,
-    tensor: TensorSent = NOTHING_SENT,
-    tensor_words: str = "",
-) -> dict[str, Any]:
-    """Communication volumes of one steady step on one rank, with the theoretical ones.
-
-    tensor, tensor_words: what a rank sends to its tensor- or sequence-parallel group in one micro-batch, in theory.
-    """
-    world, shard_count = runtime.collectives.data_world, runtime.collectives.shard_count
-    group_ranks = runtime.collectives.group_ranks
-    if runtime.trains:
-        counts = memory_model.CollectiveCounts.of(
-            runtime.plan, runtime.settings.micro_batches, reduces_at_boundary=reduces_at_boundary
-        )
-    else:  # one gather in a forward
-        counts = memory_model.CollectiveCounts(int(not runtime.plan.keeps_full_params), 0)
-    sizes = [unit for unit in unit_sizes(runtime) if unit.trainable == runtime.trains]
-
-    def elements(numel: int) -> int:
-        return memory_model.collective_elements(counts, numel, world=world, shard_count=group_ranks)
-
-    theory = elements(sum(unit.numel for unit in sizes))
-    text = memory_model.collective_formula(counts, world=world, shard_count=group_ranks)
-    padding = elements(sum(unit.padded_numel for unit in sizes)) - theory
-    if runtime.optimizer.config.compresses_in(runtime.optimizer.updates):
-        theory, padding = _sign_elements(runtime, counts), 0
-        text = f"{counts.gathers}Ψ·(N-1)/N gathered + bytes of the signs of the momentum"
-    elif shard_count > 1 and runtime.settings.wire != EXACT:
-        theory, padding = _quantised_elements(runtime, counts), 0
-        text += ", a quantised element as its bytes"
-    if runtime.trains and not runtime.plan.keeps_full_params:
-        of_frozen, padding_of_frozen, frozen_text = _frozen_elements(runtime)
-        theory, padding, text = theory + of_frozen, padding + padding_of_frozen, text + frozen_text
-    with_matrices = [unit for unit in runtime.units if unit.matrices]
-    full_shapes = {name: split.shape for unit in with_matrices for name, split in unit.slices.splits.items()}
-    matrices = owned_matrices([unit.layout for unit in with_matrices], shard_count, full_shapes)
-    if of_matrices := sent_elements(matrices, runtime.collectives.shard_rank):
-        theory += of_matrices
-        text += " + parts of matrices to their owners and back"
-    if tensor.calls:
-        micro_batches = runtime.settings.micro_batches
-        theory += micro_batches * tensor.elements
-        different = " (N: ranks with different batches)" if runtime.collectives.tensor_degree > 1 else ""
-        text += f" + {micro_batches} x {tensor_words}{different}"
+def communication(runtime: ZeroRuntime, ledger: Ledger, config: RunConfig) -> dict[str, Any]:
+    """Communication volumes of one steady step on one rank, with the theoretical ones."""
+    frozen = [unit for unit in runtime.units if not unit.trainable] if runtime.trains else []
+    unread = {unit.name for unit in frozen if not runtime.backward_reads(unit)}
     return {
         "data": {kind: asdict(volume) for kind, volume in sorted(ledger.data.items())},
-        "theory": text,
-        "theory_elements": theory,
-        "padding_elements": padding,
+        **wings.load(wings.PREDICTED).theory(config, updates=runtime.optimizer.updates, unread=unread),
         "control_bytes": ledger.control.bytes,
     }
-
-
-def _frozen_elements(runtime: ZeroRuntime) -> tuple[int, int, str]:
-    """The elements that a step gathers of frozen parameters, their padding, and the formula in words.
-
-    A micro-batch gathers each unit in its forward, and in its backward if a gradient passes through the unit: not those
-    before the first trained parameter, such as an embedding.
-    """
-    frozen = [unit for unit in runtime.units if not unit.trainable]
-    wire, collectives, micro_batches = runtime.settings.wire, runtime.collectives, runtime.settings.micro_batches
-    group_ranks, total, sent = collectives.group_ranks, 0, 0
-    for unit in frozen:
-        gathers = micro_batches * (1 + runtime.backward_reads(unit))
-        held = unit.layout.padded_numel // group_ranks
-        one = gathered(wire, runtime.plan, held, group_ranks, unit.param_dtype.itemsize, trainable=False)
-        sent += gathers * one.elements
-        total += gathers * unit.layout.numel * (group_ranks - 1)
-    if not sent:
-        return 0, 0, ""
-    ranks = "N" if group_ranks == collectives.data_world else "G"
-    text = f" + {2 * micro_batches}Φ·({ranks}-1)/{ranks} (Φ frozen"
-    if passed := sum(unit.layout.numel for unit in frozen if not runtime.backward_reads(unit)):
-        text += f"; of {passed:,} half, which backward does not read"
-    theory = sent if wire.gather else total // group_ranks
-    return theory, sent - theory, f"{text})"
-
-
-def _quantised_elements(runtime: ZeroRuntime, counts: memory_model.CollectiveCounts) -> int:
-    """The elements of a step's collectives with padding, where a quantised element counts as its bytes."""
-    wire, collectives, total = runtime.settings.wire, runtime.collectives, 0
-    groups = (collectives.shard_count, collectives.replica_count)
-    for unit in (one for one in runtime.units if one.trainable):
-        shard = unit.layout.shard_numel
-        gather = gathered(wire, runtime.plan, shard, groups[0], unit.param_dtype.itemsize, trainable=True)
-        reduction = reduced(wire, shard, *groups, unit.grad_dtype.itemsize)
-        total += counts.gathers * gather.elements + counts.reductions * reduction.elements
-    return total
-
-
-def _sign_elements(runtime: ZeroRuntime, counts: memory_model.CollectiveCounts) -> int:
-    """The elements that are gathered in a step, and the bytes of the signs that are averaged."""
-    collectives, total = runtime.collectives, 0
-    for unit in (one for one in runtime.units if one.trainable):
-        total += counts.gathers * (collectives.shard_count - 1) * unit.layout.shard_numel
-        total += signs_bytes(unit.layout.padded_numel, collectives.data_world)
-    return total
 
 
 def worst_of(per_rank: list[dict[str, int | None]]) -> dict[str, int | None]:

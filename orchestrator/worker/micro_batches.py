@@ -11,7 +11,7 @@ from orchestrator.workloads.data import IGNORED_LABEL, TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
 from orchestrator.workloads.sources import IntArray
 from zero_runtime.runtime import ZeroRuntime
-from zero_runtime.tensor_parallel.division import head_of
+from zero_runtime.wings import HEAD_OF, load
 
 
 class MicroBatches:
@@ -19,7 +19,8 @@ class MicroBatches:
 
     def __init__(self, config: RunConfig, runtime: ZeroRuntime, data: TokenData) -> None:
         self._config, self._runtime, self._data = config, runtime, data
-        self._head = head_of(runtime.model)
+        # A head whose logits stay divided between ranks; None if there are none such.
+        self._head = load(HEAD_OF)(runtime.model) if runtime.collectives.tensor_degree > 1 else None
 
     def of_step(self, samples: int) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
         """This rank's slice of the global batch after so many samples, split into micro-batches of [micro, seq] int64.

@@ -36,7 +36,6 @@ class RunFacts:
 
     @property
     def tokens_per_step(self) -> int:
-        assert self.config.batch.global_size is not None
         return self.config.batch.global_size * self.config.batch.seq
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from orchestrator.config.schema import Measure
-from orchestrator.machine.energy import EnergyMeter, joules_of_all
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns
 from orchestrator.rounds.order import round_sizes
@@ -21,6 +20,19 @@ from orchestrator.worker.machine_load import LoadMeter, Used, others_share, stal
 Tell = Callable[..., None]
 MOST_FURTHER = 18  # rounds for measure.min_s: beyond that they become longer, because each change of turns takes time
 ROUND_S = 1.0  # how long they are otherwise, if the configured ones are longer: a load comes and goes in seconds
+
+
+class Meter(Protocol):
+    """Measures the energy of a rank's device; orchestrator/wings/energy.py has one."""
+
+    def begin(self) -> None:
+        """Starts the measured time."""
+
+    def end(self) -> dict[str, float]:
+        """Joules since the last `begin`, by counter."""
+
+    def of_all(self, ranks: Sequence[Mapping[str, float]]) -> float | None:
+        """Joules of all ranks; None if a rank has no counter."""
 
 
 class MeasuredRounds:
@@ -44,14 +56,14 @@ class MeasuredRounds:
         gather: Callable[[Used], list[Used]],
         tell: Tell,
         waiting: Callable[[], None],
-        energy: EnergyMeter | None = None,
+        energy: Meter | None = None,
         reference: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._turns = Turns(attempt)
         self._configured, self._min_s = measure.rounds, measure.min_s
         self._asked = measure.rounds if self._turns.number is None else 1
         self._step_s, self._gather, self._tell, self._waiting = step_s, gather, tell, waiting
-        self._load, self._energy = LoadMeter(), energy or EnergyMeter()
+        self._load, self._energy = LoadMeter(), energy
         self._time_reference = reference
         self._reference_ms: list[float] | None = None  # of the current round: before each step, and after the last
         self._begins: set[int] = set()  # the first steps of the rounds
@@ -92,7 +104,8 @@ class MeasuredRounds:
         self._first, self._begun_at = len(self._step_s), time.time()
         self._reference_ms = []
         self._load.begin(self._turns.beside)
-        self._energy.begin()
+        if self._energy is not None:
+            self._energy.begin()
 
     def before_step(self) -> None:
         """Times the reference work, if a round has begun."""
@@ -111,11 +124,14 @@ class MeasuredRounds:
         made = self._step_s[self._first :]
         step_ms = [1e3 * seconds for seconds in counted(made, self._asked)]
         used = self._load.end()._replace(
-            joules=self._energy.end(), counted_s=sum(step_ms) / 1e3, reference_ms=counted(around, self._asked)
+            joules=self._energy.end() if self._energy else None,
+            counted_s=sum(step_ms) / 1e3,
+            reference_ms=counted(around, self._asked),
         )
         ranks = self._gather(used)
         self._counted_s, self._counted_steps = self._counted_s + ranks[0].counted_s, self._counted_steps + len(step_ms)
-        joules = joules_of_all([rank.joules or {} for rank in ranks])
+        # Ranks may share a counter, which is counted once, so that all of them are needed at a time.
+        joules = self._energy.of_all([rank.joules or {} for rank in ranks]) if self._energy else None
         per_step = None if joules is None else joules / len(made)
         shares = (others_share(ranks), stalled_shares(ranks))
         by_step = zip(*(rank.reference_ms for rank in ranks), strict=True)
@@ -138,6 +154,8 @@ class MeasuredRounds:
         if self._asked == 1 or missing_s <= 0 or not self._counted_s:
             return []
         missing = math.ceil(missing_s * self._counted_steps / self._counted_s)
+        # As long as the configured rounds, or shorter, because a load comes and goes in seconds; but not so many that
+        # changing turns takes longer than the steps.
         as_configured = math.ceil(missing / self._counted_steps * self._asked)
         rounds = min(max(as_configured, math.ceil(missing_s / ROUND_S)), missing, MOST_FURTHER)
         steps = math.ceil(missing / rounds) + 1  # the first is not counted

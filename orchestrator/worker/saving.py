@@ -7,26 +7,20 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator import wings
 from orchestrator.config.schema import AdapterKind, CheckpointKind, RunConfig, WeightsExport, to_dict
 from orchestrator.records.record_file import EventTail, append_event, read_or_warn
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.text.units import spans
-from orchestrator.workloads.companions import write_companions
-from zero_runtime.checkpoint.background import BackgroundSaver
-from zero_runtime.checkpoint.foreign.formats import foreign_reader
-from zero_runtime.checkpoint.foreign.source import ForeignCheckpoint, load_foreign
-from zero_runtime.checkpoint.hugging_face.gathered import save_gathered_weights
-from zero_runtime.checkpoint.layout import step_name
-from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
-from zero_runtime.checkpoint.retention import Retention, Skipped, clear_leftovers, newest_good_together, open_together
-from zero_runtime.checkpoint.save import SaveSettings
+from zero_runtime.agreement import agree
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import CheckpointError
 from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.wings import FOREIGN_READER, LOAD_FOREIGN, RUN_CHECKPOINTS, WRITE_WEIGHTS_FOLDER, load
 
 AUTO, NONE = "auto", "none"
 
@@ -71,11 +65,16 @@ class Saving:
         self._contents: dict[str, str] = (read_or_warn(attempt.state) or {}).get("contents") or {}
         self._restarted = restarted
         self._rank = runtime.collectives.rank
-        retention = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
-        # A base model that was read from a folder is not written again with every checkpoint of its adapters.
-        with_frozen = config.adapter.kind is AdapterKind.none or config.model.path is None
-        settings = SaveSettings(retention=retention, with_frozen=with_frozen)
-        self._saver = BackgroundSaver(attempt.checkpoints, settings)
+        self._checkpoints: Any = None  # RunCheckpoints, or None if the run neither saves nor resumes
+        if restarted or self._config.kind is not CheckpointKind.none or self._config.resume != NONE:
+            self._checkpoints = load(RUN_CHECKPOINTS)(
+                runtime,
+                attempt.checkpoints,
+                keep_last=self._config.keep_last,
+                keep_every=self._config.keep_every,
+                # A base model that was read from a folder is not written again with every checkpoint of its adapters.
+                with_frozen=config.adapter.kind is AdapterKind.none or config.model.path is None,
+            )
         self._last = 0  # step of the last save
         self._stalls_s: list[float] = []
         self.first_update = 0  # updates that another library made before this run began
@@ -89,24 +88,29 @@ class Saving:
 
     def resume(self) -> Progress:
         """Loads the checkpoint that the configuration names, if any, into the runtime. Returns its progress."""
+        if self._checkpoints is None:
+            return Progress()
         if self._rank == 0:
-            clear_leftovers(self._attempt.checkpoints)
+            self._checkpoints.clear_leftovers()
         checkpoint = self._own() if self._restarted else None
         if checkpoint is None:
-            reader = None if self._config.resume in (AUTO, NONE) else foreign_reader(Path(self._config.resume))
+            named = self._config.resume not in (AUTO, NONE)
+            reader = load(FOREIGN_READER)(Path(self._config.resume)) if named else None
             if reader is not None:
                 return self._take_over(reader)
             checkpoint = self._chosen()
         if checkpoint is None:
             return Progress()
         trainer = checkpoint.index.trainer
+        # Samples, not steps, say where the data goes on: this run's global batch may have another size.
         progress = Progress(trainer["step"], trainer["samples"])
         self._check_data(checkpoint.path, trainer)
         if progress.step >= self._steps:
             self.earlier_result = self._result_in(checkpoint.path, trainer)
-        load_checkpoint(self._runtime, checkpoint)
+        self._checkpoints.load(checkpoint)
         self.first_update = trainer.get("first_update", 0)
         self._last = progress.step
+        # Another run's best checkpoint is in that run's folder, where this one's retention does not keep it.
         if checkpoint.path.parent == self._attempt.checkpoints and trainer.get("best"):
             self.best = Best(**trainer["best"])
         if self._rank == 0:
@@ -116,12 +120,12 @@ class Saving:
             self._tell("resumed", step=progress.step, path=str(checkpoint.path), **missing)
         return progress
 
-    def _take_over(self, reader: Callable[[Iterable[str]], ForeignCheckpoint]) -> Progress:
+    def _take_over(self, reader: Callable[[Iterable[str]], Any]) -> Progress:
         """Loads another library's states and its number of updates, which Adam's bias correction needs.
 
         Steps, data and schedule start again: its checkpoint has none of ours.
         """
-        foreign = load_foreign(self._runtime, reader)
+        foreign = load(LOAD_FOREIGN)(self._runtime, reader)
         self.first_update = self._runtime.updates
         if self._rank == 0:
             self._tell("resumed", step=0, path=str(foreign.path), kind=foreign.kind, updates=foreign.updates)
@@ -160,22 +164,21 @@ class Saving:
         }
         return {**result, "checkpoints": {**checkpoints, **saved, "weights": self._weights_folder()}}
 
-    def _own(self) -> CheckpointReader | None:
+    def _own(self) -> Any:
         """The newest checkpoint that this attempt saved before its job was requeued, whatever `resume` says."""
-        checkpoint = newest_good_together(self._runtime.collectives, self._attempt.checkpoints, self._tell_passed_over)
+        checkpoint = self._checkpoints.newest_good(self._tell_passed_over)
         is_own = checkpoint is not None and checkpoint.index.trainer["metrics"] == str(self._attempt.metrics)
         return checkpoint if is_own else None
 
-    def _chosen(self) -> CheckpointReader | None:
+    def _chosen(self) -> Any:
         resume = self._config.resume
         if resume == NONE:
             return None
-        collectives = self._runtime.collectives
         if resume != AUTO:
-            return open_together(collectives, resume)
-        return newest_good_together(collectives, self._attempt.checkpoints, self._tell_passed_over)
+            return self._checkpoints.open(resume)
+        return self._checkpoints.newest_good(self._tell_passed_over)
 
-    def _tell_passed_over(self, skipped: Skipped) -> None:
+    def _tell_passed_over(self, skipped: Any) -> None:
         self._tell("passed_over", path=str(skipped.path), why=skipped.why)
 
     def _continue_curve(self, metrics: Path, step: int) -> None:
@@ -224,7 +227,7 @@ class Saving:
         """Returns once the state is saved and on disk; False if the run saves nothing."""
         if progress.step > self._last:
             self._save(progress)
-        self._saver.wait(self._runtime)
+        self._wait()
         return self._config.kind is not CheckpointKind.none
 
     def finish(self, progress: Progress, result: Callable[[], dict[str, Any]]) -> None:
@@ -232,7 +235,7 @@ class Saving:
         waits for the disk. `result` is a collective: every rank calls it if the run saves."""
         if self._config.kind is not CheckpointKind.none:
             self._save(progress, {"result": json.loads(json.dumps(result()), parse_constant=lambda _: None)})
-        self._saver.wait(self._runtime)
+        self._wait()
         self.write_weights()
 
     def write_weights(self) -> None:
@@ -240,9 +243,9 @@ class Saving:
         dtype = str(self._config.weights)
         if self._config.weights is WeightsExport.none:
             return
-        save_gathered_weights(self._runtime, self._attempt.weights, dtype=TORCH_DTYPE[dtype])
+        load(WRITE_WEIGHTS_FOLDER)(self._runtime, self._attempt.weights, dtype=TORCH_DTYPE[dtype])
         if self._rank == 0:
-            write_companions(self._attempt.weights, self._run, dtype)
+            wings.load(wings.WRITE_COMPANIONS)(self._attempt.weights, self._run, dtype)
 
     def _weights_folder(self) -> str | None:
         return str(self._attempt.weights) if self._config.weights is not WeightsExport.none else None
@@ -261,17 +264,22 @@ class Saving:
             "config": self._run,
             **(more or {}),
         }
-        if self._keeps_best and self.best is not None:
-            retention = replace(self._saver.settings.retention, also=(self.best.step,))
-            self._saver.settings = replace(self._saver.settings, retention=retention)
+        also = (self.best.step,) if self._keeps_best and self.best is not None else ()
         start = time.perf_counter()
-        self._saver.save(self._runtime, step=progress.step, trainer=trainer)
+        self._checkpoints.save(step=progress.step, trainer=trainer, also=also)
         if not self._config.background:
-            self._saver.wait(self._runtime)
+            self._wait()
         self._last = progress.step
         self._stalls_s.append(time.perf_counter() - start)
         if self._rank == 0:
             self._tell("saved", step=progress.step, stall_ms=1e3 * self._stalls_s[-1])
+
+    def _wait(self) -> None:
+        """Block until the last save is on disk. All ranks meet here, also in a run that saves nothing."""
+        if self._checkpoints is None:
+            agree(self._runtime.collectives, None)
+        else:
+            self._checkpoints.wait()
 
     def _tell(self, event: str, **values: Any) -> None:
         append_event(self._attempt.metrics, {"event": event, "time": time.time(), **values})
@@ -285,7 +293,7 @@ class Saving:
     def folder_of(self, step: int) -> str | None:
         """The folder of the checkpoint that is saved after a step; None if the run saves none."""
         saves = self._config.kind is not CheckpointKind.none
-        return str(self._attempt.checkpoints / step_name(step)) if saves else None
+        return self._checkpoints.folder_of(step) if saves else None
 
     def facts(self, resumed_from: int) -> dict[str, Any]:
         """Facts for the result: the number of saves, the median time that one blocks training, and the resumed step."""

@@ -3,41 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from orchestrator import wings
 from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokenizer
 from orchestrator.config.state_groups import Offload
 from orchestrator.launch.environment import set_kernel_cache
-from orchestrator.machine.energy import EnergyCounter, gpu_counters, package_counters
-from orchestrator.plan.tensor_messages import TensorMessages
-from orchestrator.records.run_record import scratch_path
-from orchestrator.worker.sliced import check_sequences, messages_of, slices_of, tensor_parallel
+from orchestrator.launch.rank import RankInfo, RankRecord
+from orchestrator.records.run_record import AttemptPaths, scratch_path
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model
 from zero_runtime.activations.recompute import Recomputation
-from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
+from zero_runtime.census import take_census
 from zero_runtime.collectives import Collectives
+from zero_runtime.dtype_rules import AskedDTypes
 from zero_runtime.dtypes import short_name
 from zero_runtime.initial_values import Initialise
-from zero_runtime.integrations.pretrained import weights_of
 from zero_runtime.kernels.registration import prepare
-from zero_runtime.memory.dtype_rules import AskedDTypes
 from zero_runtime.numa import bind_to_gpu
-from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.own_device import device_index, make_current
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.sequence_parallel.division import SequenceParallel
+from zero_runtime.slices import WHOLE
 from zero_runtime.unit_planner import UnitRules
-from zero_runtime.watch.watch import RankWatch
+from zero_runtime.watch.failure import is_out_of_memory, memory_error
+from zero_runtime.watch.watch import RankWatch, WatchSettings
+from zero_runtime.wings import READ_WEIGHTS_FOLDER, load
+from zero_runtime.world import WorldSettings, join_world, leave_world
 
 
 def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
@@ -45,30 +46,46 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
 
     PlanError if it has no GPU.
     """
-    torch.set_num_threads(config.resources.threads or 1)
+    torch.set_num_threads(config.resources.threads)
     torch.manual_seed(config.seed)
     if config.resources.device != "cuda":
         return torch.device("cpu")
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
     set_kernel_cache(os.environ)
     device = make_current(torch.device("cuda", device_index(local_rank, torch.cuda.device_count())))
-    bind_to_gpu(device, config.resources.threads or 1)
+    bind_to_gpu(device, config.resources.threads)
     return device
 
 
-def energy_counters(device: torch.device) -> list[EnergyCounter]:
-    """The counters of energy that a rank with this device can read."""
-    if device.type != "cuda":
-        return package_counters()
-    return gpu_counters(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+@contextmanager
+def world_of(attempt: AttemptPaths, config: RunConfig, rank: RankInfo, device: torch.device) -> Iterator[RankWatch]:
+    """Within it, this rank is in the process group of the attempt's ranks; gives the watch over them."""
+    settings = WorldSettings(
+        watch=WatchSettings(stuck_s=config.resources.stuck_s),
+        on_end=RankRecord(attempt, rank.rank).write_error,
+    )
+    with join_world(rank.meeting, rank.rank, rank.world, device, settings) as watch:
+        yield watch
+    leave_world()  # a rank that failed must not: it could wait here forever and never record its error
+
+
+@contextmanager
+def with_memory(runtime: ZeroRuntime, watch: RankWatch, rank: int) -> Iterator[None]:
+    """Adds the memory held at the time to an out of memory error."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        position, _ = watch.journal.read()
+        raise memory_error(rank, error, position, asdict(take_census(runtime))) from error
 
 
 def build_data(config: RunConfig) -> TokenData:
     encode = encode_pairs = None
     if config.data.tokenizer is Tokenizer.model:
         assert config.model.path is not None
-        from orchestrator.workloads import tokenizer  # here: predictions do not wait for its libraries
-
+        tokenizer = wings.load(wings.TOKENIZER)
         if config.data.kind is DataKind.pairs:
             encode_pairs = tokenizer.pair_encoder(config.model.path)
         else:
@@ -88,22 +105,21 @@ def build_data(config: RunConfig) -> TokenData:
 def unit_rules(config: RunConfig, model: nn.Module) -> UnitRules:
     """The settings that decide the units of the full model. PlanError if its layers or sequences are not divided."""
     precision = config.precision
-    check_sequences(config, model)
+    divided = config.parallel.group > 1
     return UnitRules(
         precision.mixed,
         config.zero.unit_numel,
         tuple(precision.keep_dtype),
         config.optimizer.rule.matrix_patterns,
-        slices_of(config, model),
+        wings.load(wings.DIVIDED).slices_of(config, model) if divided else WHOLE,
     )
 
 
 class TrainingSetup(NamedTuple):
-    """The runtime that trains the model, the recomputation of the model's blocks, and the messages of its slices."""
+    """The runtime that trains the model, and the recomputation of the model's blocks."""
 
     runtime: ZeroRuntime
     recomputation: Recomputation
-    tensor: TensorMessages
 
 
 def build_runtime(
@@ -118,9 +134,8 @@ def build_runtime(
 
     Needs the process group. `trains`: if False, the runtime is for inference, without an optimizer.
     """
-    assert config.batch.accumulation is not None
+    # The model has no memory yet: the runtime makes each rank's shards, so that no rank ever holds all of it.
     model, initialise = build_deferred(config)
-    tensor = messages_of(config, model)
     recomputation = Recomputation(model, config.recompute, device)
     precision = config.precision
     settings = RuntimeSettings(
@@ -136,13 +151,12 @@ def build_runtime(
         offload=offload_plan(config.offload, config.output),
         stop_asked=stop_asked,
         wire=config.zero.wire,
-        tensor_parallel=tensor_parallel(config),
-        sequence_parallel=SequenceParallel(config.parallel.sp),
+        **(wings.load(wings.DIVIDED).divisions_of(config) if config.parallel.group > 1 else {}),
     )
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # a folder of weights stays open until the runtime has read this rank's shards
         if config.model.path is not None:
-            folder = stack.enter_context(WeightsFolder(config.model.path))
-            settings = replace(settings, weights=weights_of(folder, model))
+            weights = stack.enter_context(load(READ_WEIGHTS_FOLDER)(config.model.path, model))
+            settings = replace(settings, weights=weights)
         runtime = ZeroRuntime(
             model,
             config.zero.plan,
@@ -152,12 +166,11 @@ def build_runtime(
             device,
         )
     _compile_kernels(config, device)
-    return TrainingSetup(runtime, recomputation, tensor)
+    return TrainingSetup(runtime, recomputation)
 
 
 def asked_dtypes(config: RunConfig, runtime: ZeroRuntime) -> AskedDTypes:
     """The dtypes that the configuration asks for in the runtime's units."""
-    assert config.batch.accumulation is not None
     return AskedDTypes(
         config.precision.mixed,
         config.batch.accumulation,
@@ -184,8 +197,7 @@ def build_deferred(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
     model = build_deferred_model(settings.model_type, settings.config, as_saved=settings.path is not None)
     if adapter.kind is AdapterKind.none:
         return model, None
-    from orchestrator.workloads import adapters  # PEFT is an extra
-
+    adapters = wings.load(wings.ADAPTERS)
     wrapped = adapters.add_lora(model, adapters.lora_config(adapter.rank, adapter.alpha, adapter.targets))
     return wrapped.train(), adapters.first_values(wrapped)
 

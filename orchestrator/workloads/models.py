@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +29,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from orchestrator.config.strict import nearest
 from orchestrator.workloads.data import IGNORED_LABEL as IGNORED_LABEL
 from zero_runtime.activations.tiled_loss import tiled_cross_entropy
-from zero_runtime.activations.tiled_vocabulary_loss import tiled_vocabulary_cross_entropy
+from zero_runtime.divisions import SequencePart
 from zero_runtime.initial_values import parameters_on_meta
-from zero_runtime.sequence_parallel.axis import SequenceAxis
-from zero_runtime.tensor_parallel.cross_entropy import vocabulary_cross_entropy
-from zero_runtime.tensor_parallel.layers import HeadForward
 
 # The least value of sizes, by the names that transformers gives them for all architectures.
 LEAST = {
@@ -86,13 +83,21 @@ def prepare_to_generate(model: nn.Module, folder: str | None) -> None:
         settings.pad_token_id = ends[0] if isinstance(ends, list) else ends if ends is not None else 0
 
 
+@runtime_checkable
+class DividedHead(Protocol):
+    """The head of a model whose layers are divided between ranks, which computes losses of the rows that it holds."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, *, ignored: int) -> torch.Tensor: ...
+    def tiled_loss(self, hidden: torch.Tensor, labels: torch.Tensor, *, tile: int, ignored: int) -> torch.Tensor: ...
+
+
 def token_losses(
     model: nn.Module,
     input_ids: torch.Tensor,
     labels: torch.Tensor,
     tile: int | None = None,
-    head: HeadForward | None = None,
-    sequence: SequenceAxis | None = None,
+    head: DividedHead | None = None,
+    sequence: SequencePart | None = None,
 ) -> torch.Tensor:
     """The cross entropy summed in fp32 over the tokens whose label is not -100: a scalar with a graph.
 
@@ -106,9 +111,7 @@ def token_losses(
     if tile is not None:
         return _tiled_losses(model, input_ids, labels, tile)
     if head is not None:
-        return vocabulary_cross_entropy(
-            _logits(model, input_ids), labels, head.axis, vocabulary=head.vocabulary, ignored=IGNORED_LABEL
-        )
+        return head.loss(_logits(model, input_ids), labels, ignored=IGNORED_LABEL)
     # The logits are not bound to a name, so only the fp32 log-probabilities that backward needs stay alive.
     return F.cross_entropy(
         _logits(model, input_ids).flatten(0, -2).float(),
@@ -140,15 +143,12 @@ def _tiled_losses(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tenso
     head = cast(PreTrainedModel, model).get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ValueError(f"loss=tiled: expected an nn.Linear as the head, found {type(head).__name__}; use loss=full")
-    divided = vars(head).get("forward")  # a HeadForward, with tensor parallelism
+    divided = vars(head).get("forward")  # a DividedHead, with tensor parallelism
     losses: list[torch.Tensor] = []
 
     def loss_of(hidden: torch.Tensor) -> torch.Tensor:
-        if isinstance(divided, HeadForward):
-            hidden, axis, vocabulary = divided.summed_input(hidden), divided.axis, divided.vocabulary
-            loss = tiled_vocabulary_cross_entropy(
-                hidden, head.weight, head.bias, labels, axis, vocabulary=vocabulary, tile=tile, ignored=IGNORED_LABEL
-            )
+        if isinstance(divided, DividedHead):
+            loss = divided.tiled_loss(hidden, labels, tile=tile, ignored=IGNORED_LABEL)
         else:
             loss = tiled_cross_entropy(hidden, head.weight, head.bias, labels, tile=tile, ignored=IGNORED_LABEL)
         losses.append(loss)

@@ -145,7 +145,8 @@ def preload() -> None:
     from orchestrator import cli
     from orchestrator.commands import run, sweep
     from orchestrator.launch import controller, local_executor
-    from orchestrator.worker import shapes, train
+    from orchestrator.wings.predict import shapes
+    from orchestrator.worker import train
 
     assert all((transformers, cli, run, sweep, controller, local_executor, shapes, train))
     gc.freeze()  # a collection in a fork would visit all objects of the libraries, and so copy the shared pages

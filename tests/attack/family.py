@@ -34,7 +34,7 @@ ROLES = {
     "orchestrator.launch.local_executor rank": "rank",
     "orchestrator.tracking.process follow": "tracker",
     "orchestrator.tracking.process complete": "completer",
-    "orchestrator.worker.count": "shapes",
+    "orchestrator.wings.predict.count": "shapes",
 }
 _PR_SET_NAME = 15
 _FAILED = 70

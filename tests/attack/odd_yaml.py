@@ -51,13 +51,7 @@ TAGS = [
         "? ",
     ),
 ]
-LAUGHS = "\n".join(
-    ["a0: &a0 [x, x, x, x, x, x, x, x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))]
-)
 BOMBS = [
-    LAUGHS,
-    "\n".join(["b0: &b0 {x: 1}", *(f"b{n}: &b{n} {{l: *b{n - 1}, r: *b{n - 1}}}" for n in range(1, 40))]),
-    "\n".join(["c0: &c0 {x: 1}", *(f"c{n}: &c{n} {{<<: [*c{n - 1}, *c{n - 1}]}}" for n in range(1, 30))]),
     "a: &a [*a]",
     "a: &a {b: *a}",
     "&a [*a, *a]",

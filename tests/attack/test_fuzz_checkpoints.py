@@ -24,11 +24,11 @@ from sandbox import TENSORS
 from trials import Trial, Wrong, attack, numbers
 
 from zero_runtime.checkpoint.files import WEIGHTS, WEIGHTS_INDEX
-from zero_runtime.checkpoint.foreign.dcp import open_dcp
-from zero_runtime.checkpoint.foreign.deepspeed import open_deepspeed
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.checkpoint.layout import INDEX, checksum_text
 from zero_runtime.checkpoint.load import CheckpointReader
+from zero_runtime.deepspeed.foreign_checkpoints.dcp import open_dcp
+from zero_runtime.deepspeed.foreign_checkpoints.deepspeed import open_deepspeed
 from zero_runtime.errors import CheckpointError
 
 DOOR = "checkpoint folders"

@@ -16,7 +16,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,24 +27,25 @@ import yaml
 from trials import Trial, Wrong
 
 from orchestrator import cli
-from orchestrator.charts import raster
-from orchestrator.commands import doctor, export, fit, launch_script, sync
+from orchestrator.commands import doctor, sync
 from orchestrator.commands import run as study
 from orchestrator.commands import sweep as sweep_command
-from orchestrator.compose import compose, folders, plain_line
-from orchestrator.compose.arguments import Arguments
-from orchestrator.compose.composition import Composed, Composition
+from orchestrator.compose import compose, folders
+from orchestrator.compose.composition import Composed
 from orchestrator.config.schema import from_dict, to_dict
-from orchestrator.launch.script_ranks import ScriptEnd
 from orchestrator.machine import hardware
-from orchestrator.plan import counting_child, memory_cache
 from orchestrator.plan.point import Point
-from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import program
-from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
-from zero_runtime.timing.segments import SegmentTable
-from zero_runtime.timing.work import LinearWork
+from orchestrator.wings.foreign import export_weights as export
+from orchestrator.wings.page.charts import canvas
+from orchestrator.wings.predict import counting_child, fit, memory_cache
+from orchestrator.wings.predict.tensor_messages import TensorMessages
+from orchestrator.wings.scripts import launch_script
+from orchestrator.wings.scripts.script_ranks import ScriptEnd
+from zero_runtime.predict.memory.activation_count import LinearTrace, Mark, Trace
+from zero_runtime.predict.timing.segments import SegmentTable
+from zero_runtime.predict.timing.work import LinearWork
 
 # Allowed beginnings of lines on stderr: any other line comes from a message with a line break in it.
 LINES = ("error: ", "nothing was started (exit 2)", "refused: ", "note: ", "warning: ", "== ", "in /")
@@ -126,12 +127,13 @@ class Typist:
         monkeypatch.setattr(hardware, "_ask_nvidia_smi", list)
         monkeypatch.setattr(hardware, "_smi", lambda query: [])
         monkeypatch.setattr(doctor, "loopback", lambda: "127.0.0.1")
-        monkeypatch.setattr(counting_child.Counting, "_ask_child", _counted)
+        monkeypatch.setattr(counting_child.Counting, "answers", _counted)
         monkeypatch.setattr(counting_child, "Child", _no_child)  # which fit starts before it reads its words
         monkeypatch.setattr(sync, "start_sync", _nothing_missing)
         monkeypatch.setattr(subprocess, "run", _no_tool)
-        # matplotlib, which only report.png needs, takes a second; odd numbers in pictures: report/test_figures.py.
-        monkeypatch.setattr(raster, "png", lambda picture, factor: b"")
+        # matplotlib takes a second; odd numbers in pictures: wings/page/test_figures.py.
+        monkeypatch.setattr(canvas, "png", lambda title, pictures, factor: b"")
+        monkeypatch.setattr(canvas, "_shapes", lambda picture: "</svg>")
         monkeypatch.setattr(study, "run_point", _recorded)
         monkeypatch.setattr(export, "_export", lambda path, out, dtype: None)
         monkeypatch.setattr(launch_script, "run_script", lambda command, placement: ScriptEnd())
@@ -142,14 +144,7 @@ class Typist:
             self.points += 1
             return one_point(composer, line)
 
-        def plainly(asked: Arguments) -> Composition | None:
-            found = composed_plainly(asked)
-            self.points += 0 if found is None else len(found.points)
-            return found
-
-        composed_plainly = plain_line.composed
         monkeypatch.setattr(compose.Composer, "point", counted)
-        monkeypatch.setattr(plain_line, "composed", plainly)
 
     def type(self, trial: Trial, words: Sequence[str]) -> Answer:
         """Runs the line and returns its answer, after a check of exit code, output, written files and imports."""
@@ -240,7 +235,7 @@ def _recorded(point: Point, *, as_json: bool, admission: object) -> int:
     return 0
 
 
-def _no_child(*, lean: bool) -> NoReturn:
+def _no_child() -> NoReturn:
     raise OSError
 
 
@@ -249,8 +244,9 @@ def _nothing_missing(*words: object, **named: object) -> SimpleNamespace:
     return SimpleNamespace(stdout=[], poll=lambda: 0, wait=lambda: 0, returncode=0)
 
 
-def _counted(_: counting_child.Counting, asked: Mapping[str, Any], *, lean: bool) -> Iterator[tuple[str, Any]]:
+def _counted(counting: counting_child.Counting) -> Iterator[tuple[str, Any]]:
     """What the child process would answer for one small model."""
+    asked = counting._asked
     yield from ((key, UNITS) for key in asked["units"])
     for family in asked["activations"]:
         place = memory_cache.trace_key([from_dict(one) for one in family.values()], *MICROS)

@@ -20,7 +20,7 @@ from harness.spawned import spawn_ranks, values_of
 from benchmarks import gpu
 from benchmarks.gpu import CONFIRMED, NOT_REACHED, REFUTED, Outcome, try_all
 from benchmarks.gpu_claims import CLAIMS, Claim
-from zero_runtime.memory.device_overhead import COMMUNICATOR, CONTEXT
+from zero_runtime.predict.memory.device_overhead import COMMUNICATOR, CONTEXT
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_NEEDED = (

@@ -12,7 +12,7 @@ from benchmarks import gpu_speed
 from benchmarks.gpt import GptSize
 from benchmarks.gpu_speed import ANCHOR, STAGES, Pair, report
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.timing import machine_timer
+from zero_runtime.predict.timing import machine_timer
 
 SIZE = GptSize(2, 32, 2, 64, 16, 2)
 

@@ -30,7 +30,7 @@ from benchmarks.lossy_margins import (
 from benchmarks.lossy_rows import COARSE, FINE, ORACLES, ROWS, WARMUP, LossyTask, Trained, train_oracle, train_row
 from zero_runtime.kernels import wire_format
 from zero_runtime.kernels.wire_format import dequantise_, quantise_
-from zero_runtime.unit_gradients import UnitGradients
+from zero_runtime.quantised.sums import QuantisedSums
 
 CUT = LossyTask(steps=60, validation_batches=16)
 CONTROL = "control: a tenth of the rate"
@@ -137,14 +137,12 @@ def test_rows_learn_as_plain_pytorch_does_and_send_what_their_formula_says(
 def _keeps_what_was_sent() -> None:
     """The feedback keeps what the codes hold instead of what they lost."""
 
-    def feed_back(
-        self: UnitGradients, codes: torch.Tensor, values: torch.Tensor, errors: torch.Tensor, bits: int
-    ) -> None:
+    def feed_back(self: QuantisedSums, codes: torch.Tensor, values: torch.Tensor, errors: torch.Tensor) -> None:
         errors.add_(values)
-        quantise_(codes, errors, bits)
-        dequantise_(errors, codes, bits)
+        quantise_(codes, errors, self._bits)
+        dequantise_(errors, codes, self._bits)
 
-    UnitGradients._feed_back = feed_back  # type: ignore[method-assign]
+    QuantisedSums._feed_back = feed_back  # type: ignore[method-assign]
 
 
 def _scales_are_those_of_five_bits() -> None:

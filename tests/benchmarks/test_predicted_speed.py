@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import predicted_speed, timed_points
 from benchmarks.predicted_speed import Compared, regret, report, tau, what_choose_takes
-from orchestrator.plan.speed import Speed
-from zero_runtime.timing.step_time import StepSeconds
+from orchestrator.wings.predict.speed import Speed
+from zero_runtime.predict.timing.step_time import StepSeconds
 
 
 def speed_of(seconds: float, tokens: int) -> Speed:
@@ -61,7 +61,7 @@ def test_what_is_chosen_is_the_fastest_in_the_first_round_of_those_that_are_near
 
 
 def test_what_is_chosen_of_a_tie_is_the_fastest_by_prediction() -> None:
-    first, second = row("first", 1.0, [1.8, 2.2], [1.5, 1.5]), row("second", 1.2, [1.7, 2.1], [1.8, 1.8])
+    first, second = row("first", 1.0, [1.8, 2.2, 2.0], [1.5] * 3), row("second", 1.2, [1.9, 2.0, 1.9], [1.8] * 3)
     assert what_choose_takes([first, second]) is first
 
 

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.published_cases import LeftOut, table
 from benchmarks.published_peak import config_of, peer_model
 from benchmarks.published_speed import Predicted, config_of_row, kendall_tau, predictions
-from orchestrator.plan.speed import Speed
-from zero_runtime.timing.step_time import StepSeconds
+from orchestrator.wings.predict.speed import Speed
+from zero_runtime.predict.timing.step_time import StepSeconds
 
 ROWS = table("speeds.csv")
 CUT = ["1B 1 node(s) micro 1", "1B 32 node(s) micro 1"]

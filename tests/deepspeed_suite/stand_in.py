@@ -150,7 +150,7 @@ def _ours(path: str) -> list[ModuleType]:
     found = []
     for root in ("zero_runtime.deepspeed", "zero_runtime"):
         # Of the packages that have one of DeepSpeed's names and another meaning.
-        if root + below in ("zero_runtime.runtime", "zero_runtime.checkpoint", "zero_runtime.profiler"):
+        if root + below in ("zero_runtime.runtime", "zero_runtime.checkpoint", "zero_runtime.profile"):
             continue
         with suppress(ImportError):
             found.append(import_module(root + below))

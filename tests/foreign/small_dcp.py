@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from zero_runtime.checkpoint.foreign.dcp import METADATA
-from zero_runtime.checkpoint.foreign.source import ForeignCheckpoint
+from zero_runtime.deepspeed.foreign_checkpoints.dcp import METADATA
+from zero_runtime.deepspeed.foreign_checkpoints.source import ForeignCheckpoint
 
 DATA = "__0_0.distcp"
 NAMES = ["weight", "bias"]

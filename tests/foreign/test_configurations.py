@@ -12,10 +12,10 @@ import pytest
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.strict import Refusal
-from orchestrator.foreign.findings import Fate
-from orchestrator.foreign.importing import Imported, Line, imported
-from orchestrator.foreign.meanings import UNSAID, settings_of
-from orchestrator.foreign.sources import source_of
+from orchestrator.wings.foreign.findings import Fate
+from orchestrator.wings.foreign.importing import Imported, Line, imported
+from orchestrator.wings.foreign.meanings import UNSAID, settings_of
+from orchestrator.wings.foreign.sources import source_of
 from zero_runtime.deepspeed.keys import HOMES, TOP
 from zero_runtime.deepspeed.schema import Key
 

@@ -307,20 +307,6 @@ def test_zero_plus_plus_is_int8_gathers_and_int4_reductions() -> None:
         assert 1 / 8 < gradients[3] < 1 / 6
 
 
-def second_partition() -> list[bool]:
-    """For hpZ: whether weights and messages are those of the runtime's own setting."""
-    config = PLAIN_ADAM | {"optimizer": {"type": "AdamW", "params": ADAM_PARAMS}}
-    config |= {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
-    weights, sent = engine_messages(config, STEPS)
-    plan = ZeroPlan.from_stage(3, shard_ranks=2, outer_sharding="hpz")
-    own, own_sent = runtime_messages(plan, AdamWConfig(0.8, 0.95, 1e-6, 0.1, no_decay=False), Wire(), STEPS)
-    return [differing(own, weights) == [], sent == own_sent, "outer_all_gather" in sent[-1]]
-
-
-def test_a_second_partition_is_outer_sharding_with_an_exchange_in_each_forward() -> None:
-    assert run_ranks(second_partition, 4) == [[True] * 3] * 4
-
-
 def one_bit_messages() -> list[tuple[list[str], bool, list[bool]]]:
     """By level: differing weights, whether messages are those of the runtime's own setting, and which steps send
     signs."""

@@ -27,7 +27,7 @@ from harness.tool_files import (
 from orchestrator import cli
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
-from orchestrator.foreign.accelerate_flags import is_flag
+from orchestrator.wings.foreign.accelerate_flags import is_flag
 
 LAUNCH = "accelerate launch --mixed_precision bf16 --num_processes 4 --num_machines 1"
 TRAINED = "--per_device_train_batch_size 2 --learning_rate 1e-4 --output_dir out"

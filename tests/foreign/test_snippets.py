@@ -17,8 +17,8 @@ from harness.patience import HANG_S
 from harness.ranks import run_alone, run_ranks
 from harness.snippet_runs import FOLDER, Job, SnippetResult, run_all, run_job, shown
 
-from orchestrator.commands import launch_script
 from orchestrator.config.strict import Refusal
+from orchestrator.wings.scripts import launch_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "from_deepspeed.md").read_text(encoding="utf-8")

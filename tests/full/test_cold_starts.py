@@ -1,7 +1,7 @@
 """`fit` with an empty cache gives its whole table at each start: its processes are forked from one that has torch.
 
 A race between the first threads of autograd in such a fork ended a third of these starts ([Note: threads after a fork]
-in orchestrator/worker/shapes.py), and each start was another throw of the dice.
+in orchestrator/wings/predict/shapes.py), and each start was another throw of the dice.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from torch import nn
 
 from zero_runtime.accounting import predicted_peak
 from zero_runtime.activations.recompute import Recomputation, RecomputeRule
-from zero_runtime.memory.activation_trace import trace_step
-from zero_runtime.memory.census import ActivationCensus
+from zero_runtime.census import ActivationCensus
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.memory.activation_trace import trace_step
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.unit_planner import UnitRules
 

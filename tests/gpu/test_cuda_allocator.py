@@ -12,7 +12,7 @@ import torch
 from harness.allocator_comparison import Segments, first_difference
 from harness.patience import HANG_S
 
-from zero_runtime.memory.caching_allocator import MIB, AllocatorSettings
+from zero_runtime.predict.memory.caching_allocator import MIB, AllocatorSettings
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from harness.outcomes import HASTY
 from harness.rank_scenarios import BAD_RANK
 from harness.spawned import spawn_ranks, values_of
 
-from zero_runtime.memory.device_overhead import CONTEXT, WORKSPACES, DeviceOverhead
 from zero_runtime.plan import ZeroPlan
+from zero_runtime.predict.memory.device_overhead import CONTEXT, WORKSPACES, DeviceOverhead
 
 pytestmark = pytest.mark.gpu
 

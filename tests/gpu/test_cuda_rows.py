@@ -17,7 +17,7 @@ from harness.models import TinyTransformer, batch, token_loss_sum
 from harness.oracle import ADAMW, LR, Case, step_tokens
 
 from zero_runtime.accounting import predicted_state_bytes
-from zero_runtime.memory.census import take_census
+from zero_runtime.census import take_census
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime

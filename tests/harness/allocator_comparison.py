@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Protocol
 
-from zero_runtime.memory.caching_allocator import MIB, AllocatorSettings, CachingAllocator, OutOfDeviceMemory
+from zero_runtime.predict.memory.caching_allocator import MIB, AllocatorSettings, CachingAllocator, OutOfDeviceMemory
 
 LARGEST = 64 * MIB
 LOOK_EVERY = 50  # events between two comparisons of all segments

@@ -1,13 +1,11 @@
-"""Damage that bad disks, full disks, other programs and other people do to a file."""
+"""Damage that full disks, crashes and other programs do to a file."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 DEPTH = 200_000
-LARGE = 1 << 40  # sparse: it takes no space
 
 
 def _written(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
@@ -29,19 +27,6 @@ def _one_flipped(data: bytes) -> bytes:
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if data else b"1"
 
 
-def _replaced(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    def replace(path: Path) -> None:
-        path.unlink(missing_ok=True)
-        make(path)
-
-    return replace
-
-
-def _large(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(LARGE)
-
-
 CORRUPTIONS: dict[str, Callable[[Path], None]] = {
     "empty": _written(lambda data: b""),
     "half": _written(lambda data: data[: len(data) // 2]),
@@ -59,10 +44,5 @@ CORRUPTIONS: dict[str, Callable[[Path], None]] = {
     "deep": _written(lambda data: b"[" * DEPTH + b"]" * DEPTH),
     "deep objects": _written(lambda data: b'{"a":' * DEPTH + b"1" + b"}" * DEPTH),
     "not UTF-8": _written(lambda data: data.replace(b'"', b'"\xff', 1)),
-    "a folder": _replaced(Path.mkdir),
-    "a FIFO": _replaced(os.mkfifo),
-    "a link to nothing": _replaced(lambda path: path.symlink_to("gone")),
-    "a link to itself": _replaced(lambda path: path.symlink_to(path.name)),
-    "a terabyte": _large,
-    "missing": _replaced(lambda path: None),
+    "missing": lambda path: path.unlink(missing_ok=True),
 }

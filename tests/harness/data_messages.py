@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zero_runtime.memory.model import CollectiveCounts
 from zero_runtime.plan import Partition, ZeroPlan
 from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.state_bytes import CollectiveCounts
 
 FP32_BYTES = 4
 Sent = dict[str, tuple[int, int]]  # (calls, bytes) by kind of message
@@ -26,15 +26,15 @@ def data_messages(stage: int, world: int, micro_batches: int, units: int, padded
 
 def outer_messages(plan: ZeroPlan, world: int, micro_batches: int, units: int, padded: int) -> Sent:
     """Those of a plan with outer sharding: inside a group two gathers and a reduce-scatter in a micro-batch; across the
-    groups a reduce-scatter in a micro-batch, and a gather in each forward or, with `optim`, in each step."""
+    groups a reduce-scatter in a micro-batch, and a gather in each step."""
     group = plan.group_ranks(world)
-    groups, exchanges = world // group, micro_batches if plan.outer_sharding == "hpz" else 1
+    groups = world // group
     inside = padded * (group - 1) // group * FP32_BYTES
     across = padded * (groups - 1) // world * FP32_BYTES
     sent = {
         "all_gather": (2 * micro_batches * units, 2 * micro_batches * inside),
         "reduce_scatter": (micro_batches * units, micro_batches * inside),
-        "outer_all_gather": (exchanges * units, exchanges * across),
+        "outer_all_gather": (units, across),
         "outer_reduce_scatter": (micro_batches * units, micro_batches * across),
     }
     return {kind: one for kind, one in sent.items() if one[1]}  # a group of one rank sends nothing inside

@@ -14,16 +14,16 @@ from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.offload.copy_streams import PlainCopies
-from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import OptimizerConfig, SgdConfig
+from zero_runtime.parallel.sequence.axis import SequenceAxis
+from zero_runtime.parallel.sequence.division import SequenceParallel
+from zero_runtime.parallel.tensor.cross_entropy import vocabulary_cross_entropy
+from zero_runtime.parallel.tensor.division import TensorParallel, head_of
 from zero_runtime.plan import OuterSharding, ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.sequence_parallel.axis import SequenceAxis
-from zero_runtime.sequence_parallel.division import SequenceParallel
 from zero_runtime.settings import NO_OFFLOAD
-from zero_runtime.tensor_parallel.cross_entropy import vocabulary_cross_entropy
-from zero_runtime.tensor_parallel.division import TensorParallel, head_of
 from zero_runtime.wire import EXACT, Wire
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zero_runtime.offload.plan import OffloadPlan
+from zero_runtime.offload_plan import OffloadPlan
 from zero_runtime.optim.configs import LionConfig, OptimizerConfig, SgdConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -141,7 +141,6 @@ def trained(
     runtime = ZeroRuntime(make(), plan, MixedPrecision(), row.optimizer, settings, device)
     losses = []
     for step in range(STEPS[row.optimizer]):
-        runtime.expect_rate(RATES[row.optimizer])
         for micro in range(row.micro_batches):
             runtime.backward(loss_of(runtime.model, *(one.to(device) for one in inputs(step, own_rank(), micro))))
         losses.append(runtime.step(RATES[row.optimizer]).loss)

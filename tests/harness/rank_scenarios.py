@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 
 from harness.exact import LION, ExactModel, Row, inputs, loss_of, wrong_rows
-from zero_runtime.memory.device_overhead import communicators
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.memory.device_overhead import communicators
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.watch.watch import RankWatch
 

@@ -11,7 +11,7 @@ from zero_runtime.accounting import state_tensors
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.unit import Unit
 
-ALLOCATING = {"_parameters": ("start_gather",), "_gradients": ("take", "reduce", "wait_reduce")}  # of a unit's tensors
+ALLOCATING = {"parameters": ("start_gather",), "gradients": ("take", "reduce", "wait_reduce")}  # of a unit's tensors
 
 
 @dataclass
@@ -23,7 +23,7 @@ class UnshardedPeak:
     counts: list[int] = field(default_factory=list)
 
     def look(self, units: list[Unit]) -> None:
-        whole = [unit for unit in units if unit.unsharded_param.untyped_storage().size() > 0]
+        whole = [unit for unit in units if unit.parameters.unsharded_param.untyped_storage().size() > 0]
         self.counts.append(len(whole))
         if sum(unit.layout.padded_numel for unit in whole) > self.numel:
             self.numel = sum(unit.layout.padded_numel for unit in whole)
@@ -35,7 +35,7 @@ def unsharded_peak(units: list[Unit]) -> Iterator[UnshardedPeak]:
     """Measure after every gather that starts inside the context, since storages grow only there. Inspects the storages
     themselves, not the states of the units."""
     peak = UnshardedPeak()
-    with watching([(unit._parameters, "start_gather") for unit in units], lambda: peak.look(units)):
+    with watching([(unit.parameters, "start_gather") for unit in units], lambda: peak.look(units)):
         yield peak
 
 

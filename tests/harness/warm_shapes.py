@@ -12,8 +12,7 @@ from typing import IO, Any, TextIO
 class WarmShapes:
     """What counting_child.py uses of the process that it starts: its pipes, `kill` and `wait`."""
 
-    def __init__(self, stderr: IO[bytes], *, lean: bool = False) -> None:
-        del lean  # what the fork server has imported stays
+    def __init__(self, stderr: IO[bytes]) -> None:
         asked, stdin = os.pipe()
         stdout, answers = os.pipe()
         self.stdin: TextIO = os.fdopen(stdin, "w", encoding="utf-8")
@@ -47,7 +46,7 @@ class _Process(mp.get_context("forkserver").Process):  # type: ignore[name-defin
         return {**self.__dict__, "_ends": tuple(DupFd(end) for end in self._ends)}
 
     def run(self) -> None:
-        from orchestrator.worker import shapes
+        from orchestrator.wings.predict import shapes
 
         for target, end in enumerate(self._ends):
             os.dup2(end.detach(), target)

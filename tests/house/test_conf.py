@@ -17,7 +17,7 @@ from orchestrator.compose.settable import WHOLE_FILES
 from orchestrator.config.cluster import Cluster
 from orchestrator.config.hardware import PRICE, GpuNode
 from orchestrator.config.parts import keys_of_kind, kinds_of
-from orchestrator.config.schema import RunConfig
+from orchestrator.config.schema import AskedConfig
 from orchestrator.config.strict import build, hints_of
 from orchestrator.machine.hardware import Hardware
 from orchestrator.plan.points import checked_points
@@ -27,7 +27,7 @@ from zero_runtime.optim.loss_scaler import LossScaleRule
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
-GROUPS = {name: hint for name, hint in hints_of(RunConfig).items() if is_dataclass(hint)}
+GROUPS = {name: hint for name, hint in hints_of(AskedConfig).items() if is_dataclass(hint)}
 OPTIONS = sorted(file for group in GROUPS for file in (CONF / group).glob("*.yaml"))
 SCENE = Scene(Hardware(cores=2, cpu="cpu", slurm=True), plan_only=True)  # hardware is described: no GPU is here
 # Keys that an option does not use, in groups whose keys are those of one class.

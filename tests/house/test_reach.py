@@ -12,6 +12,9 @@ import tokenize
 from collections.abc import Iterable
 from functools import cache
 
+from orchestrator import wings
+from orchestrator.config.cluster import ClusterKind
+from orchestrator.launch.cluster import SweepCluster, cluster
 from tests.house.test_imports import MODULES, ROOT, modules_imported
 
 # Modules that the processes of a run and of a sweep start with, the command line first.
@@ -24,7 +27,32 @@ STARTS = (
     "orchestrator.worker.train",
 )
 # The wings, as prefixes of module names.
-WINGS: tuple[str, ...] = ()
+WINGS = (
+    "orchestrator.wings.",
+    "zero_runtime.activations.modes",
+    "zero_runtime.activations.offload",
+    "zero_runtime.activations.on_host",
+    *(
+        f"zero_runtime.checkpoint.{name}"  # all but the headers of files, which a configuration reads
+        for name in (
+            *("background", "compatibility", "digest", "hugging_face", "layout", "load", "of_run", "retention", "rng"),
+            *("save", "snapshot", "tensor_file"),
+        )
+    ),
+    "zero_runtime.deepspeed",
+    "zero_runtime.generation",
+    "zero_runtime.offload.",
+    "zero_runtime.optim.lamb",
+    "zero_runtime.optim.muon",
+    "zero_runtime.optim.onebit",
+    "zero_runtime.optim.rehearsal",
+    "zero_runtime.optim.torch_rule",
+    "zero_runtime.parallel",
+    "zero_runtime.predict",
+    "zero_runtime.profile",
+    "zero_runtime.quantised",
+    "zero_runtime.recorded_values",
+)
 # What a parameter passes between the plan and the step, in this order; a file may have left the list, none joins it
 # without another leaving.
 WAY = (
@@ -71,8 +99,30 @@ def trunk() -> dict[str, str]:
 
 
 def test_the_trunk_imports_no_wing() -> None:
-    in_wing = {module: by for module, by in trunk().items() if module.startswith(WINGS or ("?",))}
+    in_wing = {module: by for module, by in trunk().items() if module.startswith(WINGS)}
     assert in_wing == {}, "a wing is named in a table and imported when it is used"
+
+
+def test_every_name_in_the_table_of_wings_is_there() -> None:
+    parts = [part for name, value in vars(wings).items() if name.isupper() for part in _texts(value)]
+    places = [part.partition(":") for part in parts if part.startswith("orchestrator.")]
+    assert places
+    for module, _, name in places:
+        assert module in MODULES, module
+        defined = {getattr(node, "name", "") for node in ast.parse((ROOT / MODULES[module]).read_text()).body}
+        assert not name or name in defined, (module, name)
+
+
+def _texts(value: object) -> Iterable[str]:
+    if isinstance(value, str):
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    return [text for one in inside for text in _texts(one)]
+
+
+def test_every_cluster_kind_has_a_cluster() -> None:
+    for kind in ClusterKind:
+        assert isinstance(cluster(kind), SweepCluster)
 
 
 def test_the_sizes_only_go_down() -> None:

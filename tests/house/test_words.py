@@ -22,7 +22,7 @@ SPEAKERS = (
     RUNTIME / "deepspeed" / "compressed.py",
     RUNTIME / "deepspeed" / "engine_settings.py",
     RUNTIME / "deepspeed" / "runtime" / "config.py",
-    RUNTIME / "checkpoint" / "foreign" / "deepspeed.py",
+    RUNTIME / "deepspeed" / "foreign_checkpoints" / "deepspeed.py",
 )
 NAMING_FIELDS = ("id", "attr", "arg", "name", "asname", "module")  # fields of syntax nodes that can hold an identifier
 PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # splits fromStage, from_stage and STAGE into words

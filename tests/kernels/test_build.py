@@ -10,6 +10,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from harness.patience import HANG_S
 from zero_runtime.kernels import reference, registration
 from zero_runtime.kernels.cpu import build, operations
 from zero_runtime.kernels.cpu.build import BuildError, LockWait
+from zero_runtime.kernels.user_cache import cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -44,7 +46,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def libraries() -> list[Path]:
-    return sorted(build.cache_folder().glob("*.so"))
+    return sorted(cache_folder().glob("*.so"))
 
 
 def counting_compiler(folder: Path, script: str = 'exec g++ "$@"') -> Path:
@@ -77,11 +79,11 @@ def test_the_second_load_uses_the_library_that_the_first_compiled(
     assert build.load_library().answer() == 42
     assert build.load_library().answer() == 42
     assert compilations(tmp_path) == 1
-    assert not list(build.cache_folder().glob("*.part"))
+    assert not list(cache_folder().glob("*.part"))
 
 
 def test_only_the_user_can_access_the_cache(sources: Path) -> None:
-    assert stat.S_IMODE(build.cache_folder().stat().st_mode) == 0o700
+    assert stat.S_IMODE(cache_folder().stat().st_mode) == 0o700
 
 
 def test_another_source_flag_compiler_or_processor_gives_another_library(
@@ -101,7 +103,7 @@ def test_another_source_flag_compiler_or_processor_gives_another_library(
 
 
 def test_a_cache_folder_that_others_can_write_to_is_refused(sources: Path) -> None:
-    build.cache_folder().chmod(0o777)
+    cache_folder().chmod(0o777)
     with pytest.raises(BuildError, match="writable to nobody else"):
         build.load_library()
 
@@ -119,15 +121,15 @@ def test_without_a_writable_home_the_cache_is_in_the_temporary_folder(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
     # No user can create folders in /proc, and expanduser returns "~" if it knows no home.
     for home in ("/proc", str(sources), "~"):
         monkeypatch.setattr(os.path, "expanduser", lambda path, home=home: home)
-        assert build.cache_folder() == tmp_path / "temporary" / f"zero-lab-{os.getuid()}"
-    assert stat.S_IMODE(build.cache_folder().stat().st_mode) == 0o700
+        assert cache_folder() == tmp_path / "temporary" / f"zero-lab-{os.getuid()}"
+    assert stat.S_IMODE(cache_folder().stat().st_mode) == 0o700
     assert not Path("~").exists()
     monkeypatch.setattr(os.path, "expanduser", lambda path: str(tmp_path / "home"))
-    assert build.cache_folder() == tmp_path / "home" / ".cache" / "zero-lab"
+    assert cache_folder() == tmp_path / "home" / ".cache" / "zero-lab"
 
 
 def _cut(path: Path) -> None:
@@ -156,7 +158,7 @@ def test_a_damaged_library_is_compiled_again_and_never_loaded(
     damage: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", str(counting_compiler(tmp_path)))
-    path = build.cache_folder() / f"kernels-{build.library_key(build.find_compiler())}.so"
+    path = cache_folder() / f"kernels-{build.library_key(build.find_compiler())}.so"
     build.compile_library(build.find_compiler(), path)
     assert build._verifies(path)
     DAMAGE[damage](path)
@@ -165,7 +167,7 @@ def test_a_damaged_library_is_compiled_again_and_never_loaded(
     assert build._verifies(path)
     assert compilations(tmp_path) == 2
     assert caplog.text == ""
-    assert not [*build.cache_folder().glob("*.part"), *build.cache_folder().glob("*.sum")]
+    assert not [*cache_folder().glob("*.part"), *cache_folder().glob("*.sum")]
 
 
 @pytest.mark.usefixtures("fresh_choice")
@@ -207,7 +209,7 @@ def test_processes_that_start_together_compile_once(
 
 
 def lock_path() -> Path:
-    return build.cache_folder() / f"kernels-{build.library_key(build.find_compiler())}.lock"
+    return cache_folder() / f"kernels-{build.library_key(build.find_compiler())}.lock"
 
 
 def test_a_leftover_lock_file_that_no_process_holds_is_ignored(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -258,7 +260,7 @@ def test_a_failed_compilation_reports_the_compilers_message_and_leaves_no_files(
     assert "failed with exit status 1" in caplog.text
     assert "one.cpp:1:1: error" in caplog.text
     assert libraries() == []
-    assert not list(build.cache_folder().glob("*.part"))
+    assert not list(cache_folder().glob("*.part"))
 
 
 @pytest.mark.usefixtures("sources", "fresh_choice")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from orchestrator.plan import memory_cache, speed
-from orchestrator.plan.speed import TimingJob
+from orchestrator.wings.predict import memory_cache, speed
+from orchestrator.wings.predict.speed import TimingJob
 
 SEGMENT_S = 1e-3  # of each segment at each micro-batch: a larger one is faster for a token
 UPDATE_S = 1e-6  # for an element: a rank with a shard is faster

@@ -7,7 +7,6 @@ from pathlib import Path
 from orchestrator.compose import arguments, compose
 from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.schema import (
-    Batch,
     Checkpoint,
     CheckpointKind,
     Data,
@@ -15,7 +14,8 @@ from orchestrator.config.schema import (
     Device,
     Measure,
     Model,
-    Resources,
+    ResolvedBatch,
+    ResolvedResources,
     RunConfig,
     Tracking,
     TrackingKind,
@@ -52,8 +52,8 @@ def make_config(
         model=Model("tiny", "llama", {"hidden_size": 64}),
         output=str(output),
         zero=Zero(stage=stage),
-        batch=Batch(micro=4, accumulation=2, global_size=16, seq=128),
-        resources=Resources(Device.cpu, ranks=2, threads=1, time_limit_min=limit_min),
+        batch=ResolvedBatch(micro=4, accumulation=2, global_size=16, seq=128),
+        resources=ResolvedResources(Device.cpu, ranks=2, threads=1, time_limit_min=limit_min),
         measure=Measure(warmup_steps=2, steps=4),
         tracking=Tracking(tracking),
     )
@@ -70,8 +70,8 @@ def config_of(steps: int, *, every: int | None, stage: int = 2, resume: str = "a
         data=Data(DataKind.synthetic),
         zero=Zero(stage=stage),
         precision=Precision(MixedPrecision(), compute="fp32"),
-        batch=Batch(micro=1, accumulation=1, global_size=ranks, seq=16),
-        resources=Resources(Device.cpu, ranks=ranks, threads=1),
+        batch=ResolvedBatch(micro=1, accumulation=1, global_size=ranks, seq=16),
+        resources=ResolvedResources(Device.cpu, ranks=ranks, threads=1),
         measure=Measure(warmup_steps=2, steps=steps - 2, validation_batches=1),
         optimizer=Optimizer(),
         checkpoint=Checkpoint(CheckpointKind.sharded, every=every, resume=resume),

@@ -18,7 +18,7 @@ from orchestrator.machine.provenance import version_of
 from orchestrator.records import turns
 from orchestrator.records.record_file import append_event, read_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
-from orchestrator.worker.faults import Faults
+from orchestrator.wings.faults import Faults
 from orchestrator.worker.rounds import MeasuredRounds
 from zero_runtime.errors import RankMemoryError
 

@@ -15,10 +15,10 @@ from orchestrator import api
 from orchestrator.api import Refusal
 from orchestrator.commands.sweep import SweepRequest
 from orchestrator.machine import hardware
-from orchestrator.plan import prediction
-from orchestrator.plan.decision import Prediction
 from orchestrator.records.run_state import RunState
-from zero_runtime.memory.model import StateBytes
+from orchestrator.wings.predict import prediction
+from orchestrator.wings.predict.point_prediction import PointPrediction
+from zero_runtime.state_bytes import StateBytes
 
 HERE = Path(__file__).parent
 
@@ -59,8 +59,8 @@ def test_a_run_returns_one_record_and_is_cached_when_repeated(stubbed: list[list
 def test_a_run_that_cannot_fit_is_a_pruned_record_with_what_would_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    large = Prediction(StateBytes(2, 2, 2, 0), 5, remedies=("zero=stage3",), advised=True)
-    monkeypatch.setattr(prediction, "predict", lambda points, *_, **__: {point.label: large for point in points})
+    large = PointPrediction(StateBytes(2, 2, 2, 0), 5, remedies=("zero=stage3",), advised=True)
+    monkeypatch.setattr(prediction, "predictions", lambda points, *_, **__: {point.label: large for point in points})
     record = orchestrator.run("zero=stage1", "resources.device=cpu", "tracking=none", f"output={tmp_path}")
     assert (record.state, record.result, record.folder) == (RunState.pruned, None, None)
     assert record.message == "the model states alone, 6 B, are more than 5 B; would fit: zero=stage3"

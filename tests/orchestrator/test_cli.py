@@ -15,11 +15,10 @@ from orchestrator.commands.admission import Admission
 from orchestrator.commands.sweep import SweepRequest
 from orchestrator.compose import arguments
 from orchestrator.compose.arguments import VERBS
+from orchestrator.config.cluster import ClusterError
 from orchestrator.machine import provenance
-from orchestrator.plan.decision import Refused
-from orchestrator.plan.point import Point
+from orchestrator.plan.point import Point, Refused
 from orchestrator.records.run_state import RunState
-from orchestrator.slurm.tools import SlurmError
 from orchestrator.text.paths import program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,15 +108,24 @@ def test_all_broken_rules_are_reported_together(tmp_path: Path) -> None:
     assert done.stderr.count("fix:") == 4
 
 
-@pytest.mark.parametrize("line", ["--help", "zero=stge2", "data=text", "-m zero=stage0,stage1 data=text"])
+WRONG_WORDS = ("zero=stge2", "zero.stage=x", "cancle last")
+# What a wrong word does without: rooms that plan, start, watch or report a point.
+ROOMS = ("plan", "launch", "worker", "report", "tracking", "machine", "workloads")
+
+
+@pytest.mark.parametrize("line", ["--help", *WRONG_WORDS, "data=text", "-m zero=stage0,stage1 data=text"])
 def test_the_command_line_imports_nothing_heavy(line: str) -> None:
     code = f"import sys; from orchestrator.cli import main; main({line.split()!r}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "orchestrator.wings.predict" not in done.stdout.splitlines()[-1].split()
     # Only the last line: the help text contains "torch" too.
     loaded = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
     assert not loaded & set(HEAVY)
-    if line in ("--help", "zero=stge2"):
-        assert not loaded & {"hydra", "omegaconf", "submitit", "rich"}
+    if line in ("--help", *WRONG_WORDS):
+        assert not loaded & {"submitit", "rich"}
+        assert not {f"orchestrator.{room}" for room in ROOMS} & set(done.stdout.splitlines()[-1].split())
+    if line == "--help":
+        assert not loaded & {"hydra", "omegaconf"}
 
 
 def test_help_lists_every_group_and_marks_the_defaults() -> None:
@@ -240,7 +248,7 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
     found = Seam()
     monkeypatch.setattr("orchestrator.commands.sweep.run_sweep", found.run_sweep)
     monkeypatch.setattr("orchestrator.commands.run.run_point", found.run_point)
-    monkeypatch.setattr("orchestrator.commands.join.join", found.join)
+    monkeypatch.setattr("orchestrator.wings.torchrun.join.join", found.join)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return found
@@ -382,7 +390,7 @@ def test_a_scheduler_that_does_not_answer_is_reported_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def silent(*_: object) -> int:
-        raise SlurmError("sinfo: expected an answer within 30 s; try `scontrol ping`")
+        raise ClusterError("sinfo: expected an answer within 30 s; try `scontrol ping`")
 
     monkeypatch.setattr("orchestrator.commands.sweep.run_sweep", silent)
     assert cli.main(["-m", "zero=stage0"]) == 2

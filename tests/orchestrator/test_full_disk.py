@@ -16,6 +16,7 @@ from sweep_runs import left_behind, points
 
 from orchestrator.commands import sweep as sweep_command
 from orchestrator.commands.sweep import SweepRequest
+from orchestrator.launch import cluster
 from orchestrator.machine import hardware
 from orchestrator.records import sweep_record
 
@@ -26,7 +27,7 @@ sys.path[:0] = {path!r}
 from pathlib import Path
 from orchestrator import cli
 from orchestrator.machine import hardware
-from orchestrator.plan.decision import Wishes, retry_states
+from orchestrator.plan.point import Wishes, retry_states
 from orchestrator.commands.run import run_point
 from orchestrator.commands.sweep import SweepRequest, run_sweep
 from points import STUB
@@ -118,7 +119,7 @@ def test_a_controller_whose_claim_cannot_be_written_is_ended(tmp_path: Path, mon
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))
-    monkeypatch.setattr(sweep_command, "write_json_atomic", full_disk)
+    monkeypatch.setattr(cluster, "write_json_atomic", full_disk)
     request = SweepRequest("batch", points(tmp_path, [1]), ("sweeps=batch",), predicts=False, entry=STUB)
     with pytest.raises(OSError, match="No space left"):
         sweep_command.run_sweep(request, hardware.detect())

@@ -14,11 +14,11 @@ from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step, build_runtime
 
 from zero_runtime.accounting import predicted_state_bytes
-from zero_runtime.memory.census import ActivationCensus, take_census
-from zero_runtime.memory.model import CollectiveCounts, collective_elements, formula
+from zero_runtime.census import ActivationCensus, take_census
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.state_bytes import CollectiveCounts, collective_elements, formula
 
 STAGES = (0, 1, 2, 3)
 PAPER = MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="fp32")
@@ -132,8 +132,8 @@ def _census_with_a_kept_gradient(case: Case) -> tuple[int, int, int]:
     runtime = build_runtime(case, 2)
     unit = runtime.units[0]
     backwards_of_step(runtime, case, 0)
-    unit._gradients.unsharded_grad = torch.zeros(unit.layout.padded_numel)
-    return take_census(runtime).grads, predicted_state_bytes(runtime).grads, unit.unsharded_grad.nbytes
+    unit.gradients.unsharded_grad = torch.zeros(unit.layout.padded_numel)
+    return take_census(runtime).grads, predicted_state_bytes(runtime).grads, unit.gradients.unsharded_grad.nbytes
 
 
 def test_a_full_gradient_that_is_not_freed_changes_the_count_but_not_the_prediction() -> None:

@@ -19,15 +19,15 @@ from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import Adapter, AdapterKind, RunConfig
 from orchestrator.config.state_groups import Zero
-from orchestrator.plan.memory_cache import activations_key, units_key
-from orchestrator.plan.step import Memories
-from orchestrator.worker.activations import answers
+from orchestrator.wings.predict.activations import answers
+from orchestrator.wings.predict.memory_cache import activations_key, units_key
+from orchestrator.wings.predict.shapes import units_of
+from orchestrator.wings.predict.step import Memories
 from orchestrator.worker.setup import build_runtime
-from orchestrator.worker.shapes import units_of
 from orchestrator.workloads.models import token_losses
-from zero_runtime.memory.census import take_census
+from zero_runtime.census import take_census
 from zero_runtime.optim.configs import MuonConfig
-from zero_runtime.tensor_parallel.division import head_of
+from zero_runtime.parallel.tensor.division import head_of
 from zero_runtime.wire import Wire
 
 RANKS = 4

@@ -27,13 +27,12 @@ from test_tensor_parallel_messages import Axes, tensor_messages
 from test_wire import read_back
 from torch import nn
 
-from zero_runtime.memory.model import CollectiveCounts
+from zero_runtime.parallel.tensor.division import TensorParallel
+from zero_runtime.parallel.tensor.plan import SplitPlan
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.tensor_parallel.division import TensorParallel
-from zero_runtime.tensor_parallel.joined import join_slices, slice_of
-from zero_runtime.tensor_parallel.plan import SplitPlan
+from zero_runtime.state_bytes import CollectiveCounts
 from zero_runtime.wire import BLOCK_NUMEL, Wire, gathered, reduced
 
 DEGREE, DATA_WORLD = 2, 2
@@ -43,12 +42,12 @@ BOTH = Wire("int8", "int4", error_feedback=True)
 def slices_of(full: torch.Tensor, name: str, plan: SplitPlan) -> list[torch.Tensor]:
     """What the ranks of a group hold of a parameter, flattened; one tensor for a replicated one."""
     split = plan.splits.get(name)
-    return [full.reshape(-1)] if split is None else [slice_of(full, split, rank).view(-1) for rank in range(DEGREE)]
+    return [full.reshape(-1)] if split is None else [split.cut(full, rank).view(-1) for rank in range(DEGREE)]
 
 
 def joined(slices: list[torch.Tensor], name: str, plan: SplitPlan, like: torch.Tensor) -> torch.Tensor:
     split = plan.splits.get(name)
-    return slices[0].view(like.shape) if split is None else join_slices(torch.stack(slices), split)
+    return slices[0].view(like.shape) if split is None else split.join(torch.stack(slices))
 
 
 def rounded(values: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -189,7 +188,7 @@ def trained(runs: list[DividedRun]) -> list[tuple[dict[str, torch.Tensor], Sent,
 def closed_bytes(runtime: ZeroRuntime, run: DividedRun) -> int:
     counts, total = CollectiveCounts.of(runtime.plan, run.micro_batches), 0
     for unit in runtime.units:
-        shard, itemsize = unit.layout.shard_numel, unit.param_dtype.itemsize
+        shard, itemsize = unit.layout.shard_numel, unit.parameters.param_dtype.itemsize
         total += counts.gathers * gathered(run.wire, runtime.plan, shard, DATA_WORLD, itemsize, trainable=True).nbytes
         total += counts.reductions * reduced(run.wire, shard, DATA_WORLD, 1, 4).nbytes
     return total

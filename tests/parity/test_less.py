@@ -12,15 +12,15 @@ from harness.ranks import run_ranks
 from points import config_of
 
 from orchestrator.config.optimizer import Optimizer
-from orchestrator.config.schema import Batch, Precision, RunConfig
+from orchestrator.config.schema import Precision, ResolvedBatch, RunConfig
 from orchestrator.config.state_groups import Zero
-from orchestrator.plan.memory_cache import units_key
-from orchestrator.plan.step import ConfigMemory, Memories
-from orchestrator.worker.activations import answers
+from orchestrator.wings.predict.activations import answers
+from orchestrator.wings.predict.memory_cache import units_key
+from orchestrator.wings.predict.shapes import units_of
+from orchestrator.wings.predict.step import ConfigMemory, Memories
 from orchestrator.worker.setup import build_deferred
-from orchestrator.worker.shapes import units_of
 from orchestrator.workloads.models import token_losses
-from zero_runtime.memory.census import take_census
+from zero_runtime.census import take_census
 from zero_runtime.optim.configs import AdamWConfig, LionConfig, MuonConfig, OneBitAdamConfig, OptimizerConfig
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
@@ -34,7 +34,7 @@ def configured(stage: int, rule: OptimizerConfig, wire: Wire = EXACT, param: str
     config = config_of(STEPS, every=None, stage=stage, ranks=WORLD)
     return replace(
         config,
-        batch=Batch(micro=2, accumulation=1, global_size=2 * WORLD, seq=SEQ),
+        batch=ResolvedBatch(micro=2, accumulation=1, global_size=2 * WORLD, seq=SEQ),
         zero=Zero(stage=stage, wire=wire),
         precision=Precision(MixedPrecision(param), compute="fp32"),  # type: ignore[arg-type]  # a word
         optimizer=Optimizer(rule=rule, clip_norm=None),

@@ -15,13 +15,13 @@ from test_bytes import SCALARS_BYTES
 from test_offload import FP32, SPEC, offload_to, runtime_of
 
 from zero_runtime.accounting import host_tensors, predicted_offload_bytes, predicted_state_bytes, scratch_bytes
-from zero_runtime.memory.census import take_census
-from zero_runtime.memory.model import UnitSize, step_peak_bytes
+from zero_runtime.census import take_census
 from zero_runtime.offload.copy_streams import PlainCopies
 from zero_runtime.offload.memory import Moves, host_bytes
-from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.state_bytes import UnitSize, step_peak_bytes
 
 PAPER = MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="fp32")
 HOST = OffloadPlan(optimizer=Tier.HOST, copies=PlainCopies)
@@ -31,11 +31,11 @@ def plans_of(stage: int, folder: Path) -> list[OffloadPlan]:
     nvme = offload_to(folder, params=False)
     plans = [
         replace(HOST, ratio=0.5),
-        replace(HOST, speculative=True),
+        HOST,
         nvme,
-        replace(nvme, ratio=0.5, speculative=True),
+        replace(nvme, ratio=0.5),
         replace(nvme, copies=PlainCopies),
-        replace(nvme, ratio=0.5, speculative=True, copies=PlainCopies),
+        replace(nvme, ratio=0.5, copies=PlainCopies),
     ]
     if stage == 3:
         plans += [replace(plan, params=Tier.HOST) for plan in plans[-2:]]
@@ -50,7 +50,6 @@ def _counts(folder: Path, setting: Setting) -> None:
     for plan in plans_of(setting.stage, folder):
         runtime = runtime_of(setting, plan, clip_norm=1.0)
         for step in range(3):
-            runtime.expect_rate(LR)
             backwards_of_step(runtime, case, step)
             runtime.step(LR)
         backwards_of_step(runtime, case, 3)

@@ -27,7 +27,7 @@ from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.offload.copy_streams import PlainCopies
 from zero_runtime.offload.host import HostTier
-from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import AdamW8bitConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig
 from zero_runtime.optim.loss_scaler import LossScaleRule
 from zero_runtime.precision import MixedPrecision

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
 from zero_runtime.initial_values import parameters_on_meta
-from zero_runtime.offload.plan import OffloadPlan, Tier
-from zero_runtime.offload.scratch_settings import ScratchSettings
+from zero_runtime.offload_plan import OffloadPlan, Tier
+from zero_runtime.offload_plan import ScratchSettings
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision

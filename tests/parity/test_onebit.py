@@ -16,9 +16,9 @@ from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step, build_runtime, full_tensors
 
 from zero_runtime.accounting import predicted_state_bytes
+from zero_runtime.census import take_census
 from zero_runtime.checkpoint.save import save_checkpoint
 from zero_runtime.limits import ConfigError
-from zero_runtime.memory.census import take_census
 from zero_runtime.optim.configs import OneBitAdamConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -81,7 +81,7 @@ def _compare(stage: int) -> float:
             states = {"master": unit.master_shard, **runtime.optimizer.states_of(unit)}
             plain = Plain(real, world, {name: _full(unit, state) for name, state in states.items()})
         grads = [torch.empty_like(real) for _ in range(world)]
-        dist.all_gather(grads, unit.unsharded_grad)
+        dist.all_gather(grads, unit.gradients.unsharded_grad)
         runtime.step(LR)
         if plain is not None:
             plain.step(step + 1, grads, decay)

@@ -14,9 +14,8 @@ from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step, build_runtime, full_tensors
 
 from zero_runtime.accounting import predicted_state_bytes
+from zero_runtime.census import take_census
 from zero_runtime.errors import PlanError
-from zero_runtime.memory.census import take_census
-from zero_runtime.memory.model import formula
 from zero_runtime.optim.configs import (
     MOST_BETA_BF16,
     AdamConfig,
@@ -32,6 +31,7 @@ from zero_runtime.optim.configs import (
 from zero_runtime.optim.groups import ParamGroup
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.state_bytes import formula
 
 STAGES = (0, 1, 2, 3)
 WORLDS = [2, *(pytest.param(world, marks=pytest.mark.full) for world in (1, 3))]

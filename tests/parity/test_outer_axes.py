@@ -80,7 +80,7 @@ def check(world: int, runs: list[DividedRun]) -> None:
 
 
 def test_outer_sharding_with_slices_and_with_parts_of_sequences_equals_plain_torch() -> None:
-    check(4, with_kinds(SLICES, None, "optim") + with_kinds(PARTS, None, "hpz"))
+    check(4, with_kinds(SLICES, None, "optim") + with_kinds(PARTS, None, "optim"))
 
 
 @pytest.mark.full
@@ -97,4 +97,4 @@ def test_outer_sharding_with_slices_and_with_parts_of_sequences_equals_plain_tor
     ids=["slices", "parts", "slices in groups of 2", "parts in groups of 1", "4 parts", "parts on 8 ranks"],
 )
 def test_other_groups_equal_plain_torch(world: int, run: DividedRun) -> None:
-    check(world, with_kinds(run, None, "optim", "hpz"))
+    check(world, with_kinds(run, None, "optim"))

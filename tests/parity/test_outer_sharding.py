@@ -24,18 +24,18 @@ from test_offload import offload_to
 from test_rows import CLIP_NORM, JUMPY_SCALE, assert_same_bits, oracle_trace
 
 from zero_runtime.accounting import predicted_state_bytes
+from zero_runtime.census import take_census
 from zero_runtime.errors import PlanError
 from zero_runtime.ledger import Ledger
-from zero_runtime.memory.census import take_census
-from zero_runtime.memory.model import CollectiveCounts, collective_elements, collective_formula, formula
-from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import AdamW8bitConfig, LambConfig, MuonConfig, OptimizerConfig, SgdConfig
 from zero_runtime.plan import OuterSharding, ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.state_bytes import CollectiveCounts, collective_elements, collective_formula, formula
 from zero_runtime.wire import Wire
 
-KINDS: tuple[OuterSharding, ...] = ("optim", "hpz")
+KINDS: tuple[OuterSharding, ...] = ("optim",)
 GROUPED = Case(4, steps=3, shard_ranks=2)
 FP32, BF16, FP16 = MixedPrecision(), MixedPrecision("bf16"), MixedPrecision("fp16")
 PAPER = MixedPrecision("bf16", reduce="bf16", accumulate="bf16")
@@ -43,7 +43,7 @@ IN_FP32 = MixedPrecision("bf16", compute="fp32")
 
 
 def _rows(case: Case, optimizer: OptimizerConfig = ADAMW) -> dict[OuterSharding | None, Trace]:
-    """Replicas across the groups, and both kinds of outer sharding."""
+    """Replicas across the groups, and outer sharding."""
     cases = {kind: replace(case, outer_sharding=kind) for kind in (None, *KINDS)}
     return {kind: train(one, stages=(3,), optimizer=optimizer)[3] for kind, one in cases.items()}
 
@@ -125,12 +125,11 @@ def _calls(ledger: Ledger) -> dict[str, tuple[int, int]]:
 def closed_forms(case: Case, world: int, group: int, units: int, padded: int) -> dict[str, tuple[int, int]]:
     """Calls and elements by kind of a steady step, for `padded` elements in as many units."""
     micro, groups = case.micro_batches, world // group
-    exchanges = micro if case.outer_sharding == "hpz" else 1
     inside, across = (group - 1) * padded // group, (groups - 1) * padded // world
     return {
         "all_gather": (2 * micro * units, 2 * micro * inside),
         "reduce_scatter": (micro * units, micro * inside),
-        "outer_all_gather": (exchanges * units, exchanges * across),
+        "outer_all_gather": (units, across),
         "outer_reduce_scatter": (micro * units, micro * across),
     }
 
@@ -179,7 +178,6 @@ def test_the_formula_of_the_messages_counts_what_crosses_the_groups_once() -> No
 
     assert told(None, 4) == "12Ψ·(G-1)/G + 8Ψ/G·(N/G-1)/(N/G)"
     assert told("optim", 4) == "12Ψ·(G-1)/G + 5Ψ/G·(N/G-1)/(N/G)"
-    assert told("hpz", 4) == "12Ψ·(G-1)/G + 8Ψ/G·(N/G-1)/(N/G)"
 
 
 def _dry_steps(case: Case) -> dict[OuterSharding, tuple[dict[str, tuple[int, int]], int, int, int]]:
@@ -218,7 +216,6 @@ def test_a_dry_run_at_world_64_sends_the_closed_forms() -> None:
 def _trained(runtime: ZeroRuntime, case: Case) -> list[float]:
     losses = []
     for step in range(3):
-        runtime.expect_rate(LR)  # for the guess of a speculative step
         backwards_of_step(runtime, case, step)
         losses.append(runtime.step(LR).loss)
     return losses
@@ -252,9 +249,8 @@ def test_an_optimizer_offloaded_to_the_host_gives_the_same_bits() -> None:
 def test_every_tier_of_the_optimizer_gives_the_same_bits(
     kind: OuterSharding, clip_norm: float | None, tmp_path: Path
 ) -> None:
-    """Without clipping a speculative step is guessed right, and with it wrong."""
     file = offload_to(tmp_path, params=False)
-    plans = [replace(ON_HOST, ratio=0.5), file, replace(ON_HOST, speculative=True), replace(file, speculative=True)]
+    plans = [replace(ON_HOST, ratio=0.5), file, ON_HOST]
     run_ranks(_offloaded, 4, replace(OFFLOADED, outer_sharding=kind, micro_batches=2, clip_norm=clip_norm), plans)
 
 
@@ -284,7 +280,7 @@ def test_reads_and_writes_between_steps_see_current_parameters() -> None:
         first, *others = run_ranks(_read_and_written, 4, replace(GROUPED, outer_sharding=kind))
         assert all(one == first for one in others)
         by_kind[kind] = first
-    assert by_kind["optim"] == by_kind["hpz"] == by_kind[None]
+    assert by_kind["optim"] == by_kind[None]
     assert len(set(by_kind[None])) == 2, "the step must change the loss"
 
 
@@ -312,10 +308,10 @@ def _unbroken(setting: Setting) -> list[float]:
     ("saved", "target"),
     [
         (OUTER[0], LAYOUTS[0]),
-        pytest.param(LAYOUTS[0], OUTER[1], marks=pytest.mark.full),
-        *(pytest.param(OUTER[1], one, marks=pytest.mark.full) for one in LAYOUTS[1:]),
+        pytest.param(LAYOUTS[0], OUTER[0], marks=pytest.mark.full),
+        *(pytest.param(OUTER[0], one, marks=pytest.mark.full) for one in LAYOUTS[1:]),
         *(pytest.param(one, OUTER[0], marks=pytest.mark.full) for one in LAYOUTS[1:]),
-        pytest.param(OUTER[0], replace(OUTER[1], world=6, shard_ranks=3), marks=pytest.mark.full),
+        pytest.param(OUTER[0], replace(OUTER[0], world=6, shard_ranks=3), marks=pytest.mark.full),
     ],
 )
 def test_checkpoints_are_loaded_into_and_from_other_layouts(saved: Setting, target: Setting, tmp_path: Path) -> None:
@@ -328,7 +324,7 @@ def test_checkpoints_are_loaded_into_and_from_other_layouts(saved: Setting, targ
 def test_a_resumed_run_has_the_losses_of_the_unbroken_one(tmp_path: Path) -> None:
     path, _ = run_ranks(_saved, 4, tmp_path, OUTER[0])[0]
     unbroken = run_ranks(_unbroken, 4, OUTER[0])[0]
-    assert run_ranks(_loaded, 4, path, OUTER[1])[0][1] == unbroken[SAVED_AFTER:]
+    assert run_ranks(_loaded, 4, path, OUTER[0])[0][1] == unbroken[SAVED_AFTER:]
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -338,8 +334,8 @@ def test_a_resumed_run_has_the_losses_of_the_unbroken_one(tmp_path: Path) -> Non
     ("arguments", "told"),
     [
         ({"stage": 2, "shard_ranks": 2, "outer_sharding": "optim"}, "zero.outer_sharding needs zero.stage=3"),
-        ({"stage": 3, "outer_sharding": "hpz"}, "zero.outer_sharding needs zero.shard_ranks"),
-        ({"stage": 3, "shard_ranks": 2, "outer_sharding": "all"}, "zero.outer_sharding must be optim or hpz, or null"),
+        ({"stage": 3, "outer_sharding": "optim"}, "zero.outer_sharding needs zero.shard_ranks"),
+        ({"stage": 3, "shard_ranks": 2, "outer_sharding": "all"}, "zero.outer_sharding must be optim or null"),
     ],
 )
 def test_a_plan_without_groups_or_sharded_parameters_is_refused(arguments: dict, told: str) -> None:

@@ -15,11 +15,11 @@ from harness.ranks import run_ranks
 from benchmarks.predicted_moments import Moments, combinations, leave_out_object_messages, measured, predicted
 from benchmarks.predicted_peaks import MODELS, Case, Predictions, allocated, config_of
 from orchestrator.config.schema import Checkpoint, CheckpointKind, Device, RunConfig, WeightsExport
-from orchestrator.plan.memory_cache import units_key
-from orchestrator.plan.moments import all_moments, counted_from, met
-from orchestrator.plan.step import ConfigMemory, Memories
-from orchestrator.worker.activations import answers
-from orchestrator.worker.shapes import units_of
+from orchestrator.wings.predict.activations import answers
+from orchestrator.wings.predict.memory_cache import units_key
+from orchestrator.wings.predict.moments import all_moments, counted_from, met
+from orchestrator.wings.predict.shapes import units_of
+from orchestrator.wings.predict.step import ConfigMemory, Memories
 from zero_runtime.collectives import Collectives
 from zero_runtime.phase_clock import PhaseClock
 

@@ -14,10 +14,10 @@ from harness.ranks import run_ranks
 from harness.unsharded import state_bytes_peak
 
 from zero_runtime.accounting import predicted_peak
-from zero_runtime.memory.model import StepPeak
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.state_bytes import StepPeak
 
 STAGES = (0, 1, 2, 3)
 DEEP = TinySpec(blocks=8)

@@ -19,7 +19,7 @@ from benchmarks.predicted_peaks import (
     covering,
     measured,
 )
-from zero_runtime.memory.activation_count import ONE_NUMBER_BYTES
+from zero_runtime.state_bytes import ONE_NUMBER_BYTES
 
 COUNT, SEED = 72, 0
 FP32_BYTES = 4

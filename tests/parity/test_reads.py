@@ -277,7 +277,7 @@ def part_calls() -> dict[tuple[int, str], bool]:
                     runtime.full_grad(name), torch.zeros_like(param) if param.grad is None else param.grad
                 )
             runtime.step(LR)
-            whole = [unit.name for unit in runtime.units if unit.unsharded_param.untyped_storage().size()]
+            whole = [unit.name for unit in runtime.units if unit.parameters.unsharded_param.untyped_storage().size()]
             assert stage < 3 or whole == [], "what was lent to a part is released by a step"
         runtime.close()
     return found
@@ -303,7 +303,7 @@ def released_parts() -> None:
     model = runtime.model
 
     def whole() -> set[str]:
-        return {unit.name for unit in runtime.units if unit.unsharded_param.untyped_storage().size()}
+        return {unit.name for unit in runtime.units if unit.parameters.unsharded_param.untyped_storage().size()}
 
     with torch.no_grad():
         for _ in range(3):

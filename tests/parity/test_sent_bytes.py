@@ -9,12 +9,12 @@ import torch
 from harness.ranks import run_ranks
 from points import config_of
 
-from orchestrator.config.schema import Adapter, AdapterKind, Batch, RunConfig
-from orchestrator.plan.memory_cache import units_key
-from orchestrator.plan.step import Memories
-from orchestrator.worker.activations import answers
+from orchestrator.config.schema import Adapter, AdapterKind, ResolvedBatch, RunConfig
+from orchestrator.wings.predict.activations import answers
+from orchestrator.wings.predict.memory_cache import units_key
+from orchestrator.wings.predict.shapes import units_of
+from orchestrator.wings.predict.step import Memories
 from orchestrator.worker.setup import build_deferred
-from orchestrator.worker.shapes import units_of
 from orchestrator.workloads.models import token_losses
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
@@ -31,7 +31,7 @@ def configured(
 ) -> RunConfig:
     config = config_of(4, every=None, stage=stage, ranks=WORLD)
     config = replace(config, zero=replace(config.zero, unit_numel=unit_numel))
-    batch = Batch(micro=2, accumulation=accumulation, global_size=2 * WORLD * accumulation, seq=SEQ)
+    batch = ResolvedBatch(micro=2, accumulation=accumulation, global_size=2 * WORLD * accumulation, seq=SEQ)
     return replace(config, adapter=adapter, batch=batch, recompute=RecomputeRule(recompute))  # type: ignore[arg-type]
 
 

@@ -12,10 +12,10 @@ from harness.ranks import run_alone, run_ranks
 
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.optim.configs import AdamWConfig
+from zero_runtime.parallel.sequence.division import SequenceParallel
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.sequence_parallel.division import SequenceParallel
 
 STAGES = (0, 1, 2, 3)
 GROUPED = 2  # key and value heads of the model

@@ -19,8 +19,8 @@ from harness.unsharded import unsharded_peak
 from torch import nn
 
 from zero_runtime.accounting import predicted_state_bytes
+from zero_runtime.census import take_census
 from zero_runtime.errors import ParameterReadError, PlanError
-from zero_runtime.memory.census import take_census
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -236,7 +236,7 @@ def _peaks(names: list[str], prefetches: tuple[int, ...]) -> dict[tuple[str, int
                 with unsharded_peak(runtime.units) as peak:
                     runtime.backward(runtime.model.loss_of(runtime(ids_of(step, dist.get_rank()))))
                 runtime.step(LR)
-            whole = [unit.name for unit in runtime.units if unit.unsharded_param.untyped_storage().size()]
+            whole = [unit.name for unit in runtime.units if unit.parameters.unsharded_param.untyped_storage().size()]
             assert whole == []
             found[name, prefetch] = (peak.units, peak.counts)
             runtime.close()

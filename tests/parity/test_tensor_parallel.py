@@ -28,13 +28,13 @@ from zero_runtime.checkpoint.hugging_face.folder import write_weights
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.save import save_checkpoint
 from zero_runtime.errors import PlanError
-from zero_runtime.offload.plan import OffloadPlan
+from zero_runtime.offload_plan import OffloadPlan
 from zero_runtime.optim.configs import LambConfig, MuonConfig, OptimizerConfig
+from zero_runtime.parallel.tensor.division import TensorParallel
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.settings import NO_OFFLOAD
-from zero_runtime.tensor_parallel.division import TensorParallel
 
 BF16 = MixedPrecision("bf16")
 MUON = MuonConfig(ns_dtype="fp32", eps=0.01)

@@ -127,7 +127,7 @@ def trained(way: str) -> dict[int, Weights]:
                 generator.backward(generator_loss(generator.model, critic.model, x) / WORLD)
             if way == "frozen":
                 critic.step(LR)
-            whole = [unit.name for unit in critic.units if unit.unsharded_param.untyped_storage().size()]
+            whole = [unit.name for unit in critic.units if unit.parameters.unsharded_param.untyped_storage().size()]
             assert stage < 3 or whole == [], "what joined a backward is released at its end"
             generator.step(LR)
         found[stage] = {}

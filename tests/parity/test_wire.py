@@ -10,20 +10,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness.models import TinyTransformer
+from harness.models import TinyTransformer, batch, token_loss_sum
 from harness.oracle import ADAMW, LR, Case
 from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step, full_tensors
 
 from zero_runtime import runtime
 from zero_runtime.accounting import predicted_state_bytes
+from zero_runtime.census import take_census
 from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise_
 from zero_runtime.limits import ConfigError
-from zero_runtime.memory.census import take_census
-from zero_runtime.memory.model import CollectiveCounts
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.state_bytes import CollectiveCounts
 from zero_runtime.unit import Unit
 from zero_runtime.wire import BITS, Wire, gathered, reduced
 
@@ -69,7 +69,7 @@ def _closed(runtime: ZeroRuntime, case: Case, wire: Wire) -> int:
     counts = CollectiveCounts.of(runtime.plan, case.micro_batches)
     groups, total = (runtime.collectives.shard_count, runtime.collectives.replica_count), 0
     for unit in runtime.units:
-        shard, itemsize = unit.layout.shard_numel, unit.param_dtype.itemsize
+        shard, itemsize = unit.layout.shard_numel, unit.parameters.param_dtype.itemsize
         total += counts.gathers * gathered(wire, runtime.plan, shard, groups[0], itemsize, trainable=True).nbytes
         total += counts.reductions * reduced(wire, shard, *groups, 4).nbytes
     return total
@@ -100,10 +100,10 @@ def _gathers(case: Case, stage: int) -> None:
     for unit in runtime.units:
         shards = [torch.empty_like(unit.param_shard) for _ in range(case.world)]
         # The master is exact: what every rank computes with is read back from the codes of its rounded values.
-        dist.all_gather(shards, unit.master_shard.to(unit.param_dtype))
+        dist.all_gather(shards, unit.master_shard.to(unit.parameters.param_dtype))
         unit.wait_unshard()
-        wanted = torch.cat([read_back(shard, "int8") for shard in shards]).to(unit.param_dtype)
-        assert torch.equal(unit.unsharded_param, wanted.to(unit.unsharded_param.dtype))
+        wanted = torch.cat([read_back(shard, "int8") for shard in shards]).to(unit.parameters.param_dtype)
+        assert torch.equal(unit.parameters.unsharded_param, wanted.to(unit.parameters.unsharded_param.dtype))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -111,12 +111,25 @@ def test_every_rank_computes_with_the_values_of_the_codes(stage: int) -> None:
     run_ranks(_gathers, 2, Case(2, precision=BF16), stage)
 
 
+def _unequal_calls(case: Case) -> list[float]:
+    """The losses of calls without gradients, of which rank 0 makes one more than the others."""
+    runtime = build(case, 3, Wire("int8"))
+    with runtime.uneven_forwards():
+        calls = range(1 if dist.get_rank() else 2)
+        return [float(token_loss_sum(runtime.model, *batch(case.model, 0, 0, 0))) for _ in calls]
+
+
+def test_ranks_that_join_a_gather_of_codes_send_codes() -> None:
+    first, second = run_ranks(_unequal_calls, 2, Case(2))
+    assert first == second * 2
+
+
 def _reduces(case: Case, stage: int, wire: Wire) -> list[float]:
     """Checks the sums of one step's gradients; returns the largest error of each unit, divided by its bound."""
     runtime = build(case, stage, wire)
     with runtime.no_sync():
         backwards_of_step(runtime, replace(case, micro_batches=1), 0)
-    local = {unit.name: unit.unsharded_grad.clone() for unit in runtime.units}
+    local = {unit.name: unit.gradients.unsharded_grad.clone() for unit in runtime.units}
     for unit in runtime.units:
         unit.begin_backward()
         unit.reduce_grad()
@@ -166,10 +179,10 @@ def _fed_back(case: Case) -> tuple[float, float, tuple[int, int]]:
                 sums.setdefault(unit.name, []).append(unit.full_of(unit.grad_shard))
             bytes_now = take_census(runtime).grads, predicted_state_bytes(runtime).grads
             for unit in runtime.units:  # no update: both runs have the same gradients
-                unit.free_grads()
+                unit.gradients.free()
             runtime.zero_grad()
         for unit in runtime.units:
-            kept = unit._gradients.errors
+            kept = unit.gradients.kept[0]
             if kept is not None:
                 dist.all_reduce(kept)
                 errors[unit.name] = {

@@ -17,9 +17,9 @@ from orchestrator.launch.rank import ENTRY
 from orchestrator.launch.verdict import Verdict
 from orchestrator.records.record_file import EventTail, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
-from orchestrator.slurm import jobs as slurm
-from orchestrator.slurm import verdict as slurm_verdict
-from orchestrator.slurm.tools import JobSight
+from orchestrator.wings.slurm import jobs as slurm
+from orchestrator.wings.slurm import verdict as slurm_verdict
+from orchestrator.wings.slurm.tools import JobSight
 
 OTHERS = Path(__file__).resolve().parents[1] / "orchestrator"  # its points.py, and its worker without torch
 sys.path.insert(0, str(OTHERS))

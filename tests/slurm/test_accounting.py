@@ -11,9 +11,9 @@ from conftest import running_cluster
 from sending import send, stub_config, until
 
 from orchestrator.records.run_state import RunState
-from orchestrator.slurm import jobs as slurm
-from orchestrator.slurm import tools as slurm_tools
-from orchestrator.slurm.tools import JobPhase
+from orchestrator.wings.slurm import jobs as slurm
+from orchestrator.wings.slurm import tools as slurm_tools
+from orchestrator.wings.slurm.tools import JobPhase
 
 pytestmark = pytest.mark.skipif(
     shutil.which("slurmdbd") is None or shutil.which("mariadbd") is None,

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from sending import GPUS, STEPS, Sent, config_of, in_slurm, send, stub_config, train, trained, until
 
+from orchestrator.config.cluster import ClusterError
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.records.record_file import read_json
 from orchestrator.records.run_state import RunState
-from orchestrator.slurm import jobs as slurm
-from orchestrator.slurm import site as slurm_site
-from orchestrator.slurm.sweep import log_of
-from orchestrator.slurm.tools import JobPhase, SlurmError
+from orchestrator.wings.slurm import jobs as slurm
+from orchestrator.wings.slurm import site as slurm_site
+from orchestrator.wings.slurm.tools import JobPhase
 
 
 def test_submitting_returns_ids_in_order_and_keeps_files_private_to_their_owner(
@@ -84,9 +84,9 @@ def test_a_rank_that_raises_ends_the_job_and_is_named_as_the_cause(sent: dict[st
     attempt = sent["raised"].attempts[0]
     assert attempt.rank_log(0).is_file()
     assert "ZLAB_FAULT" in attempt.rank_log(1).read_text()
-    log = log_of(attempt)
-    assert log is not None
-    assert "Exited with exit code 1" in log.read_text()
+    facts = read_json(attempt.job)
+    assert facts is not None
+    assert "Exited with exit code 1" in Path(facts["log"]).read_text()
 
 
 def test_a_cancelled_job_gets_the_state_cancelled(sent: dict[str, Sent]) -> None:
@@ -175,7 +175,7 @@ def test_a_preempted_job_saves_and_resumes_with_the_losses_of_an_uninterrupted_j
 
 def test_requests_beyond_the_cluster_are_reported_with_a_fix_before_submission(cluster: Path) -> None:
     def told(config: RunConfig) -> list[str]:
-        return slurm_site.preflight([config])
+        return slurm_site.problems([config])
 
     assert told(trained()) == []
     three = in_slurm(config_of(STEPS, every=None), ranks=3, nodes=3)
@@ -191,7 +191,7 @@ def test_requests_beyond_the_cluster_are_reported_with_a_fix_before_submission(c
 
 def test_a_refused_submission_leaves_nothing_in_the_queue(cluster: Path, tmp_path: Path) -> None:
     good, bad = stub_config(tmp_path), stub_config(tmp_path, partition="nowhere")
-    with pytest.raises(SlurmError, match="invalid partition"):
+    with pytest.raises(ClusterError, match="invalid partition"):
         send(tmp_path / "refused", [good, bad])
     attempt = tmp_path / "refused" / "point0" / "attempts" / "01" / "job.json"
     job = (read_json(attempt) or {})["job"]

@@ -8,7 +8,7 @@ from sending import LONG, Sent, send, stub_config, until
 
 from orchestrator.records.record_file import read_json
 from orchestrator.records.run_state import RunState
-from orchestrator.slurm.tools import ask
+from orchestrator.wings.slurm.tools import ask
 
 
 def test_a_job_that_reaches_its_time_limit_gets_the_state_timeout(sent: dict[str, Sent]) -> None:

@@ -22,11 +22,10 @@ ROWS = [
     Row(micro_batches=2, no_sync=True, precision="bf16"),
     *(Row(prefetch=prefetch) for prefetch in (0, 3)),
     *(Row(stage=stage, shard_ranks=2) for stage in (1, 2, 3)),
-    *(Row(shard_ranks=2, outer_sharding=kind, micro_batches=micro) for kind in ("optim", "hpz") for micro in (1, 3)),
+    *(Row(shard_ranks=2, outer_sharding="optim", micro_batches=micro) for micro in (1, 3)),
     Row(shard_ranks=2, outer_sharding="optim", offload="optimizer"),
     *(Row(stage=stage, offload="optimizer") for stage in (0, 1, 2, 3)),
     *(Row(offload=offload, prefetch=prefetch) for offload in ("params", "both", "both nvme") for prefetch in (1, 3)),
-    *(Row(offload="both", speculative=guess) for guess in ("right", "wrong")),
     *(
         Row(recompute=kind, offload=offload)
         for kind in ("none", "full", "every_nth", "by_operation")

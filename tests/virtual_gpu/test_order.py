@@ -17,7 +17,7 @@ from harness.virtual_gpu.row import Row
 
 from zero_runtime.plan import OuterSharding
 
-KINDS: tuple[OuterSharding, ...] = ("optim", "hpz")
+KINDS: tuple[OuterSharding, ...] = ("optim",)
 STAGES = [Row(stage=stage) for stage in (0, 1, 2, 3)]
 OFFLOADED = [
     *(Row(stage=stage, offload="optimizer") for stage in (0, 1, 2, 3)),
@@ -27,25 +27,17 @@ OFFLOADED = [
     Row(offload="both", micro_batches=3),
     Row(offload="optimizer", precision="fp32"),
     Row(offload="both", precision="fp32"),
-    *(Row(stage=2, offload="optimizer", speculative=guess) for guess in ("right", "wrong")),
-    *(Row(offload="both", speculative=guess) for guess in ("right", "wrong")),
     *(Row(stage=2, offload="optimizer", optimizer=name) for name in ("sgd", "lion", "adamw8bit")),
     Row(offload="both", shard_ranks=4),
     Row(offload="both", frozen=True),
     Row(offload="both", micro_batches=3, no_sync=True),
     Row(offload="both", precision="fp16", skips=True, steps=5),
-    *(
-        Row(stage=2, offload="optimizer", precision="fp16", skips=True, steps=5, speculative=guess)
-        for guess in ("right", "wrong")
-    ),
-    Row(offload="both nvme", precision="fp16", skips=True, steps=5, speculative="right"),
+    Row(stage=2, offload="optimizer", precision="fp16", skips=True, steps=5),
+    Row(offload="both nvme", precision="fp16", skips=True, steps=5),
     *(Row(stage=stage, offload="optimizer nvme") for stage in (0, 2, 3)),
     Row(offload="both nvme"),
     Row(offload="both nvme", prefetch=3),
     Row(offload="params cpu optimizer nvme"),
-    *(Row(stage=2, offload="optimizer nvme", speculative=guess) for guess in ("right", "wrong")),
-    *(Row(offload="both nvme", speculative=guess) for guess in ("right", "wrong")),
-    *(Row(offload="params cpu optimizer nvme", speculative=guess) for guess in ("right", "wrong")),
 ]
 RECOMPUTED = [
     *(
@@ -61,11 +53,10 @@ OUTER = [
     *(Row(shard_ranks=2, outer_sharding=kind, micro_batches=2, recompute="full") for kind in KINDS),
     *(Row(shard_ranks=4, outer_sharding=kind, offload="optimizer") for kind in KINDS),
     Row(shard_ranks=4, outer_sharding="optim", offload="optimizer nvme"),
-    Row(shard_ranks=4, outer_sharding="optim", offload="optimizer", speculative="right"),
     Row(shard_ranks=4, outer_sharding="optim", frozen=True, tied=True),
     Row(shard_ranks=4, outer_sharding="optim", precision="fp32"),
-    Row(shard_ranks=4, outer_sharding="hpz", precision="fp16", skips=True, steps=5),
-    Row(shard_ranks=8, outer_sharding="hpz", world=64, rank=37),
+    Row(shard_ranks=4, outer_sharding="optim", precision="fp16", skips=True, steps=5),
+    Row(shard_ranks=8, outer_sharding="optim", world=64, rank=37),
 ]
 OTHERS = [
     *(Row(stage=stage, micro_batches=3) for stage in (0, 1, 2, 3)),
@@ -97,7 +88,7 @@ SHORT = {
     Row(shard_ranks=4),
     Row(shard_ranks=4, outer_sharding="optim"),
     Row(offload="both", late=True),
-    Row(stage=2, offload="optimizer", speculative="wrong"),
+    Row(stage=2, offload="optimizer"),
     Row(recompute="by_operation", offload="activations"),
 }
 

@@ -21,11 +21,7 @@ ROWS = [
     Row(offload="both", late=True),
     Row(offload="params"),
     Row(offload="activations", recompute="by_operation"),
-    Row(stage=2, offload="optimizer", speculative="right"),
-    Row(offload="both", speculative="wrong"),
     Row(offload="both nvme"),
-    Row(offload="both nvme", speculative="right"),
-    Row(stage=2, offload="optimizer nvme", speculative="wrong"),
     Row(offload="params cpu optimizer nvme", late=True),
     Row(optimizer="lamb"),
 ]
@@ -36,8 +32,6 @@ REDUNDANT = {
     SETTLES: "between two steps only a close settles units here, which waits for the device too: see the test of both",
     CLOSES: SETTLED,
     "host waits for device at copy_streams.py:close < nvme.py:close < closed.py:hand_back": SETTLED,
-    "host waits for device at copy_streams.py:close < host.py:close < speculation.py:close": SETTLED,
-    "host waits for device at copy_streams.py:close < nvme.py:close < speculation.py:close": SETTLED,
     "host waits for device at copy_streams.py:close < offload.py:close < recompute.py:remove": SETTLED,
     "stream waits for event at copy_streams.py:hold_device < copy_streams.py:to_device < device_host.py:send_params": (
         "new parameters come from an update that has waited for the gradient, whose copy follows every reader"

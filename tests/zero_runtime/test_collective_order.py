@@ -124,8 +124,8 @@ def issues(script: Script) -> list[Deed]:
 FIRST = (0, 1, 2, 3, 4, 5, 6, 7)
 HYBRID = Program(shard_ranks=4)
 OUTER = Program(shard_ranks=4, outer_sharding="optim")
-PROGRAMS = [HYBRID, OUTER, replace(OUTER, outer_sharding="hpz")]
-PROGRAMS += [replace(OUTER, model="frozen", outer_sharding="hpz", micro_batches=2), replace(OUTER, shard_ranks=1)]
+PROGRAMS = [HYBRID, OUTER]
+PROGRAMS += [replace(OUTER, model="frozen", micro_batches=2), replace(OUTER, shard_ranks=1)]
 PROGRAMS += [Program(model) for model in ("tiny", "frozen", "recomputed", "adapters", "partly unused")]
 PROGRAMS += [Program(stage=stage, micro_batches=2) for stage in (0, 1, 2, 3)]
 PROGRAMS += [Program("frozen", stage, shard_ranks=2, micro_batches=2) for stage in (1, 2, 3)]

@@ -9,7 +9,7 @@ import pytest
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.errors import PlanError
 from zero_runtime.limits import ConfigError
-from zero_runtime.offload.scratch_settings import ScratchSettings
+from zero_runtime.offload_plan import ScratchSettings
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.optim.loss_scaler import LossScaleRule
 from zero_runtime.optim.lr_settings import OneCycleSettings

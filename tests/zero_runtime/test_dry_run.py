@@ -10,7 +10,6 @@ from harness.models import TinySpec, TinyTransformer, token_loss_sum
 from harness.ranks import run_alone
 
 from zero_runtime.errors import PlanError
-from zero_runtime.memory.model import CollectiveCounts, collective_elements
 from zero_runtime.optim.configs import (
     TORCH_NAMES,
     AdamW8bitConfig,
@@ -25,6 +24,7 @@ from zero_runtime.optim.loss_scaler import LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.state_bytes import CollectiveCounts, collective_elements
 
 WORLD = 64
 STAGES = (0, 1, 2, 3)

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from zero_runtime.deferred_values import values_of
 from zero_runtime.errors import PlanError
 from zero_runtime.initial_values import parameters_on_meta
-from zero_runtime.recorded_values import RecordedTensor, recording, values_of
+from zero_runtime.recorded_values import RecordedTensor, recording
 
 Fill = Callable[[nn.Linear, nn.Linear], object]
 

@@ -75,7 +75,7 @@ def _full_gradients(runtime: ZeroRuntime) -> list[int]:
     after = runtime._schedule.after_backward
 
     def counting(unit: Unit) -> None:
-        counts.append(sum(one.unsharded_grad is not None for one in runtime.units))
+        counts.append(sum(one.gradients.unsharded_grad is not None for one in runtime.units))
         after(unit)
 
     runtime._schedule.after_backward = counting  # type: ignore[method-assign]

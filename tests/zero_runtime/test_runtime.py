@@ -171,7 +171,7 @@ def _with_and_without_evaluation(case: Case) -> dict[int, Any]:
                     evaluations += [_evaluate(runtime, case, step), _evaluate(runtime, case, step)]
             results.append((losses, _states(runtime)))
         (losses, states), (evaluated_losses, evaluated_states) = results
-        resting = [unit.data_state for unit in runtime.units]
+        resting = [unit.parameters.state for unit in runtime.units]
         found[stage] = losses == evaluated_losses, _same(states, evaluated_states), evaluations, resting
     return found
 

@@ -294,14 +294,14 @@ def _train_branches(uses: list[Use], stages: tuple[int, ...], recompute: bool = 
         steps = []
         for step, use in enumerate(uses):
             runtime.backward(runtime(inputs(step, dist.get_rank()), *use.on(dist.get_rank())))
-            states = [(unit.data_state, unit.grad_state, _full_bytes(unit)) for unit in runtime.units]
+            states = [(unit.parameters.state, unit.gradients.state, _full_bytes(unit)) for unit in runtime.units]
             steps.append((states, runtime.step(1e-2).loss))
         found[stage] = steps, [unit.master_shard for unit in runtime.units]
     return found
 
 
 def _full_bytes(unit: Unit) -> int:
-    return unit.unsharded_param.untyped_storage().nbytes()
+    return unit.parameters.unsharded_param.untyped_storage().nbytes()
 
 
 def plain_branches(uses: list[Use], world: int) -> tuple[list[float], list[torch.Tensor]]:

@@ -84,7 +84,7 @@ def _moves() -> dict[tuple, str | None]:
     """By (from, to): the error message, or None if the unit made the transition."""
     unit = make_unit(3)
     outcome: dict[tuple, str | None] = {}
-    machines: list[tuple[Any, Any]] = [(DataState, unit._parameters), (GradState, unit._gradients)]
+    machines: list[tuple[Any, Any]] = [(DataState, unit.parameters), (GradState, unit.gradients)]
     for states, machine in machines:
         for before, after in product(states, states):
             machine.state = before
@@ -113,18 +113,24 @@ def _repeated_verbs() -> dict[int, list[tuple[Any, ...]]]:
         unit = make_unit(stage)
         unit.reshard(Phase.STEP)
         release: Callable[[], None] = partial(unit.reshard, Phase.STEP)
-        verbs: list[Callable[[], None]] = [unit.unshard, unit.wait_unshard, unit.wait_reduce, release, unit.free_grads]
+        verbs: list[Callable[[], None]] = [
+            unit.unshard,
+            unit.wait_unshard,
+            unit.wait_reduce,
+            release,
+            unit.gradients.free,
+        ]
         trail = []
         for verb in verbs:
             for _ in range(2):
                 verb()
-                trail.append((unit.data_state.value, unit.grad_state.value, _calls(unit)))
+                trail.append((unit.parameters.state.value, unit.gradients.state.value, _calls(unit)))
         unit.begin_backward()
         unit.reduce_grad()
-        for verb in (unit.wait_reduce, unit.free_grads):
+        for verb in (unit.wait_reduce, unit.gradients.free):
             for _ in range(2):
                 verb()
-                trail.append((unit.data_state.value, unit.grad_state.value, _calls(unit)))
+                trail.append((unit.parameters.state.value, unit.gradients.state.value, _calls(unit)))
         found[stage] = trail
     return found
 
@@ -148,7 +154,7 @@ def _waits_without_a_start() -> tuple[DataState, int]:
     unit = make_unit(3)
     unit.reshard(Phase.FORWARD)
     unit.wait_unshard()
-    return unit.data_state, _calls(unit)
+    return unit.parameters.state, _calls(unit)
 
 
 def test_wait_unshard_starts_the_gather_if_it_was_not_started() -> None:
@@ -165,16 +171,16 @@ def _release(stage: int) -> dict[str, Any]:
     values = [param.detach().clone() for param in unit.params]
     x = torch.ones(2, 5, requires_grad=True)
     output = F.linear(x, matrix)
-    found: dict[str, Any] = {"flat": flat_bytes, "full": storage_bytes(unit.unsharded_param)}
+    found: dict[str, Any] = {"flat": flat_bytes, "full": storage_bytes(unit.parameters.unsharded_param)}
     unit.reshard(Phase.FORWARD)
-    found["released"] = storage_bytes(unit.unsharded_param, *unit.params)
+    found["released"] = storage_bytes(unit.parameters.unsharded_param, *unit.params)
     found["kept"] = storage_bytes(unit.param_shard)
     if found["released"] == 0:
         for read in (lambda: F.linear(x, matrix), lambda: F.embedding(torch.tensor([0]), matrix), lambda: matrix[0]):
             with pytest.raises(RuntimeError, match="storage of size 0"):
                 read()
     unit.wait_unshard()
-    found["regathered"] = storage_bytes(unit.unsharded_param, *unit.params)
+    found["regathered"] = storage_bytes(unit.parameters.unsharded_param, *unit.params)
     found["values"] = all(torch.equal(param, value) for param, value in zip(unit.params, values, strict=True))
     output.sum().backward()
     assert x.grad is not None
@@ -221,15 +227,16 @@ def _births() -> dict[tuple[int, str], dict[str, Any]]:
         flat[: unit.layout.numel] = torch.cat([value.reshape(-1) for value in before.values()])
         assert unit.master_shard is not None
         found[stage, precision.param] = {
-            "values": torch.equal(unit.unsharded_param, flat.to(unit.unsharded_param.dtype)),
+            "values": torch.equal(unit.parameters.unsharded_param, flat.to(unit.parameters.unsharded_param.dtype)),
             "shard": torch.equal(unit.param_shard, flat[low:high].to(unit.param_shard.dtype)),
             "master": torch.equal(unit.master_shard, flat[low:high]),
             "shapes": [tuple(param.shape) for param in unit.params],
             "one_master": unit.master_shard is unit.param_shard,
-            "slice": unit.param_shard.untyped_storage()._cdata == unit.unsharded_param.untyped_storage()._cdata,
+            "slice": unit.param_shard.untyped_storage()._cdata
+            == unit.parameters.unsharded_param.untyped_storage()._cdata,
             "views": {param.untyped_storage()._cdata for param in unit.params}
-            == {unit.unsharded_param.untyped_storage()._cdata},
-            "bytes": storage_bytes(unit.unsharded_param, unit.param_shard, unit.master_shard),
+            == {unit.parameters.unsharded_param.untyped_storage()._cdata},
+            "bytes": storage_bytes(unit.parameters.unsharded_param, unit.param_shard, unit.master_shard),
             "flat": unit.layout.padded_numel,
         }
     return found
@@ -283,11 +290,11 @@ def _refreshes() -> dict[tuple[int, str], bool]:
         unit = make_unit(stage, precision)
         assert unit.master_shard is not None
         unit.master_shard.fill_(1 + 2**-7 + 2**-9)  # between two bf16 numbers, nearer to the lower one
-        unit.refresh_param_shard()
+        unit.parameters.refresh_param_shard()
         unit.reshard(Phase.STEP)
         unit.wait_unshard()
         wanted = unit.master_shard.to(unit.param_shard.dtype)[0]
-        found[stage, precision.param] = bool((unit.unsharded_param == wanted).all())
+        found[stage, precision.param] = bool((unit.parameters.unsharded_param == wanted).all())
     return found
 
 
@@ -348,7 +355,7 @@ def _reopened() -> None:
         unit = make_unit(stage)
         if not is_summed and not ZeroPlan.from_stage(stage).keeps_full_grads:
             continue
-        unit._gradients.sums_over_ranks = is_summed
+        unit.gradients.sums_over_ranks = is_summed
         for round_ in range(3):
             unit.begin_backward()
             unit.reopen_grad()
@@ -360,16 +367,16 @@ def _reopened() -> None:
             unit.wait_reduce()
             if is_sent_away and is_summed:
                 assert unit.grad_shard is not None
-                unit.give_grad_away(unit.grad_shard.clone())
+                unit.gradients.give_away(unit.grad_shard.clone())
         ranks = 3 if is_summed else rank + 1
-        whole = unit.unsharded_grad if not is_summed else unit.grad_shard
+        whole = unit.gradients.unsharded_grad if not is_summed else unit.grad_shard
         assert whole is not None
         found = unit.full_of(whole) if is_summed else {one.name: one.of(whole) for one in unit.layout.segments}
         assert found["matrix"].unique().tolist() == [101.0 * ranks], (stage, is_sent_away, is_summed)
         assert float(found["scalar"].sum()) == 111.0 * ranks, (stage, is_sent_away, is_summed)
-        unit.free_grads()
+        unit.gradients.free()
         assert unit.grad_shard is None
-        assert unit._gradients.kept == (None, None)
+        assert unit.gradients.kept == (None, None)
 
 
 def test_backwards_after_a_reduction_add_to_its_sum() -> None:
@@ -396,7 +403,7 @@ def _paddings() -> list[tuple[str, int, float]]:
             for shard in (unit.param_shard, unit.master_shard, next(moments), next(moments)):
                 found.append(_padding_of(unit, shard))
             unit.wait_unshard()
-            tail = unit.unsharded_param[unit.layout.numel :]
+            tail = unit.parameters.unsharded_param[unit.layout.numel :]
             found.append((unit.name, tail.numel(), float(tail.float().abs().sum())))
     return found
 

@@ -13,8 +13,8 @@ from harness.oracle import LR, Case, oracle
 from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step, build_runtime
 
+from zero_runtime.census import take_census
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
-from zero_runtime.memory.census import take_census
 from zero_runtime.optim.loss_scaler import LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision

@@ -42,11 +42,6 @@ class BackgroundSaver:
         self._trouble: str | None = None
 
     @property
-    def stall_s(self) -> float:
-        """Seconds for which the last `save` blocked training."""
-        return self.last_stall.total_s
-
-    @property
     def busy(self) -> bool:
         """Whether this rank is still writing."""
         return self._thread is not None and self._thread.is_alive()

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 from zero_runtime.errors import CheckpointError, brief
 from zero_runtime.optim.configs import MATRIX_STATES, MuonConfig
-from zero_runtime.tensor_parallel.slices import Split
+from zero_runtime.slices import DividedParameter
+from zero_runtime.wings import SPLIT, load
 
 FORMAT = "zero-lab checkpoint"
 VERSION = 1
@@ -93,7 +94,7 @@ class ParameterEntry:
     dtype: str
     trainable: bool
     pieces: dict[str, tuple[Extent, ...]]
-    split: Split | None = None
+    split: DividedParameter | None = None
 
     @property
     def numel(self) -> int:
@@ -284,13 +285,13 @@ class _Strict:
         split = self._split(self.take(entry, "split", dict), shape) if "split" in entry else None
         return ParameterEntry(shape, self.take(entry, "dtype", str), self.take(entry, "trainable", bool), pieces, split)
 
-    def _split(self, found: Mapping[str, Any], shape: tuple[int, ...]) -> Split:
+    def _split(self, found: Mapping[str, Any], shape: tuple[int, ...]) -> DividedParameter:
         dim, degree = self.take(found, "dim", int), self.take(found, "degree", int)
         parts = tuple(int(size) for size in self.take(found, "parts", list))
         divides = len(parts) == 1 or all(size % max(degree, 1) == 0 for size in parts)
         if degree < 2 or not 0 <= dim < len(shape) or sum(parts) != shape[dim] or not divides:
             raise self.fail(f"a division of the shape {list(shape)}", f"{dict(found)}")
-        return Split(shape, dim, parts, degree)
+        return load(SPLIT)(shape, dim, parts, degree)
 
     def _buffer(self, entry: Mapping[str, Any]) -> BufferEntry:
         shape = tuple(int(size) for size in self.take(entry, "shape", list))

@@ -26,12 +26,11 @@ from zero_runtime.checkpoint.rng import set_random_states
 from zero_runtime.checkpoint.tensor_file import DTYPES, TensorFile, check_file
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CheckpointError
-from zero_runtime.memory.outside_step import READ_NUMEL
+from zero_runtime.flat_layout import READ_NUMEL
 from zero_runtime.optim.sharded import ToldState
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.tensor_source import ReadInto, TensorSource, read_in_blocks
 from zero_runtime.unit import Unit
-from zero_runtime.unit_parameters import fill_local
 
 
 class CheckpointReader:
@@ -310,13 +309,13 @@ def _fill_with(
 def fill_state(unit: Unit, shard: ToldState, names: Sequence[str], read_into: ReadInto) -> None:
     """Fill this rank's pieces of the parameters in `names` in one optimizer state of the unit."""
     if isinstance(shard, torch.Tensor):
-        unit.fill(shard, names, read_into)
+        unit.parameters.fill(shard, names, read_into)
         return
-    for piece in unit.pieces:
+    for piece in unit.parameters.pieces.values():
         # READ_NUMEL is a multiple of the block size, so every write begins at a block.
         for start in range(piece.start, piece.stop, READ_NUMEL) if piece.name in names else ():
             values = torch.zeros(min(READ_NUMEL, piece.stop - start))  # padding of slices is not read
-            fill_local(unit.slices, piece.name, start, values, read_into)
+            unit.slices.fill(piece.name, start, values, read_into)
             shard.write(piece.shard_offset + start - piece.start, values)
 
 
@@ -335,7 +334,7 @@ def _check(runtime: ZeroRuntime, checkpoint: CheckpointReader, *, weights_only: 
         check_same_optimizer(runtime, index, str(checkpoint.path))
     for unit in runtime.units:
         for state in (MASTER,) if weights_only else shards_of(runtime, unit):
-            for piece in unit.pieces:
+            for piece in unit.parameters.pieces.values():
                 if index.parameters[piece.name].left_out:
                     continue
                 for span in unit.slices.spans(piece.name, piece.start, piece.stop):

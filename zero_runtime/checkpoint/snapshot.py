@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,12 +21,12 @@ from zero_runtime.checkpoint.layout import BUFFER, BufferEntry, Index, Optimizer
 from zero_runtime.checkpoint.load import shards_of
 from zero_runtime.checkpoint.tensor_file import DTYPE_NAMES
 from zero_runtime.errors import CheckpointError
-from zero_runtime.offload.copy_streams import PageLocked
 from zero_runtime.optim.configs import scale_name
 from zero_runtime.optim.quantized_state import CodedShard
 from zero_runtime.optim.sharded import ToldState
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.unit import Unit
+from zero_runtime.wings import PAGE_LOCKED, load
 
 _PAGE_BYTES = 4096
 
@@ -80,7 +80,7 @@ def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool 
         numel = unit.layout.shard_numel
         low, high = numel * place // places, numel * (place + 1) // places
         for state, shard in shards_of(runtime, unit).items():
-            for piece in unit.pieces:
+            for piece in unit.parameters.pieces.values():
                 # The overlap of this piece with the range [low, high) of the shard that this rank writes.
                 begin = max(piece.shard_offset, low)
                 end = min(piece.shard_offset + piece.numel, high)
@@ -126,7 +126,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._locked: PageLocked | None = None
+        self._locked: Any = None  # a PageLocked of offload/copy_streams.py
 
     def copy(self, parts: Sequence[StatePart]) -> list[StatePart]:
         """The same parts, with their values copied into this memory. Blocks until the copies are complete."""
@@ -156,7 +156,7 @@ class Snapshot:
             self._memory[::_PAGE_BYTES].zero_()
             return
         if self._locked is None:
-            self._locked = PageLocked(gpu, "checkpoint", "save in the foreground")
+            self._locked = load(PAGE_LOCKED)(gpu, "checkpoint", "save in the foreground")
             weakref.finalize(self, self._locked.close).atexit = False  # a process that ends unlocks everything
         self._memory = self._locked.allocate(nbytes, torch.uint8)
 

@@ -13,14 +13,7 @@ from typing import Any
 import zero_runtime
 from zero_runtime.deepspeed import absent
 
-_MODULES = (
-    "accelerator",
-    "checkpoint",
-    "comm",
-    "ops",
-    "runtime",
-    "utils",
-)  # of this folder; the others are those of zero_runtime
+_MODULES = ("accelerator", "checkpoint", "checkpointing", "comm", "ops", "runtime", "utils", "zero")
 
 
 def __getattr__(name: str) -> Any:

@@ -52,11 +52,6 @@ def read_wire(zero: Mapping[str, Any], plan: ZeroPlan, reader: Reader) -> Wire:
                 f"needs stage 3, found stage {plan.stage}, where DeepSpeed ignores it ({here}); set stage to 3, or "
                 "leave it out",
             )
-        elif plan.outer_sharding is not None:
-            reader.refuse(
-                where,
-                f"is not here together with zero_hpz_partition_size, found {plan.shard_ranks}; leave one of them out",
-            )
         elif plan.shard_ranks is not None:
             reader.refuse(
                 where,

@@ -19,7 +19,7 @@ from zero_runtime.deepspeed.schedule_section import ScheduleOf, choose_schedule
 from zero_runtime.deepspeed.schema import Reader
 from zero_runtime.deepspeed.zero_section import ZERO_LEVEL, read_plan, with_new_names
 from zero_runtime.limits import ConfigError, keys_of
-from zero_runtime.offload.plan import OffloadPlan
+from zero_runtime.offload_plan import OffloadPlan
 from zero_runtime.optim.configs import OneBitAdamConfig
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from zero_runtime.checkpoint.foreign.deepspeed import is_deepspeed, open_deepspeed
-from zero_runtime.checkpoint.foreign.source import load_foreign
 from zero_runtime.checkpoint.load import load_checkpoint, load_weights
 from zero_runtime.checkpoint.retention import newest_good_together
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.deepspeed.client_state import from_json, to_json
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
+from zero_runtime.deepspeed.foreign_checkpoints.deepspeed import is_deepspeed, open_deepspeed
+from zero_runtime.deepspeed.foreign_checkpoints.source import load_foreign
 from zero_runtime.deepspeed.model_folder import model_config
 from zero_runtime.deepspeed.schedules import Schedule
 from zero_runtime.dtypes import TORCH_DTYPE

@@ -31,8 +31,8 @@ from zero_runtime.deepspeed.schedules import Schedule, client_schedule
 from zero_runtime.deepspeed.tp_model import with_tensor_parallel
 from zero_runtime.errors import PlanError
 from zero_runtime.own_device import device_index, make_current
+from zero_runtime.parallel.tensor.division import TensorParallel
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.tensor_parallel.division import TensorParallel
 from zero_runtime.watch.watch import RankWatch
 from zero_runtime.world import WorldSettings, is_joined, join_alone, join_world, own_rank, watch_world, world_size
 

@@ -36,7 +36,7 @@ def add_engine(engine: LiveEngine) -> None:
     """Let parameters of the engine be found from now on, until it is removed or deleted."""
     _LIVE.add(engine)
     for unit in engine.runtime.units:
-        for segment, param in unit.placed():
+        for segment, param in unit.parameters.placed():
             if engine.runtime.plan.keeps_full_params:
                 name_as_whole(param)
             else:
@@ -65,7 +65,7 @@ def destroy_engine_of(model: nn.Module) -> bool:
 
 def _leaves_weights(runtime: ZeroRuntime) -> bool:
     """Whether parameters are whole on each rank when the runtime is closed; see [Note: the model afterwards]."""
-    alone = runtime.collectives.shard_count == 1 and not any(unit.params_offloaded for unit in runtime.units)
+    alone = runtime.collectives.shard_count == 1 and not any(unit.parameters.params_offloaded for unit in runtime.units)
     return runtime.collectives.tensor_degree == 1 and (runtime.plan.keeps_full_params or alone)
 
 
@@ -92,7 +92,7 @@ def owned(param: nn.Parameter) -> OwnedParameter | None:
     """The runtime that owns the parameter; None if no engine does."""
     for engine in _LIVE:
         for unit in engine.runtime.units:
-            for segment, own in unit.placed():
+            for segment, own in unit.parameters.placed():
                 if own is param:
                     return OwnedParameter(engine.runtime, segment.name)
     return None

@@ -9,8 +9,7 @@ from typing import Any
 from zero_runtime.deepspeed.schema import Reader
 from zero_runtime.errors import PlanError
 from zero_runtime.limits import ConfigError
-from zero_runtime.offload.plan import OffloadPlan, Tier
-from zero_runtime.offload.scratch_settings import ScratchSettings
+from zero_runtime.offload_plan import OffloadPlan, ScratchSettings, Tier
 from zero_runtime.plan import ZeroPlan
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}

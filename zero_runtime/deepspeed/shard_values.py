@@ -94,7 +94,7 @@ def _write(param: OwnedParameter, state: str, read_into: ReadInto) -> None:
             scaled = _scaled(read_into, runtime.scaler.scale) if state == GRAD else read_into
             fill_state(unit, shard, [param.name], scaled)
     if state == GRAD:
-        unit.forget_squares()
+        unit.gradients.forget_squares()
     if state == MASTER:
         runtime.renew()
 
@@ -136,4 +136,4 @@ def _unit_of(param: OwnedParameter) -> Unit:
 def _piece_of(unit: Unit, name: str) -> Piece | None:
     if name in unit.slices.splits:
         raise PlanError(f"parameter {name!r}: expected no tensor parallelism, found a slice; use safe_get_full_...")
-    return next((piece for piece in unit.pieces if piece.name == name), None)
+    return next((piece for piece in unit.parameters.pieces.values() if piece.name == name), None)

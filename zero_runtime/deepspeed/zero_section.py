@@ -33,7 +33,6 @@ _LOCO = (
     "LoCo, whose errors fade and are dropped after some steps, is not here (zero.error_feedback=true of the command "
     "line keeps them); leave it out"
 )
-_SECOND = "zero_hpz_partition_size"
 _OLD_NAMES = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 OFFLOAD_PARAM = {
@@ -154,37 +153,17 @@ def read_plan(values: Mapping[str, Any], reader: Reader) -> ZeroPlan:
             f"zero_optimization.mics_shard_size: expected stage 3 beside it, found stage {stage}; leave it out"
         )
         shard_ranks = -1
-    if _has_second_partition(values, stage, reader):
-        return ZeroPlan.from_stage(stage, shard_ranks=values[_SECOND], outer_sharding="hpz")
+    reader.unused("zero_optimization", values, ["zero_hpz_partition_size"])
+    if values.get("zero_hpz_partition_size", 1) != 1:
+        reader.notes.append(
+            "zero_hpz_partition_size: no second partition is here: parameters are gathered from all ranks, with the "
+            "same numbers; zero.outer_sharding=optim of the command line keeps them in groups"
+        )
     try:
         return ZeroPlan.from_stage(stage, shard_ranks=shard_ranks if shard_ranks > 0 else None)
     except ConfigError as error:  # its fixes name the keys of conf/
         reader.problems += [f"zero_optimization: {one._replace(fix=())}" for one in error.broken]
         return ZeroPlan.from_stage(3)  # already refused; this plan is valid, so it adds no further problem
-
-
-def _has_second_partition(values: Mapping[str, Any], stage: int, reader: Reader) -> bool:
-    """Whether parameters have a second partition inside groups of ranks (hpZ); what it cannot have is a problem."""
-    ranks = values.get(_SECOND, 1)
-    if ranks == 1:
-        reader.unused("zero_optimization", values, [_SECOND])
-        return False
-    where = f"zero_optimization.{_SECOND}"
-    if ranks < 1:
-        reader.refuse(where, f"expected at least 1, found {ranks}")
-    elif stage != 3:
-        reader.refuse(where, f"needs stage 3, found stage {stage}; set stage to 3, or leave it out")
-    elif values.get("mics_shard_size", -1) > 0:
-        reader.refuse(where, f"expected no mics_shard_size beside it, found {values['mics_shard_size']}; leave one out")
-    elif values.get("offload_param", {}).get("device", "none") != "none":
-        reader.refuse(where, "keeps parameters on the device, found offload_param; leave one of them out")
-    else:
-        reader.notes.append(
-            f"{_SECOND}: a rank's own partition is a part of the second one here, so it takes no memory besides, and "
-            "what forward gathered across the groups serves until the end of backward"
-        )
-        return True
-    return False
 
 
 def _check_offload(values: Mapping[str, Any], stage: int, reader: Reader) -> None:

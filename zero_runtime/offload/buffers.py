@@ -9,7 +9,7 @@ import torch
 
 from zero_runtime.offload.file_layout import OffloadedUnit, Region, Visit
 from zero_runtime.offload.scratch_file import ScratchFile, Transfer, aligned_buffer
-from zero_runtime.offload.tier import PARAM
+from zero_runtime.state_tier import PARAM
 
 Then = Callable[[], None]
 
@@ -31,7 +31,7 @@ class Slots:
         self._slot_bytes = max((record.size for record in records), default=0)
         self._param_bytes = max((record.size - record.param_at for record in records), default=0)
         self._param_buffer = param_buffer
-        self._lock = threading.Lock()  # updates and speculative updates take slots in separate threads
+        self._lock = threading.Lock()  # an update takes slots in a thread of its own
         self._made: list[torch.Tensor] = []  # every slot, of both kinds
         self._free: list[torch.Tensor] = []
         self._free_params: list[torch.Tensor] = []
@@ -54,11 +54,11 @@ class Slots:
         slot = self.take(visit) if visit.slot is None else visit.slot
         return Moving(self._moves(self._file.read, record, slot, record.size if whole else record.update_end))
 
-    def flush(self, visit: Visit, *, at: int | None = None, written: Then = nothing) -> Moving:
-        """Start writing the complete record to its own offset or to `at`. Waiting for the result frees the slot, and
-        calls `written` if nothing failed."""
+    def flush(self, visit: Visit, *, written: Then = nothing) -> Moving:
+        """Start writing the complete record. Waiting for the result frees the slot, and calls `written` if nothing
+        failed."""
         assert visit.slot is not None
-        moves = self._moves(self._file.write, visit.record, visit.slot, visit.record.size, at)
+        moves = self._moves(self._file.write, visit.record, visit.slot, visit.record.size)
         return Moving(moves, lambda: self.give_back(visit), written)
 
     def _moves(
@@ -67,12 +67,10 @@ class Slots:
         record: OffloadedUnit,
         slot: torch.Tensor,
         end: int,
-        at: int | None = None,
     ) -> list[Transfer]:
         """Transfers of a record's two parts up to byte `end`. Each part is always split into the same blocks."""
-        place = record.offset if at is None else at
         parts = [(0, min(record.param_at, end)), (record.param_at, end)]
-        return [move(place + low, slot[low:high], record.what) for low, high in parts if low < high]
+        return [move(record.offset + low, slot[low:high], record.what) for low, high in parts if low < high]
 
     def _from(self, free: list[torch.Tensor], make: Callable[[], torch.Tensor]) -> torch.Tensor:
         with self._lock:

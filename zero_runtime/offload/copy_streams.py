@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import torch
 
 from zero_runtime.errors import OffloadError
-from zero_runtime.offload.memory import aligned
 from zero_runtime.offload.scratch_file import aligned_buffer
+from zero_runtime.offload_plan import aligned
 
 HELD_SOURCES = 2  # the device computes the next source while the previous two are copied
 

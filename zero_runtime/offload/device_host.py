@@ -29,10 +29,12 @@ class Crossing(ShardLocation, ABC):
         self.unit = unit
         self.grad: torch.Tensor | None = None
         self.staging: torch.Tensor | None = None
-        if unit.states_offloaded:
-            self.grad = copies.on_host(unit.layout.shard_numel, unit.grad_dtype)
+        if unit.parameters.states_offloaded:
+            self.grad = copies.on_host(unit.layout.shard_numel, unit.gradients.grad_dtype)
             if staged:
-                self.staging = copies.on_host(unit.layout.shard_numel, unit.param_dtype).zero_()  # padding too
+                self.staging = copies.on_host(
+                    unit.layout.shard_numel, unit.parameters.param_dtype
+                ).zero_()  # padding too
         self.job: Future[None] | None = None
         self._copies = copies
         self._moving: list[CopyEvent] = []  # copies that read or write host tensors
@@ -46,7 +48,7 @@ class Crossing(ShardLocation, ABC):
     # ---- called by the unit ------------------------------------------------------------------------------------
 
     def begin_fetch(self) -> None:
-        if self.unit.params_offloaded and self._brought is None and self.is_updated:
+        if self.unit.parameters.params_offloaded and self._brought is None and self.is_updated:
             self._bring()
 
     def _bring(self) -> tuple[torch.Tensor, CopyEvent]:
@@ -58,7 +60,7 @@ class Crossing(ShardLocation, ABC):
     def fetch(self) -> torch.Tensor | None:
         """Block until the unit is updated. The device, not the host, waits for the copy."""
         self.end_job()
-        if self.unit.params_offloaded:
+        if self.unit.parameters.params_offloaded:
             buffer, event = self._brought or self._bring()
             event.hold_device()
             return buffer
@@ -77,7 +79,7 @@ class Crossing(ShardLocation, ABC):
         self.end_job()  # which reads the last step's gradient; the host waits for no copy here
         assert self.unit.grad_shard is not None
         self._moving.append(self._copies.to_host(self.grad, self.unit.grad_shard))
-        self.unit.give_grad_away(self.grad)
+        self.unit.gradients.give_away(self.grad)
 
     def settle(self) -> None:
         self.end_job()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero_runtime.offload.scratch_file import ScratchFile, Transfer, aligned_buffer
-from zero_runtime.offload.scratch_settings import ScratchSettings
+from zero_runtime.offload_plan import ScratchSettings
 
 BLOCK_MIB = (1, 2, 4, 8, 16)
 REQUESTS = (1, 2, 4, 8)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_runtime.offload.memory import aligned
 from zero_runtime.offload.pipeline import Waits
 from zero_runtime.offload.scratch_file import Transfer
-from zero_runtime.offload.tier import MASTER, PARAM, Shards
+from zero_runtime.offload_plan import aligned
+from zero_runtime.state_tier import MASTER, PARAM, Shards
 from zero_runtime.unit import Unit
 
 
@@ -48,7 +48,6 @@ class OffloadedUnit:
     param_at: int
     size: int
     offset: int = 0  # in the file, in bytes
-    other: int | None = None  # offset of the second copy, which a speculative step writes
     is_bound: bool = False  # the record is in a slot, and the unit's shards are views of it
     is_written_back: bool = False
     param_slot: torch.Tensor | None = None  # while the parameters alone are in memory or being read
@@ -65,13 +64,13 @@ class OffloadedUnit:
             regions[name] = Region(end, numel, dtype)
             end = aligned(end + regions[name].nbytes)
 
-        if unit.master_offloaded:
-            add(MASTER, unit.master_dtype)
+        if unit.parameters.master_offloaded:
+            add(MASTER, unit.parameters.master_dtype)
         for name, state in states.items():
             add(name, state.dtype, state.numel())
         param_at = end
-        if unit.params_offloaded and holds_params:
-            add(PARAM, unit.param_dtype, unit.stored_numel)
+        if unit.parameters.params_offloaded and holds_params:
+            add(PARAM, unit.parameters.param_dtype, unit.parameters.stored_numel)
         return cls(unit, states, regions, param_at, end)
 
     @property
@@ -91,7 +90,7 @@ class OffloadedUnit:
     @property
     def update_end(self) -> int:
         """Number of bytes that an update reads: parameters that are not the master are only written."""
-        return self.size if self.unit.master_is_param else self.param_at
+        return self.size if self.unit.parameters.master_is_param else self.param_at
 
     def views(self, slot: torch.Tensor) -> dict[str, torch.Tensor]:
         """The record's tensors as views of a slot, by name."""
@@ -101,23 +100,23 @@ class OffloadedUnit:
         """The shards that an update works on. `param` [S] takes new parameters that are not stored in the record."""
         views = self.views(slot)
         param = views.get(PARAM, param)
-        master = param if self.unit.master_is_param else views[MASTER]
+        master = param if self.unit.parameters.master_is_param else views[MASTER]
         return Shards(self.unit.layout, master, grad, param, {name: views[name] for name in self.states})
 
     def bind(self, slot: torch.Tensor) -> None:
         """Make the unit's shards and states views of the slot."""
         self.is_bound = True
         views = self.views(slot)
-        self.unit.bind_shards(views.get(PARAM), views.get(MASTER))
+        self.unit.parameters.bind_shards(views.get(PARAM), views.get(MASTER))
         for name in self.states:
             self.states[name] = views[name]
 
     def unbind(self) -> None:
         """Give the unit empty tensors: using them before the next `bind` is a shape error, not a wrong value."""
         self.is_bound = False
-        self.unit.bind_shards(
-            torch.empty(0, dtype=self.unit.param_dtype) if self.holds_params else None,
-            torch.empty(0, dtype=self.unit.master_dtype) if MASTER in self.regions else None,
+        self.unit.parameters.bind_shards(
+            torch.empty(0, dtype=self.unit.parameters.param_dtype) if self.holds_params else None,
+            torch.empty(0, dtype=self.unit.parameters.master_dtype) if MASTER in self.regions else None,
         )
         for name in self.states:
             self.states[name] = torch.empty(0, dtype=self.regions[name].dtype)
@@ -132,11 +131,9 @@ class Visit:
     reading: Waits | None = None  # the read of the record into the slot, if it was started ahead of its update
 
 
-def lay_out(records: Iterable[OffloadedUnit], *, doubled: bool) -> int:
-    """Assign every record its offset, and if `doubled` a second one for speculative steps; return the total bytes."""
+def lay_out(records: Iterable[OffloadedUnit]) -> int:
+    """Assign every record its offset; return the total bytes."""
     end = 0
     for record in records:
         record.offset, end = end, end + record.size
-        if doubled and record.unit.states_offloaded:
-            record.other, end = end, end + record.size
     return end

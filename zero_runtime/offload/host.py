@@ -9,27 +9,25 @@ gather.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import torch
 
 from zero_runtime.offload.copy_streams import Copies, CopyEvent
 from zero_runtime.offload.device_host import Crossing
-from zero_runtime.offload.tier import MASTER, PARAM, Shards, StatesOf, StateTier, Update, tensors_of
+from zero_runtime.state_tier import MASTER, PARAM, Shards, StatesOf, StateTier, Update, tensors_of
 from zero_runtime.unit import Unit
 
 
 class HostTier(StateTier):
     """All units of one rank that are offloaded to host memory."""
 
-    def __init__(self, units: Iterable[Unit], states_of: StatesOf, copies: Copies, *, speculative: bool) -> None:
+    def __init__(self, units: Iterable[Unit], states_of: StatesOf, copies: Copies) -> None:
         self._copies = copies
         self._worker = ThreadPoolExecutor(1, "host-step", initializer=copies.enter_thread)
-        self._locations = {
-            unit.name: HostLocation(unit, states_of(unit), copies, self._worker, doubled=speculative) for unit in units
-        }
+        self._locations = {unit.name: HostLocation(unit, states_of(unit), copies, self._worker) for unit in units}
 
     @contextmanager
     def resident(self, unit: Unit, *, writes: bool, fresh: bool = False) -> Iterator[None]:
@@ -55,17 +53,6 @@ class HostTier(StateTier):
     def forget(self) -> None:
         self._copies.release_sources()
 
-    def draft(self, units: Sequence[Unit], update: Update, ready: Callable[[Unit], None]) -> None:
-        self._copies.enter_thread()
-        for unit in units:
-            ready(unit)
-            self._locations[unit.name].draft(update)
-
-    def adopt(self, units: Sequence[Unit], drafted: Future[None]) -> None:
-        self._copies.release_sources()
-        for unit in units:
-            self._locations[unit.name].adopt(drafted)
-
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         return tensors_of(self._locations.values())
 
@@ -87,32 +74,30 @@ class HostLocation(Crossing):
         states: dict[str, torch.Tensor],
         copies: Copies,
         worker: ThreadPoolExecutor,
-        *,
-        doubled: bool,
     ) -> None:
         # A master in the parameters' dtype is copied to the device directly, without a staging buffer.
-        super().__init__(unit, copies, staged=not unit.params_offloaded and unit.master_dtype != unit.param_dtype)
+        super().__init__(
+            unit,
+            copies,
+            staged=not unit.parameters.params_offloaded and unit.parameters.master_dtype != unit.parameters.param_dtype,
+        )
         self._states, self._worker = states, worker
         self._shards = self._allocate()
-        self._second = self._allocate() if doubled and unit.states_offloaded else {}  # for drafts
-        self._bind(self._shards)
-        unit.offload_to(self)
+        unit.parameters.bind_shards(self._shards.get(PARAM), self._shards.get(MASTER))
+        for name in self._states.keys() & self._shards.keys():
+            self._states[name] = self._shards[name]
+        unit.parameters.offload_to(self)
 
     def _allocate(self) -> dict[str, torch.Tensor]:
         unit, found = self.unit, {}
-        if unit.master_offloaded:
-            found[MASTER] = self._copies.on_host(unit.layout.shard_numel, unit.master_dtype)
-        if unit.states_offloaded:
+        if unit.parameters.master_offloaded:
+            found[MASTER] = self._copies.on_host(unit.layout.shard_numel, unit.parameters.master_dtype)
+        if unit.parameters.states_offloaded:
             for name, state in self._states.items():
                 found[name] = self._copies.on_host(state.numel(), state.dtype)
-        if unit.params_offloaded:
-            found[PARAM] = self._copies.on_host(unit.stored_numel, unit.param_dtype)
+        if unit.parameters.params_offloaded:
+            found[PARAM] = self._copies.on_host(unit.parameters.stored_numel, unit.parameters.param_dtype)
         return found
-
-    def _bind(self, shards: dict[str, torch.Tensor]) -> None:
-        self.unit.bind_shards(shards.get(PARAM), shards.get(MASTER))
-        for name in self._states.keys() & shards.keys():
-            self._states[name] = shards[name]
 
     def zero_states(self) -> None:
         for name in self._states.keys() & self._shards.keys():
@@ -125,7 +110,7 @@ class HostLocation(Crossing):
             "params": [shards[PARAM]] if PARAM in shards else [],
             "grads": [] if self.grad is None else [self.grad],
             "optimizer": [tensor for name, tensor in shards.items() if name != PARAM],
-            "staging": [*staging, *self._second.values()],
+            "staging": staging,
         }
 
     # ---- called by the unit ------------------------------------------------------------------------------------
@@ -139,7 +124,7 @@ class HostLocation(Crossing):
         """Update on the host in a separate thread or, if the states are on the device, immediately on the device."""
         self.end_bringing()
         self.drop()
-        if self.unit.states_offloaded:
+        if self.unit.parameters.states_offloaded:
             self.job = self._worker.submit(self._update, update, self._copies.here())
         else:
             self._update_on_device(update)
@@ -147,42 +132,14 @@ class HostLocation(Crossing):
     def _update(self, update: Update, after: CopyEvent) -> None:
         """`after`: event that follows all work on the device that reads the unit's parameters."""
         self.end_copies()
-        with torch.no_grad():
-            update.apply(self.unit, self._lent(self._shards))
-        self._send_back(self._shards, after)
-
-    def _lent(self, shards: dict[str, torch.Tensor]) -> Shards:
-        unit = self.unit
-        master = shards[PARAM if unit.master_is_param else MASTER]
+        unit, shards = self.unit, self._shards
+        master = shards[PARAM if unit.parameters.master_is_param else MASTER]
         param = shards.get(PARAM, master if self.staging is None else self.staging)
-        return Shards(unit.layout, master, self.grad, param, {name: shards[name] for name in self._states})
-
-    def _send_back(self, shards: dict[str, torch.Tensor], after: CopyEvent) -> None:
-        """Copy new parameters to the device, unless parameters are offloaded."""
-        if PARAM not in shards:
-            self.send_params(shards[MASTER] if self.staging is None else self.staging, after)
-
-    # ---- a speculative step: see speculation.py ----------------------------------------------------------------
-
-    def draft(self, update: Update) -> None:
-        """Update the second copy. The new parameters are not sent: backward may still read the old ones."""
-        self.end_copies()
+        states = {name: shards[name] for name in self._states}
         with torch.no_grad():
-            for name, tensor in self._second.items():
-                tensor.copy_(self._shards[name])
-            update.apply(self.unit, self._lent(self._second))
-
-    def adopt(self, drafted: Future[None]) -> None:
-        """Make the second copy current in a separate thread."""
-        self.end_bringing()
-        self.drop()
-        self.job = self._worker.submit(self._swap, drafted, self._copies.here())
-
-    def _swap(self, drafted: Future[None], after: CopyEvent) -> None:
-        drafted.result()
-        self._shards, self._second = self._second, self._shards
-        self._bind(self._shards)
-        self._send_back(self._shards, after)
+            update(unit, Shards(unit.layout, master, self.grad, param, states))
+        if PARAM not in shards:
+            self.send_params(param, after)
 
     # ---- on the device -----------------------------------------------------------------------------------------
 
@@ -190,12 +147,12 @@ class HostLocation(Crossing):
         """Only the parameters are offloaded: they, or a buffer for new ones, are on the device during the update."""
         unit, home = self.unit, self._shards[PARAM]
         lent = Shards.of(unit, self._states)
-        if unit.master_is_param:
+        if unit.parameters.master_is_param:
             param, event = self._copies.bring(home, self._moving)
             event.hold_device()
             lent.master_shard = param
         else:
             param = torch.zeros_like(home, device=unit.device)  # zeros, since the update does not write padding
         lent.param_shard = param
-        update.apply(unit, lent)
+        update(unit, lent)
         self._moving = [self._copies.to_host(home, param)]  # copies to the host run in order

@@ -1,6 +1,6 @@
 """Bytes of host memory and disk space that offload uses on a rank, by the arithmetic that the tiers allocate by.
 
-Standard library only, like memory/model.py, which computes the bytes that stay on the device. Every host tensor and
+Standard library only, like state_bytes.py, which computes the bytes that stay on the device. Every host tensor and
 slot starts on a separate page.
 """
 
@@ -9,37 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zero_runtime.memory.model import UnitSize
+from zero_runtime.offload_plan import ALIGN_BYTES, OffloadBytes, aligned
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
-
-ALIGN_BYTES = 4096  # direct I/O accepts multiples of this as offsets, sizes and addresses on every common file system
-
-
-def aligned(size: int) -> int:
-    """`size` rounded up to a multiple of ALIGN_BYTES."""
-    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+from zero_runtime.state_bytes import UnitSize
 
 
 def buffer_bytes(size: int) -> int:
     """Bytes to allocate for a page-aligned buffer of `size` bytes, wherever the allocation begins."""
     return aligned(size) + ALIGN_BYTES
-
-
-@dataclass(frozen=True)
-class OffloadBytes:
-    """Bytes of one rank. params, grads, optimizer: states stored in host memory. staging: other host buffers, for
-    transfers and for the second copies of a speculative step. scratch: size of the scratch file; 0 without one."""
-
-    params: int = 0
-    grads: int = 0
-    optimizer: int = 0
-    staging: int = 0
-    scratch: int = 0
-
-    @property
-    def host(self) -> int:
-        """Host memory in total, without the scratch file."""
-        return self.params + self.grads + self.optimizer + self.staging
 
 
 @dataclass(frozen=True)
@@ -53,7 +30,6 @@ class Moves:
     micro_batches: int = 1
     state_bytes: tuple[float, ...] = (4, 4)
     ahead: int = 1
-    speculative: bool = False
     params_in_file: bool = True
 
 
@@ -76,7 +52,6 @@ def host_bytes(units: Units, moves: Moves) -> OffloadBytes:
         grads += buffer_bytes(shard * ITEMSIZE_BYTES[kind.grad(moves.micro_batches)])
         if kind.master != kind.param and not size.params_offloaded:
             staging += buffer_bytes(shard * ITEMSIZE_BYTES[kind.param])
-        staging += (states + param) * moves.speculative
     return OffloadBytes(params, grads, optimizer, staging)
 
 
@@ -96,11 +71,11 @@ def nvme_bytes(units: Units, moves: Moves, *, stepped: bool = True) -> OffloadBy
         records.append(record)
         param_parts.append(in_file)
         updated += offloaded
-        scratch += record * (2 if offloaded and moves.speculative else 1)
+        scratch += record
         params += buffer_bytes(param) if param and not in_file else 0
         if offloaded and size.separate_memory:
             grads += buffer_bytes(shard * ITEMSIZE_BYTES[kind.grad(moves.micro_batches)])
-        if offloaded and not in_file and (moves.speculative or (size.separate_memory and not param)):
+        if offloaded and size.separate_memory and not param:
             staging += buffer_bytes(shard * ITEMSIZE_BYTES[kind.param])
     if any(records):
         slots = max(min(updated, 2 * moves.ahead + 1), 1) if stepped else 1

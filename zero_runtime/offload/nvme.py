@@ -20,9 +20,9 @@ from zero_runtime.offload.copy_streams import Copies
 from zero_runtime.offload.file_layout import OffloadedUnit, Visit, lay_out
 from zero_runtime.offload.nvme_locations import NvmeLocation, NvmeSeparateLocation, NvmeSharedLocation
 from zero_runtime.offload.pipeline import Waits, pipeline
-from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_file import ScratchFile, aligned_buffer
-from zero_runtime.offload.tier import MASTER, PARAM, StatesOf, StateTier, Stored, Update, tensors_of
+from zero_runtime.offload_plan import OffloadPlan, Tier
+from zero_runtime.state_tier import MASTER, PARAM, StatesOf, StateTier, Stored, Update, tensors_of
 from zero_runtime.unit import Unit
 
 
@@ -36,26 +36,26 @@ class NvmeTier(StateTier):
         self, units: Iterable[Unit], states_of: StatesOf, plan: OffloadPlan, copies: Copies | None, rank: int
     ) -> None:
         assert plan.scratch is not None
-        in_file, speculative = plan.params is Tier.NVME, plan.speculative
+        in_file = plan.params is Tier.NVME
         self._records = {unit.name: OffloadedUnit.of(unit, states_of(unit), holds_params=in_file) for unit in units}
         self._copies = copies
         self._depth = plan.scratch.ahead
         records = list(self._records.values())
-        self._file = ScratchFile(plan.scratch, lay_out(records, doubled=speculative), rank)
+        self._file = ScratchFile(plan.scratch, lay_out(records), rank)
         in_memory = aligned_buffer if copies is None else lambda size: copies.on_host(size, torch.uint8)
         self._slots = Slots(self._file, records, in_memory)
-        self._locations = {name: self._location_of(record, speculative) for name, record in self._records.items()}
+        self._locations = {name: self._location_of(record) for name, record in self._records.items()}
         self._early: dict[str, Visit] = {}  # visits whose read has started before their update, by unit name
         self._worker = None if copies is None else ThreadPoolExecutor(1, "host-step", initializer=copies.enter_thread)
         self._updating: Future[None] | None = None
 
-    def _location_of(self, record: OffloadedUnit, speculative: bool) -> NvmeLocation:
+    def _location_of(self, record: OffloadedUnit) -> NvmeLocation:
         location: NvmeLocation
         if self._copies is None:
-            location = NvmeSharedLocation(self._slots, record, speculative=speculative)
+            location = NvmeSharedLocation(self._slots, record)
         else:
-            location = NvmeSeparateLocation(self._slots, record, self._copies, speculative=speculative)
-        record.unit.offload_to(location)
+            location = NvmeSeparateLocation(self._slots, record, self._copies)
+        record.unit.parameters.offload_to(location)
         return location
 
     @property
@@ -96,14 +96,14 @@ class NvmeTier(StateTier):
     def _let_go(self, record: OffloadedUnit) -> None:
         """Wait for running updates and for a gather of this unit's offloaded parameters; drop reads prepared for it."""
         self._end_update()
-        if record.unit.params_offloaded:
+        if record.unit.parameters.params_offloaded:
             self._locations[record.name].end_bringing()
             record.unit.drop_full()
             self._locations[record.name].drop()
 
     def reader(self, unit: Unit, state: str) -> Callable[[int, int], torch.Tensor] | None:
         record = self._records.get(unit.name)
-        name = PARAM if state == MASTER and not unit.master_offloaded else state
+        name = PARAM if state == MASTER and not unit.parameters.master_offloaded else state
         if record is None or name not in record.regions:
             return None
         self._end_update()
@@ -111,7 +111,7 @@ class NvmeTier(StateTier):
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
-    def expect(self, units: Sequence[Unit], update: Update | None = None) -> None:
+    def expect(self, units: Sequence[Unit]) -> None:
         """Start the first reads of `update`; the parameters must not be used before it or `forget`."""
         for unit in units[: 1 + self._depth]:
             visit = self._early[unit.name] = self._visit_of(unit)
@@ -158,7 +158,7 @@ class NvmeTier(StateTier):
     def _compute(self, update: Update, visit: Visit) -> None:
         assert visit.slot is not None
         location = self._locations[visit.record.name]
-        update.apply(visit.record.unit, location.lent(visit.slot, draft=False))
+        update(visit.record.unit, location.lent(visit.slot))
         location.send_new_params()
 
     def _flush(self, visit: Visit) -> Moving:
@@ -173,42 +173,6 @@ class NvmeTier(StateTier):
         """Release gradients on the device; the first update needs the last of them anyway."""
         if self._copies is not None:
             self._copies.release_sources()
-
-    # ---- a speculative step: see speculation.py ------------------------------------------------------------------
-
-    def draft(self, units: Sequence[Unit], update: Update, ready: Callable[[Unit], None]) -> None:
-        """Update each unit in a slot and write it to its second offset, while the next records are read."""
-        if self._copies is not None:
-            self._copies.enter_thread()
-        self._end_update()
-        visits = [Visit(self._records[unit.name]) for unit in units]
-
-        def compute(visit: Visit) -> None:
-            assert visit.slot is not None
-            unit = visit.record.unit
-            ready(unit)
-            update.apply(unit, self._locations[unit.name].lent(visit.slot, draft=True))
-
-        def flush(visit: Visit) -> Moving:
-            return self._slots.flush(visit, at=visit.record.other)
-
-        try:
-            with torch.no_grad():
-                pipeline(visits, self._slots.fetch, compute, flush, depth=self._depth)
-        finally:
-            for visit in visits:
-                self._slots.give_back(visit)
-
-    def adopt(self, units: Sequence[Unit], drafted: Future[None]) -> None:
-        """Swap the two offsets of each unit."""
-        self._release_sources()
-        drafted.result()
-        for record in (self._records[unit.name] for unit in units):
-            assert record.other is not None
-            self._let_go(record)
-            self._locations[record.name].settle()
-            record.offset, record.other = record.other, record.offset
-            self._locations[record.name].adopt()
 
     # ---- counting and closing ----------------------------------------------------------------------------------
 

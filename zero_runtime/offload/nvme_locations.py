@@ -7,22 +7,18 @@ from concurrent.futures import Future
 import torch
 
 from zero_runtime.offload.buffers import Slots
-from zero_runtime.offload.copy_streams import Copies, CopyEvent, host_tensor
+from zero_runtime.offload.copy_streams import Copies, CopyEvent
 from zero_runtime.offload.device_host import Crossing
 from zero_runtime.offload.file_layout import OffloadedUnit
-from zero_runtime.offload.tier import Shards
 from zero_runtime.shard_location import ShardLocation
+from zero_runtime.state_tier import Shards
 
 
 class NvmeSharedLocation(ShardLocation):
     """On a CPU: the unit computes in the same memory as the slots, so only the file is separate."""
 
-    def __init__(self, slots: Slots, record: OffloadedUnit, *, speculative: bool) -> None:
+    def __init__(self, slots: Slots, record: OffloadedUnit) -> None:
         self._slots, self._record, self._unit = slots, record, record.unit
-        # [S] param_dtype: the new parameters of a draft, since backward may still read the old ones.
-        self.staging: torch.Tensor | None = None
-        if speculative and self._unit.states_offloaded and not record.holds_params:
-            self.staging = host_tensor(self._unit.layout.shard_numel, self._unit.param_dtype).zero_()
 
     def begin_fetch(self) -> None:
         if self._record.holds_params:
@@ -40,24 +36,15 @@ class NvmeSharedLocation(ShardLocation):
     def begin_update(self) -> None:
         """A no-op: an update has ended when the call that makes it returns."""
 
-    def lent(self, slot: torch.Tensor, *, draft: bool) -> Shards:
-        """The shards that an update works on. With `draft` all that it writes are second copies."""
-        param = _staged(self._record, self.staging) if draft else self._unit.param_shard
-        return self._record.lent(slot, self._unit.grad_shard, param)
+    def lent(self, slot: torch.Tensor) -> Shards:
+        """The shards that an update works on."""
+        return self._record.lent(slot, self._unit.grad_shard, self._unit.param_shard)
 
     def send_new_params(self) -> None:
         """A no-op: new parameters are in place already, or are written with the record."""
 
     def end_update(self, error: BaseException | None = None) -> None:
         """A no-op: see `begin_update`."""
-
-    def adopt(self) -> None:
-        """Make the parameters of a draft current."""
-        if self.staging is not None:
-            self._unit.param_shard.copy_(self.staging)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"staging": [] if self.staging is None else [self.staging]}
 
 
 class NvmeSeparateLocation(Crossing):
@@ -66,15 +53,15 @@ class NvmeSeparateLocation(Crossing):
     Parameters are stored on the device, in host memory or in the file; `offloaded_params` returns the latter two.
     """
 
-    def __init__(self, slots: Slots, record: OffloadedUnit, copies: Copies, *, speculative: bool) -> None:
+    def __init__(self, slots: Slots, record: OffloadedUnit, copies: Copies) -> None:
         unit = record.unit
-        super().__init__(unit, copies, staged=not record.holds_params and (speculative or not unit.params_offloaded))
+        super().__init__(unit, copies, staged=not record.holds_params and not unit.parameters.params_offloaded)
         self._slots, self._record = slots, record
         self._after: CopyEvent | None = None
         self._home: torch.Tensor | None = None
-        if unit.params_offloaded and not record.holds_params:
-            self._home = copies.on_host(unit.stored_numel, unit.param_dtype)
-            unit.bind_shards(self._home, None)
+        if unit.parameters.params_offloaded and not record.holds_params:
+            self._home = copies.on_host(unit.parameters.stored_numel, unit.parameters.param_dtype)
+            unit.parameters.bind_shards(self._home, None)
 
     def offloaded_params(self) -> torch.Tensor | None:
         return self._slots.fetch_params(self._record) if self._record.holds_params else self._home
@@ -98,13 +85,10 @@ class NvmeSeparateLocation(Crossing):
         """Announce an update; work issued on the device before this call reads the old parameters."""
         self.job, self._after = Future(), self._copies.here()
 
-    def lent(self, slot: torch.Tensor, *, draft: bool) -> Shards:
-        """The shards that an update works on; blocks until the gradient has arrived on the host. With `draft` all that
-        the update writes are second copies."""
+    def lent(self, slot: torch.Tensor) -> Shards:
+        """The shards that an update works on; blocks until the gradient has arrived on the host."""
         self.end_copies()
-        if draft:
-            param = _staged(self._record, self.staging)
-        elif self._home is not None:
+        if self._home is not None:
             param = self._home
         else:
             param = self.unit.param_shard if self.staging is None else self.staging
@@ -126,27 +110,9 @@ class NvmeSeparateLocation(Crossing):
         else:
             job.set_exception(error)
 
-    def adopt(self) -> None:
-        """Make the parameters of a draft current."""
-        if self._home is not None and self.staging is not None:
-            self._home.copy_(self.staging)
-        elif self.staging is not None:
-            self.send_params(self.staging, self._copies.here())
-
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         found = {"params": self._home, "grads": self.grad, "staging": self.staging}
         return {name: [] if tensor is None else [tensor] for name, tensor in found.items()}
 
 
 NvmeLocation = NvmeSharedLocation | NvmeSeparateLocation
-
-
-def _staged(record: OffloadedUnit, staging: torch.Tensor | None) -> torch.Tensor:
-    """Buffer for a draft's parameters that are not in a record, filled with the old ones if they are also the
-    master."""
-    unit = record.unit
-    if staging is None:
-        return unit.param_shard
-    if unit.master_is_param:
-        staging.copy_(unit.param_shard)
-    return staging

@@ -12,21 +12,9 @@ from zero_runtime.errors import CheckpointError, OffloadError
 from zero_runtime.offload.copy_streams import copies_for
 from zero_runtime.offload.host import HostTier
 from zero_runtime.offload.nvme import NvmeTier
-from zero_runtime.offload.plan import OffloadPlan, Sized, Tier, offloaded_units
-from zero_runtime.offload.speculation import SpeculativeTier
-from zero_runtime.offload.tier import NOTHING_OFFLOADED, StatesOf, StateTier, is_offloaded
-from zero_runtime.shard_location import OffloadedShards
+from zero_runtime.offload_plan import OffloadPlan
+from zero_runtime.state_tier import StatesOf, StateTier, is_offloaded
 from zero_runtime.unit import Unit
-
-
-def offloaded_shards(plan: OffloadPlan, units: Sequence[Sized], device: str) -> list[OffloadedShards]:
-    """For each unit, which shards are offloaded: have no memory on a device of this type between their uses."""
-    separate = plan.has_separate_memory(device)
-    moves = {Tier.DEVICE: False, Tier.HOST: separate, Tier.NVME: True}
-    if not moves[plan.params] and not moves[plan.optimizer]:
-        return [OffloadedShards()] * len(units)
-    offloaded = OffloadedShards(moves[plan.params], moves[plan.optimizer], separate)
-    return [offloaded if chosen else OffloadedShards() for chosen in offloaded_units(units, plan.ratio)]
 
 
 def open_tier(
@@ -34,8 +22,6 @@ def open_tier(
 ) -> StateTier:
     """The tier of the offloaded units. If a rank cannot open its tier, all ranks raise OffloadError."""
     held = [unit for unit in units if is_offloaded(unit)]
-    if not held:
-        return NOTHING_OFFLOADED
     opened: list[StateTier] = []
 
     def open_own() -> None:
@@ -44,7 +30,7 @@ def open_tier(
             opened.append(NvmeTier(held, states_of, plan, copies, collectives.rank))
         else:
             assert copies is not None, "host offload needs copies between two memories"
-            opened.append(HostTier(held, states_of, copies, speculative=plan.speculative))
+            opened.append(HostTier(held, states_of, copies))
 
     try:
         agree(collectives, trouble_of(open_own))
@@ -52,4 +38,4 @@ def open_tier(
         for tier in opened:
             tier.close()
         raise OffloadError(str(error)) from None
-    return SpeculativeTier(opened[0]) if plan.speculative else opened[0]
+    return opened[0]

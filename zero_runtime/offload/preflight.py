@@ -9,14 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from zero_runtime import cgroups
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import OffloadError, missing_folder
-from zero_runtime.memory.model import UnitSize, total_state_bytes
-from zero_runtime.offload import cgroups
-from zero_runtime.offload.memory import Moves, host_bytes, nvme_bytes
-from zero_runtime.offload.plan import OffloadPlan
+from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.offload.predicted import predicted_bytes
+from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.precision import ITEMSIZE_BYTES
+from zero_runtime.settings import RuntimeSettings
+from zero_runtime.shard_location import OffloadedShards
+from zero_runtime.state_bytes import UnitSize, total_state_bytes
+from zero_runtime.unit_planner import UnitSpec
 
 
 class OffloadSpace(NamedTuple):
@@ -30,18 +34,19 @@ class OffloadSpace(NamedTuple):
 
 
 def check_offload(
-    offload: OffloadPlan,
-    units: Sequence[tuple[UnitSize, MixedPrecision]],
-    moves: Moves,
+    planned: Sequence[tuple[UnitSpec, FlatLayout, OffloadedShards]],
+    settings: RuntimeSettings,
+    config: OptimizerConfig,
     plan: ZeroPlan,
     collectives: Collectives,
     device: str,
 ) -> None:
     """Raise OffloadError, the same on every rank, if offloaded states do not fit on a machine. A collective.
 
-    device: the type of the device that computes.
+    planned: all units of the model. device: the type of the device that computes.
     """
-    needed = (nvme_bytes if offload.uses_nvme else host_bytes)(units, moves)
+    units = [(_size(spec, layout, shards, config), spec.precision) for spec, layout, shards in planned]
+    needed = predicted_bytes(settings, config, units, collectives.shard_count)
     memory = needed.host
     # On a CPU the shards that are not offloaded take host memory too, and so does one unsharded unit at a time.
     if device == "cpu":
@@ -49,12 +54,24 @@ def check_offload(
             plan,
             units,
             world=collectives.data_world,
-            micro_batches=moves.micro_batches,
-            state_bytes=sum(moves.state_bytes),
+            micro_batches=settings.micro_batches,
+            state_bytes=config.state_bytes,
         ).total
         memory += max(size.numel * ITEMSIZE_BYTES[kind.compute or kind.param] for size, kind in units)
-    folder = offload.scratch.folder if offload.scratch is not None and offload.uses_nvme else None
+    scratch = settings.offload.scratch
+    folder = scratch.folder if scratch is not None and settings.offload.uses_nvme else None
     check_room(collectives, folder, scratch=needed.scratch, memory=memory)
+
+
+def _size(spec: UnitSpec, layout: FlatLayout, offloaded: OffloadedShards, config: OptimizerConfig) -> UnitSize:
+    return UnitSize.of(
+        layout,
+        trainable=spec.trainable,
+        state_bytes=config.matrix_state_bytes if spec.matrices else None,
+        params_offloaded=offloaded.params,
+        optimizer_offloaded=offloaded.optimizer,
+        separate_memory=offloaded.separate_memory,
+    )
 
 
 def check_room(collectives: Collectives, folder: Path | None, *, scratch: int, memory: int) -> None:

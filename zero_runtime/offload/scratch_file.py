@@ -32,8 +32,8 @@ import torch
 
 from zero_runtime.errors import OffloadError, missing_folder
 from zero_runtime.kernels.checksum import checksum_function
-from zero_runtime.offload.memory import ALIGN_BYTES, aligned, buffer_bytes
-from zero_runtime.offload.scratch_settings import ScratchSettings
+from zero_runtime.offload.memory import buffer_bytes
+from zero_runtime.offload_plan import ALIGN_BYTES, ScratchSettings, aligned
 from zero_runtime.process_identity import mark, remove_left_behind
 
 HUGE_BYTES = 2 << 20  # the smallest huge page

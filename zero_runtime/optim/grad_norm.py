@@ -22,7 +22,7 @@ def local_sum_of_squares(units: list[Unit], device: torch.device) -> torch.Tenso
     """0-dim fp64: this rank's part of the squared norm. See [Note: each element once]."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for unit in units:
-        squares = unit.grad_squares()
+        squares = unit.gradients.squares()
         if squares is not None:
             total += squares
     return total

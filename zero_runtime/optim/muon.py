@@ -19,8 +19,8 @@ from zero_runtime.kernels.reference import muon_, muon_direction_, orthogonalise
 from zero_runtime.kernels.settings import Muon, MuonNumbers
 from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.optim.matrix_owners import MatrixPart, OwnedMatrix, owned_matrices
-from zero_runtime.optim.rules import ElementwiseRule, Held, ShardSlice, StepNumbers, part_of, pieces_of
-from zero_runtime.tensor_parallel.joined import join_slices, slice_of
+from zero_runtime.optim.rules import ElementwiseRule, Held, ShardSlice, StepNumbers, UpdateRule, part_of, pieces_of
+from zero_runtime.slices import WHOLE
 from zero_runtime.unit import Unit
 
 SLICES = "matrix_all_gather"  # the kind of the message between the owners of a matrix's slices
@@ -33,7 +33,7 @@ class _Own(NamedTuple):
     numbers: MuonNumbers
 
 
-class MuonRule:
+class MuonRule(UpdateRule):
     """Updates the matrices with two messages between each pair of ranks of a shard group, and the rest by AdamW."""
 
     def __init__(self, config: MuonConfig, helds: Sequence[Held], collectives: Collectives) -> None:
@@ -43,6 +43,7 @@ class MuonRule:
         self._adamw = ElementwiseRule(config.adamw)
         with_matrices = [held.unit for held in helds if isinstance(held.unit, Unit) and held.unit.matrices]
         splits = {name: split for unit in with_matrices for name, split in unit.slices.splits.items()}
+        self._slices = with_matrices[0].slices if with_matrices else WHOLE  # the same of all units
         full_shapes = {name: split.shape for name, split in splits.items()}
         self._matrices = owned_matrices([unit.layout for unit in with_matrices], collectives.shard_count, full_shapes)
         self._splits = {matrix.name: splits[matrix.name] for matrix in self._matrices if matrix.name in splits}
@@ -88,13 +89,13 @@ class MuonRule:
         own = [direction for name, direction in directions.items() if name in self._splits]
         if not own:  # a rank that owns none: its group takes part, as all groups do in the same order
             nothing = torch.zeros(1, dtype=self._dtype, device=device)
-            self._collectives.gather_slices(nothing, counted=False, kind=SLICES)
+            self._slices.axis.gather(nothing, counted=False, kind=SLICES)
             return directions
-        slices = self._collectives.gather_slices(torch.cat(own), kind=SLICES)
+        slices = self._slices.axis.gather(torch.cat(own), kind=SLICES)
         found, start = dict(directions), 0
         for name, direction in directions.items():
             if name in self._splits:
-                found[name] = join_slices(slices[:, start : start + direction.numel()], self._splits[name]).view(-1)
+                found[name] = self._splits[name].join(slices[:, start : start + direction.numel()]).view(-1)
                 start += direction.numel()
         return found
 
@@ -102,7 +103,7 @@ class MuonRule:
         """The update of a matrix from its direction, or of this rank's slice of it."""
         split, squares = self._splits.get(matrix.name), ops.sum_of_squares(whole)
         found = orthogonalised(whole.view(matrix.full_shape), squares, self._config.ns_steps)
-        return (found if split is None else slice_of(found, split, self._collectives.tensor_rank)).view(-1)
+        return (found if split is None else split.cut(found, self._slices.rank)).view(-1)
 
     def _direct(self, own: _Own, numbers: StepNumbers, out: torch.Tensor) -> None:
         (buffer,) = own.part.states

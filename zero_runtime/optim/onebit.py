@@ -16,7 +16,7 @@ They are not in checkpoints: m is gathered from its shards, and a resumed run ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,7 +27,7 @@ from zero_runtime.kernels.reference import adam_step_, root64
 from zero_runtime.kernels.settings import AdamNumbers, AdamW
 from zero_runtime.kernels.wire_format import packed_signs_numel, read_signs_, write_signs_
 from zero_runtime.optim.configs import OneBitAdamConfig
-from zero_runtime.optim.rules import ElementwiseRule, Held, StepNumbers, adam_settings, part_of
+from zero_runtime.optim.rules import ElementwiseRule, Held, StepNumbers, UpdateRule, adam_settings, part_of
 from zero_runtime.unit import Unit
 
 
@@ -41,7 +41,7 @@ class _Kept:
     lost_average: torch.Tensor
 
 
-class OneBitRule:
+class OneBitRule(UpdateRule):
     """AdamW for the first updates, then sign-compressed momentum. See [Note: sign-compressed momentum]."""
 
     def __init__(self, config: OneBitAdamConfig, helds: Sequence[Held], collectives: Collectives) -> None:
@@ -57,8 +57,8 @@ class OneBitRule:
         kept = self._kept.values()
         return [one for unit in kept for one in (unit.lost, unit.lost_average, *(() if alone else (unit.momentum,)))]
 
-    def forget(self) -> None:
-        """The states have changed from outside: nothing was lost yet, and momenta are gathered again."""
+    def resume(self, helds: Sequence[Held], counters: Mapping[str, float]) -> None:
+        """Nothing was lost yet, and momenta are gathered again."""
         self._is_current = False
         for kept in self._kept.values():
             kept.lost.zero_()
@@ -80,7 +80,7 @@ class OneBitRule:
         """Replace the momentum by the average over the ranks, as it is read back from signs."""
         unit, ranks, exp_avg = _unit(held), self._collectives.world, held.states["exp_avg"]
         kept = self._kept[unit.name]
-        assert unit.unsharded_grad is not None
+        assert unit.gradients.unsharded_grad is not None
         if self._collectives.shard_count == 1:
             kept.momentum = exp_avg
         elif not self._is_current:
@@ -88,7 +88,7 @@ class OneBitRule:
         beta1 = self._config.beta1 if numbers.momentum is None else numbers.momentum
         # From here on `lost` is this rank's momentum with what was lost before.
         kept.lost.add_(kept.momentum * beta1)
-        kept.lost.add_(unit.unsharded_grad.to(torch.float32) * (numbers.grad_scale * ((1 - beta1) * ranks)))
+        kept.lost.add_(unit.gradients.unsharded_grad.to(torch.float32) * (numbers.grad_scale * ((1 - beta1) * ranks)))
         size = packed_signs_numel(unit.layout.padded_numel // ranks)
         sent, received = (torch.empty(size * ranks, dtype=torch.uint8, device=unit.device) for _ in range(2))
         for place, (codes, values) in enumerate(zip(sent.chunk(ranks), kept.lost.chunk(ranks), strict=True)):

@@ -23,7 +23,8 @@ from zero_runtime.kernels import ops
 from zero_runtime.kernels.reference import GROUP_NUMEL
 from zero_runtime.optim.configs import LambConfig, MuonConfig, OptimizerConfig, TorchConfig
 from zero_runtime.optim.groups import GroupSettings, Run
-from zero_runtime.optim.rules import UPDATES, Held, ShardSlice, StepNumbers, lamb_settings, pieces_of, squared_pieces_of
+from zero_runtime.optim.lamb import lamb_settings, squared_pieces_of
+from zero_runtime.optim.rules import Held, ShardSlice, StepNumbers, pieces_of, update_of
 from zero_runtime.unit import Unit
 
 DIVISOR = 16  # Triton distinguishes lengths, and addresses in bytes, that are multiples of it
@@ -79,7 +80,7 @@ def rehearse(config: OptimizerConfig, helds: Sequence[Held], collectives: Collec
     See [Note: variants]. An offloaded unit has only its gradients on the device.
     """
     units = [unit for held in helds if isinstance(unit := held.unit, Unit)]
-    updated = [(held, unit) for held, unit in zip(helds, units, strict=True) if not unit.states_offloaded]
+    updated = [(held, unit) for held, unit in zip(helds, units, strict=True) if not unit.parameters.states_offloaded]
     with torch.no_grad():
         for unit in units:
             _rehearse_gradients(unit)
@@ -93,19 +94,19 @@ def rehearse(config: OptimizerConfig, helds: Sequence[Held], collectives: Collec
 def _rehearse_gradients(unit: Unit) -> None:
     """The norm and, if several gradients of a parameter may arrive in a step, their sums."""
     reduce_dtype, device = TORCH_DTYPE[unit.precision.reduce], unit.device
-    shard = _SHARD.zeros(unit.grad_dtype, device)
+    shard = _SHARD.zeros(unit.gradients.grad_dtype, device)
     ops.sum_of_squares(shard)
     if not unit.sums_gradients:
         return
     ops.accumulate_(shard, _SHARD.zeros(reduce_dtype, device))
     for span in {_Span.like(segment.offset, segment.offset + segment.numel) for segment in unit.layout.segments}:
-        grad = torch.zeros(span.numel, dtype=unit.unsharded_param.dtype, device=device)
-        for flat_dtype in {unit.grad_dtype, reduce_dtype}:
+        grad = torch.zeros(span.numel, dtype=unit.parameters.unsharded_param.dtype, device=device)
+        for flat_dtype in {unit.gradients.grad_dtype, reduce_dtype}:
             ops.accumulate_(span.zeros(flat_dtype, device), grad)
 
 
 def _variants(config: OptimizerConfig, held: Held, unit: Unit, collectives: Collectives) -> Iterator[_Variant]:
-    out = None if unit.master_is_param else unit.param_dtype
+    out = None if unit.parameters.master_is_param else unit.parameters.param_dtype
     places = [(_Part.RUN, run.start, run.stop, run) for run in held.runs]
     if isinstance(config, TorchConfig):  # one copy of the shard follows all of torch's own kernels
         places = [(_Part.RUN, 0, unit.layout.shard_numel, run) for run in held.runs[:1]]
@@ -117,7 +118,9 @@ def _variants(config: OptimizerConfig, held: Held, unit: Unit, collectives: Coll
             places += [(part, start, stop, run) for _, start, stop, run in pieces]
     for part, start, stop, run in places:
         span = _Span.like(start, stop, config.block_numel)
-        yield _Variant(unit.device, unit.master_dtype, unit.grad_dtype, out, span, run.settings, part)
+        yield _Variant(
+            unit.device, unit.parameters.master_dtype, unit.gradients.grad_dtype, out, span, run.settings, part
+        )
 
 
 def _rehearse_update(config: OptimizerConfig, variant: _Variant, step: int) -> None:
@@ -132,7 +135,7 @@ def _rehearse_update(config: OptimizerConfig, variant: _Variant, step: int) -> N
     numbers = StepNumbers(step, lambda _: 0.0, None, torch.ones((), device=device))
     run = Run(variant.settings, 0, span.numel)
     if not isinstance(config, LambConfig):
-        UPDATES[type(config)](config, ShardSlice(master, grad, states, out), run, numbers)
+        update_of(config)(config, ShardSlice(master, grad, states, out), run, numbers)
         return
     settings = lamb_settings(config, run, numbers)
     exp_avg, exp_avg_sq = states

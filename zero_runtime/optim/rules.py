@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zero_runtime.collectives import Collectives
 from zero_runtime.errors import PlanError
 from zero_runtime.kernels import ops
-from zero_runtime.kernels.reference import trust_ratios
-from zero_runtime.kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
-from zero_runtime.offload.tier import Shards
+from zero_runtime.kernels.settings import Adam, AdamW, Lion, Sgd
 from zero_runtime.optim.configs import (
     AdamConfig,
     AdamW8bitConfig,
     AdamWConfig,
-    LambConfig,
     LionConfig,
-    OneBitAdamConfig,
     OptimizerConfig,
     SgdConfig,
 )
 from zero_runtime.optim.groups import GroupSettings, Run
+from zero_runtime.state_tier import Shards
 from zero_runtime.unit import Unit
 
 
@@ -73,12 +69,36 @@ def part_of(held: Held, start: int, stop: int) -> ShardSlice:
     return ShardSlice(master[start:stop], grad[start:stop], tuple(states), param_out)
 
 
-class ElementwiseRule:
+class UpdateRule:
+    """Updates master shards and states in place from each unit's grad_shard, and rounds them into param_shard.
+
+    A rule that keeps nothing itself has only `update`. wings.py lists the rules that are not element-wise.
+    """
+
+    def update(self, helds: Sequence[Held], numbers: StepNumbers) -> None:
+        raise NotImplementedError
+
+    def counters(self, helds: Sequence[Held]) -> dict[str, float]:
+        """Scalars that the rule keeps in addition to the states."""
+        return {}
+
+    def resume(self, helds: Sequence[Held], counters: Mapping[str, float]) -> None:
+        """The states and the number of updates (`counters`) have changed from outside."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What the rule keeps besides the states, for counting."""
+        return []
+
+    def free(self) -> None:
+        """Release what the rule keeps."""
+
+
+class ElementwiseRule(UpdateRule):
     """AdamW (also in 8 bits), Adam, SGD and Lion: updates each run of each unit separately."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
-        self._update = UPDATES[type(config)]
+        self._update = update_of(config)
 
     def update(self, helds: Sequence[Held], numbers: StepNumbers) -> None:
         for held in helds:
@@ -111,13 +131,6 @@ def adam_settings(kind: type, config: AdamWConfig, run: Run, numbers: StepNumber
     )
 
 
-def lamb_settings(config: LambConfig, run: Run, numbers: StepNumbers) -> Lamb:
-    settings: Lamb = adam_settings(Lamb, config, run, numbers)
-    if config.correction == "none":
-        return replace(settings, corrects_bias=False)
-    return settings.with_corrected_rate if config.correction == "rate" else settings
-
-
 def _sgd(config: SgdConfig, part: ShardSlice, run: Run, numbers: StepNumbers) -> None:
     settings = Sgd(
         lr=numbers.rate(run.settings),
@@ -141,58 +154,18 @@ def _lion(config: LionConfig, part: ShardSlice, run: Run, numbers: StepNumbers) 
     ops.lion_(part.master, part.grad, part.states[0], numbers.grad_scale, settings, part.param_out)
 
 
-UPDATES: dict[type, Callable[..., None]] = {
+_UPDATES: dict[type, Callable[..., None]] = {
     AdamWConfig: _adam,
     AdamConfig: _adam,
     AdamW8bitConfig: _adamw8bit,
-    OneBitAdamConfig: _adam,
     SgdConfig: _sgd,
     LionConfig: _lion,
 }
 
 
-class LambRule:
-    """LAMB: sums the squares of all parameters over the ranks in one message, then updates all parameters.
-
-    Each unit is divided into as many equal parts as there are ranks, and rank r squares only the elements in part r,
-    even if it holds more; see [Note: each element once] in grad_norm.py. So a parameter that is split over several
-    ranks has one ratio, with the same bits in every row of the plan's table.
-    """
-
-    def __init__(self, config: LambConfig, helds: Sequence[Held], collectives: Collectives) -> None:
-        self._config = config
-        self._collectives = collectives
-        # Every rank must number the parameters in the same way, including those of which it holds nothing.
-        names = [segment.name for held in helds for segment in held.unit.layout.segments]
-        self._place = {name: place for place, name in enumerate(names)}
-
-    def update(self, helds: Sequence[Held], numbers: StepNumbers) -> None:
-        if not self._place:
-            return
-        for held in helds:
-            for run in held.runs:
-                part = part_of(held, run.start, run.stop)
-                settings = lamb_settings(self._config, run, numbers)
-                exp_avg, exp_avg_sq = part.states
-                ops.lamb_moments_(part.grad, exp_avg, exp_avg_sq, numbers.grad_scale, settings)
-        ratios = trust_ratios(self._squares(helds, numbers), self._config.min_coeff, self._config.max_coeff)
-        for held in helds:
-            for name, start, stop, run in pieces_of(held, self._collectives.shard_rank):
-                part = part_of(held, start, stop)
-                settings = lamb_settings(self._config, run, numbers)
-                exp_avg, exp_avg_sq = part.states
-                ops.lamb_(part.master, exp_avg, exp_avg_sq, ratios[self._place[name]], settings, part.param_out)
-
-    def _squares(self, helds: Sequence[Held], numbers: StepNumbers) -> torch.Tensor:
-        """[parameters, 2] fp64, summed over the ranks."""
-        squares = torch.zeros(len(self._place), 2, dtype=torch.float64, device=numbers.grad_scale.device)
-        for held in helds:
-            for name, start, stop, run in squared_pieces_of(held, self._collectives):
-                part = part_of(held, start, stop)
-                settings = lamb_settings(self._config, run, numbers)
-                exp_avg, exp_avg_sq = part.states
-                squares[self._place[name]] = ops.lamb_squares(part.master, exp_avg, exp_avg_sq, settings)
-        return self._collectives.sum_over_ranks_(squares)
+def update_of(config: OptimizerConfig) -> Callable[..., None]:
+    """The element-wise update of an optimizer, or of the one that it is a form of."""
+    return next(_UPDATES[kind] for kind in type(config).__mro__ if kind in _UPDATES)
 
 
 def pieces_of(held: Held, shard: int) -> Iterator[tuple[str, int, int, Run]]:
@@ -200,18 +173,6 @@ def pieces_of(held: Held, shard: int) -> Iterator[tuple[str, int, int, Run]]:
     for piece in held.unit.layout.pieces(shard):
         start, stop = piece.shard_offset, piece.shard_offset + piece.stop - piece.start
         yield piece.name, start, stop, next(run for run in held.runs if run.start <= start and stop <= run.stop)
-
-
-def squared_pieces_of(held: Held, collectives: Collectives) -> Iterator[tuple[str, int, int, Run]]:
-    """The same for the elements that this rank squares: replicas of a shard square different parts of it, and replicas
-    of a tensor-parallel group count once."""
-    assert isinstance(held.unit, Unit), "the units of LAMB are not offloaded"
-    part_numel = held.unit.layout.shard_numel // collectives.replica_count
-    low = collectives.replica_rank * part_numel
-    for name, start, stop, run in pieces_of(held, collectives.shard_rank):
-        start, stop = max(start, low), min(stop, low + part_numel)
-        if start < stop and held.unit.slices.counts_here(name):
-            yield name, start, stop, run
 
 
 def check_momentum(config: OptimizerConfig, momentum: float | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -14,35 +13,22 @@ from zero_runtime.collectives import Collectives
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
 from zero_runtime.kernels import ops
-from zero_runtime.offload.tier import NOTHING_OFFLOADED, Shards, StateTier, Update, is_offloaded
 from zero_runtime.optim.configs import (
     SIGNED_MOMENTS,
     HeldState,
-    LambConfig,
-    MuonConfig,
-    OneBitAdamConfig,
     OptimizerConfig,
-    TorchConfig,
     refuse_host_reads,
     scale_name,
 )
 from zero_runtime.optim.groups import GroupTable
 from zero_runtime.optim.lr_schedule import Rates
-from zero_runtime.optim.muon import MuonRule
-from zero_runtime.optim.onebit import OneBitRule
 from zero_runtime.optim.quantized_state import CodedShard, RoundedShard
-from zero_runtime.optim.rehearsal import rehearse
-from zero_runtime.optim.rules import ElementwiseRule, Held, LambRule, StepNumbers, check_momentum
-from zero_runtime.optim.torch_rule import TorchRule
+from zero_runtime.optim.rules import ElementwiseRule, Held, StepNumbers, UpdateRule, check_momentum
+from zero_runtime.state_tier import NOTHING_OFFLOADED, Shards, StateTier, is_offloaded
 from zero_runtime.unit import Unit
+from zero_runtime.wings import REHEARSE, UPDATE_RULES, load
 
 ToldState = torch.Tensor | CodedShard | RoundedShard  # a state as others see it: in fp32, or converted to it
-
-
-class UpdateRule(Protocol):
-    """Updates every master shard and state in place from each unit's grad_shard, and rounds it into param_shard."""
-
-    def update(self, helds: list[Held], numbers: StepNumbers) -> None: ...
 
 
 class ShardedOptimizer:
@@ -79,7 +65,8 @@ class ShardedOptimizer:
                 ops.prepare(device)  # here and not in the first step, where the other ranks would wait for it
             pairs = zip(self._units, self._helds, strict=True)
             rehearsed = [held for unit, held in pairs if ops.compiles_variants(unit.device)]
-            rehearse(config, rehearsed, collectives)
+            if rehearsed:
+                load(REHEARSE)(config, rehearsed, collectives)
         self._by_unit = {unit.name: held for unit, held in zip(self._units, self._helds, strict=True)}
         self._offloaded = [unit for unit in self._units if is_offloaded(unit)]
         self._staying = [self._by_unit[unit.name] for unit in self._units if not is_offloaded(unit)]
@@ -116,7 +103,7 @@ class ShardedOptimizer:
             self._rule.update(self._staying, numbers)
             if self._tier is not NOTHING_OFFLOADED:
                 both = (numbers, replace(numbers, grad_scale=host_scale))
-                self._tier.update(self._offloaded, self._update(lr, host_scale, both))
+                self._tier.update(self._offloaded, partial(self._compute, both))
         self.updates += 1
         self._choose_gradients()
 
@@ -126,7 +113,7 @@ class ShardedOptimizer:
         if over_ranks != self._sums_over_ranks:
             self._sums_over_ranks = over_ranks
             for unit in self._units:
-                unit.sum_gradients(over_ranks=over_ranks)
+                unit.gradients.sum_gradients(over_ranks=over_ranks)
 
     def check_rates(self, lr: float | Rates) -> None:
         """Raise PlanError if the rates are no rates, or do not fit the groups or the optimizer."""
@@ -144,18 +131,10 @@ class ShardedOptimizer:
 
     # ---- offloaded units -------------------------------------------------------------------------------------------
 
-    def _update(self, lr: float | Rates, host_scale: torch.Tensor, either: Sequence[StepNumbers]) -> Update:
-        return Update(_rates(lr), float(host_scale), partial(self._compute, either))
-
     def _compute(self, either: Sequence[StepNumbers], unit: Unit, shards: Shards) -> None:
         """Update the shards that a tier lends, with the numbers whose grad_scale is on the device of the shards."""
         numbers = next(one for one in either if one.grad_scale.device == shards.param_shard.device)
         self._rule.update([Held(shards, self._by_unit[unit.name].runs, shards.states)], numbers)
-
-    def guess(self, lr: float | Rates, host_scale: torch.Tensor) -> None:
-        """Called when the last backward of a step begins: units may be updated as their gradients arrive, as if `step`
-        were going to be called with these numbers. `step` or `forget_step` must follow."""
-        self._tier.expect(self._offloaded, self._update(lr, host_scale, (self._numbers(lr, host_scale),)))
 
     def offload_to(self, tier: StateTier) -> None:
         """Use `tier` for the units that are offloaded."""
@@ -172,16 +151,12 @@ class ShardedOptimizer:
     def counters(self) -> dict[str, float]:
         """Scalars kept in addition to the states, equal on every rank that has them: the number of updates, and a torch
         optimizer's own scalars by group. Groups of which this rank holds no elements are missing."""
-        own = self._rule.counters(self._helds) if isinstance(self._rule, TorchRule) else {}
-        return {"updates": float(self.updates), **own}
+        return {"updates": float(self.updates), **self._rule.counters(self._helds)}
 
     def load_counters(self, counters: Mapping[str, float]) -> None:
         """Resume from `counters` (the union over the ranks), after the states have been filled in place."""
         self.updates = int(counters["updates"])
-        if isinstance(self._rule, TorchRule) and self.updates:
-            self._rule.load_counters(self._helds, counters)
-        if isinstance(self._rule, OneBitRule):
-            self._rule.forget()
+        self._rule.resume(self._helds, counters)
         self._choose_gradients()
 
     def states_of(self, unit: Unit) -> dict[str, torch.Tensor]:
@@ -208,25 +183,17 @@ class ShardedOptimizer:
         self._helds.clear()
         self._staying.clear()
         self._by_unit.clear()
-        if isinstance(self._rule, (TorchRule, OneBitRule)):
-            self._rule.free()
+        self._rule.free()
 
     def state_tensors(self) -> list[torch.Tensor]:
         """All states and what the rule keeps besides, for counting."""
-        kept = self._rule.tensors() if isinstance(self._rule, OneBitRule) else []
-        return [*(state for held in self._helds for state in held.states.values()), *kept]
+        return [*(state for held in self._helds for state in held.states.values()), *self._rule.tensors()]
 
 
 def _rule(config: OptimizerConfig, helds: list[Held], collectives: Collectives) -> UpdateRule:
-    if isinstance(config, LambConfig):
-        return LambRule(config, helds, collectives)
-    if isinstance(config, MuonConfig):
-        return MuonRule(config, helds, collectives)
-    if isinstance(config, OneBitAdamConfig):
-        return OneBitRule(config, helds, collectives)
-    if isinstance(config, TorchConfig):
-        return TorchRule(config, helds)
-    return ElementwiseRule(config)
+    place = UPDATE_RULES.get(config.kind)
+    rule: UpdateRule = ElementwiseRule(config) if place is None else load(place)(config, helds, collectives)
+    return rule
 
 
 def _rates(lr: float | Rates) -> Rates:
@@ -235,13 +202,13 @@ def _rates(lr: float | Rates) -> Rates:
 
 def _where(unit: Unit) -> torch.device:
     """The device that updates the unit."""
-    return torch.device("cpu") if unit.states_offloaded else unit.device
+    return torch.device("cpu") if unit.parameters.states_offloaded else unit.device
 
 
 def _zeros(unit: Unit, held: HeldState) -> torch.Tensor:
     """One held state, all zeros; on the meta device if states are offloaded, to describe it to the tier."""
     assert unit.master_shard is not None
-    device = torch.device("meta") if unit.states_offloaded else unit.device
+    device = torch.device("meta") if unit.parameters.states_offloaded else unit.device
     return torch.zeros(unit.layout.shard_numel // held.per, dtype=TORCH_DTYPE[held.dtype], device=device)
 
 

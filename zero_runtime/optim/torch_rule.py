@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 
+from zero_runtime.collectives import Collectives
 from zero_runtime.errors import PlanError
 from zero_runtime.optim.configs import TORCH_WITHOUT_DECAY, TorchConfig
 from zero_runtime.optim.groups import Run
-from zero_runtime.optim.rules import Held, StepNumbers
+from zero_runtime.optim.rules import Held, StepNumbers, UpdateRule
 from zero_runtime.unit import Unit
 
 
-class TorchRule:
+class TorchRule(UpdateRule):
     """Update rule of a torch.optim class, given by name. Raises PlanError if the masters are not fp32."""
 
-    def __init__(self, config: TorchConfig, helds: Sequence[Held]) -> None:
+    def __init__(self, config: TorchConfig, helds: Sequence[Held], collectives: Collectives) -> None:
         self._config = config
         self._optimizers = [_build(config, held) for held in helds]
 
@@ -40,7 +41,7 @@ class TorchRule:
                 if numbers.step == 1:  # the step in which torch creates its states
                     self._take_states(held, run.start, run.stop, optimizer.state[shard])
             assert isinstance(held.unit, Unit), "offloaded shards have no torch optimizer"
-            held.unit.refresh_param_shard()
+            held.unit.parameters.refresh_param_shard()
 
     def counters(self, helds: Sequence[Held]) -> dict[str, float]:
         """Torch's own 0-dim states, by group: they depend only on the steps and rates. Reads them on the host."""
@@ -52,8 +53,10 @@ class TorchRule:
             found |= {f"group{run.settings.index}.{name}": float(value) for name, value in scalars.items()}
         return found
 
-    def load_counters(self, helds: Sequence[Held], counters: Mapping[str, float]) -> None:
+    def resume(self, helds: Sequence[Held], counters: Mapping[str, float]) -> None:
         """Give torch the current flat states, and the `counters` of a run that had made the same number of steps."""
+        if not counters["updates"]:
+            return  # torch has no states yet
         for run, state, held in self._runs(helds):
             prefix = f"group{run.settings.index}."
             state.update({name: flat[run.start : run.stop] for name, flat in held.states.items()})

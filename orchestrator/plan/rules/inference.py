@@ -16,7 +16,7 @@ from orchestrator.config.state_groups import Offload, Precision, Zero
 from orchestrator.config.strict import Broken
 from orchestrator.plan.rules.scene import Scene
 from zero_runtime.limits import broken_by
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 
 
 def inference_shards_weights(scene: Scene, zero: Zero, measure: Measure) -> Broken | None:

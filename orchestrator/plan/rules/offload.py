@@ -5,14 +5,14 @@ from __future__ import annotations
 from orchestrator.config.cluster import Cluster
 from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.schema import Device, Resources
-from orchestrator.config.state_groups import Offload, StepTime, Zero
+from orchestrator.config.state_groups import Offload, Zero
 from orchestrator.config.strict import Broken, nearest
 from orchestrator.plan.rules.cluster import is_slurm
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.records.run_record import scratch_path
 from orchestrator.text.paths import expanded
 from zero_runtime.errors import missing_folder
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 from zero_runtime.optim.configs import OPTIMIZERS
 
 
@@ -38,16 +38,6 @@ def optimizer_can_be_offloaded(
     fitting = f"{', '.join(most)} or {last}"
     rule = f"offload to {places[0]} needs an optimizer that updates one unit after another: {fitting}"
     return Broken(rule, optimizer.rule.kind, ("offload.optimizer=device offload.params=device",))
-
-
-def guesses_need_a_tier(scene: Scene, offload: Offload, resources: Resources) -> Broken | None:
-    """The speculative step updates second copies of offloaded states, so the optimizer must be offloaded."""
-    if offload.step is not StepTime.speculative or _moves(scene, offload.optimizer, resources):
-        return None
-    on_cuda = scene.device(resources) is Device.cuda
-    away = "cpu" if on_cuda else "nvme"
-    rule = f"offload.step=speculative needs an offloaded optimizer: here offload.optimizer={away}"
-    return Broken(rule, str(offload.optimizer), (f"offload.optimizer={away}", "offload.step=after_backward"))
 
 
 def _moves(scene: Scene, tier: Tier, resources: Resources) -> bool:

@@ -7,7 +7,9 @@ from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import Batch, Measure, MeasureKind, Resources
 from orchestrator.config.strict import Broken
 from orchestrator.plan.rules.scene import Scene
-from zero_runtime.tensor_parallel.refusals import ALONE, refused_optimizer
+from zero_runtime.wings import REFUSED_OPTIMIZER, load
+
+ALONE = "parallel.tp=1"
 
 
 def tp_divides_the_ranks(scene: Scene, parallel: Parallel, resources: Resources) -> Broken | None:
@@ -32,7 +34,7 @@ def patterns_are_used(scene: Scene, parallel: Parallel) -> Broken | None:
 
 
 def optimizer_updates_slices(scene: Scene, parallel: Parallel, optimizer: Optimizer) -> Broken | None:
-    return next(refused_optimizer(parallel.tp, optimizer.rule), None)
+    return next(load(REFUSED_OPTIMIZER)(parallel.tp, optimizer.rule), None) if parallel.tp > 1 else None
 
 
 def inference_has_full_layers(scene: Scene, parallel: Parallel, measure: Measure) -> Broken | None:

@@ -14,11 +14,14 @@ from orchestrator.config import pretrained
 from orchestrator.config.cluster import Cluster
 from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import (
+    AskedConfig,
     Batch,
     Checkpoint,
     Device,
     Loss,
     LossKind,
+    ResolvedBatch,
+    ResolvedResources,
     Resources,
     RunConfig,
     Tracking,
@@ -43,32 +46,38 @@ from orchestrator.records.run_record import scratch_path
 from orchestrator.text.paths import expanded
 
 
-def resolve(config: RunConfig, scene: Scene) -> RunConfig:
+def resolve(config: AskedConfig, scene: Scene) -> RunConfig:
     """The configuration with ranks, threads, batch, device and paths filled in. It must not break a rule."""
     scene = scene.on(config.hardware)
-    device, ranks = scene.device(config.resources), scene.ranks(config.resources)
-    threads = config.resources.threads or _threads(config.cluster, ranks, scene)
-    code = config.resources.code and str(expanded(config.resources.code).absolute())
+    ranks = scene.ranks(config.resources)
     batch, data, model = config.batch, config.data, pretrained.completed(config.model)
     one = batch.micro * config.parallel.batch_ranks(ranks)
     accumulation = batch.accumulation or (batch.global_size or one) // one
-    return replace(
-        config,
-        output=str(expanded(config.output).absolute()),
-        batch=replace(batch, accumulation=accumulation, global_size=one * accumulation),
-        model=model,
-        data=replace(
+    filled: dict[str, Any] = {
+        "output": str(expanded(config.output).absolute()),
+        "batch": ResolvedBatch(**vars(batch) | {"accumulation": accumulation, "global_size": one * accumulation}),
+        "model": model,
+        "data": replace(
             data,
             path=str(expanded(data.path).absolute()) if data.path else None,
             tokenizer=data_rules.tokenizer_of(model, data),
         ),
-        checkpoint=_with_absolute_path(config.checkpoint),
-        offload=_with_folder(config),
-        precision=replace(
+        "checkpoint": _with_absolute_path(config.checkpoint),
+        "offload": _with_folder(config),
+        "precision": replace(
             config.precision, compute=precision_rules.computed_in(config.precision, scene, config.resources)
         ),
-        resources=replace(config.resources, device=device, ranks=ranks, threads=threads, code=code),
-    )
+        "resources": _resolved_resources(config, ranks, scene),
+    }
+    return RunConfig(**vars(config) | filled)
+
+
+def _resolved_resources(config: AskedConfig, ranks: int, scene: Scene) -> ResolvedResources:
+    asked = config.resources
+    threads = asked.threads or _threads(config.cluster, ranks, scene)
+    code = asked.code and str(expanded(asked.code).absolute())
+    filled = {"device": scene.device(asked), "ranks": ranks, "threads": threads, "code": code}
+    return ResolvedResources(**vars(asked) | filled)
 
 
 def _threads(cluster: Cluster, ranks: int, scene: Scene) -> int:
@@ -78,7 +87,7 @@ def _threads(cluster: Cluster, ranks: int, scene: Scene) -> int:
     return max(1, scene.hardware.cores // (scene.local_world or ranks))
 
 
-def _with_folder(config: RunConfig) -> Offload:
+def _with_folder(config: AskedConfig) -> Offload:
     """Fills in the folder for scratch files, which is in the output folder if it is not given."""
     if not config.offload.uses_nvme:
         return config.offload
@@ -92,7 +101,7 @@ def _with_absolute_path(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, resume=str(expanded(checkpoint.resume).absolute()))
 
 
-def check_rules(config: RunConfig, scene: Scene) -> list[Broken]:
+def check_rules(config: AskedConfig, scene: Scene) -> list[Broken]:
     """All rules that the configuration breaks."""
     return check_parts(vars(config), scene)
 
@@ -312,7 +321,6 @@ RULES = (
     Rule(parallel_rules.inference_has_whole_sequences, ("parallel", "measure")),
     Rule(offload_rules.offloaded_params_are_sharded, ("offload", "zero")),
     Rule(offload_rules.optimizer_can_be_offloaded, ("offload", "optimizer", "resources")),
-    Rule(offload_rules.guesses_need_a_tier, ("offload", "resources")),
     Rule(offload_rules.offload_keys_are_used, ("offload",)),
     Rule(offload_rules.folder_is_there, ("output", "offload", "cluster")),
     Rule(optimizer_rules.dampening_is_used, ("optimizer",)),

@@ -1,7 +1,6 @@
 """The same as a nested dict."""
 
 from harness.trainer_runs import tiny_llama, training_rows
-
 from zero_runtime.integrations.transformers import Trainer, TrainingArguments
 
 ds_config_dict = {

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from harness.trainer_runs import tiny_llama, training_rows
-
 from zero_runtime.integrations.transformers import Trainer, TrainingArguments
 
 arguments = TrainingArguments(

@@ -2,7 +2,6 @@
 
 import torch
 from transformers import AutoModelForSeq2SeqLM, T5Config
-
 from zero_runtime.zero import estimate_zero3_model_states_mem_needs_all_live
 
 sizes = {"d_model": 2048, "d_kv": 64, "d_ff": 5120, "num_heads": 32, "num_layers": 24}

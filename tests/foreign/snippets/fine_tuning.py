@@ -5,9 +5,9 @@ import os
 import torch
 from harness.trainer_runs import tiny_llama, training_rows
 from transformers import TrainerCallback, set_seed
+from zero_runtime.integrations.transformers import Trainer, TrainingArguments
 
 import zero_runtime as deepspeed
-from zero_runtime.integrations.transformers import Trainer, TrainingArguments
 
 
 class MemoryUsageCallback(TrainerCallback):

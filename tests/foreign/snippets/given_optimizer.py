@@ -4,7 +4,6 @@ import sys
 
 import torch
 from harness.trainer_runs import tiny_llama, training_rows
-
 from zero_runtime.integrations.transformers import Trainer, TrainingArguments
 
 model = tiny_llama()

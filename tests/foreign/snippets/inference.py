@@ -5,9 +5,9 @@ import sys
 
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
+from zero_runtime.integrations.transformers import HfDeepSpeedConfig
 
 import zero_runtime as deepspeed
-from zero_runtime.integrations.transformers import HfDeepSpeedConfig
 
 model_name, rounds = sys.argv[1:]
 local_rank = int(os.getenv("LOCAL_RANK", "0"))

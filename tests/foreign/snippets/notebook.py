@@ -6,7 +6,6 @@ import socket
 from pathlib import Path
 
 from harness.trainer_runs import tiny_llama, training_rows
-
 from zero_runtime.integrations.transformers import Trainer, TrainingArguments
 
 with socket.socket() as free:

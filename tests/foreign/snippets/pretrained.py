@@ -4,9 +4,9 @@ import sys
 
 import torch
 from transformers import AutoModel
+from zero_runtime.integrations.transformers import HfDeepSpeedConfig
 
 import zero_runtime as deepspeed
-from zero_runtime.integrations.transformers import HfDeepSpeedConfig
 
 ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 dschf = HfDeepSpeedConfig(ds_config)

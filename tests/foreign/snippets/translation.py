@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq, HfArgumentParser
-
 from zero_runtime.integrations.transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 PAIRS = (("a house", "o casa"), ("the red house", "casa rosie"), ("a dog", "un caine"), ("dogs", "caini"))

@@ -2,7 +2,6 @@
 
 from harness.trainer_runs import evaluation_rows, plain_training, tiny_llama
 from transformers import HfArgumentParser
-
 from zero_runtime.integrations.transformers import Trainer, TrainingArguments
 
 (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()

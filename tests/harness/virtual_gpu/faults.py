@@ -101,21 +101,6 @@ def the_thread_of_updates_keeps_its_first_device() -> None:
     left_out(CudaCopies, "enter_thread")
 
 
-@fault(Row(offload="both", speculative="right"), CONTEXTS)
-def the_thread_of_guesses_keeps_its_first_device() -> None:
-    import threading
-
-    from zero_runtime.offload.copy_streams import CudaCopies
-
-    enter = CudaCopies.enter_thread
-
-    def entering(self: CudaCopies) -> None:
-        if threading.current_thread().name != "speculation":
-            enter(self)
-
-    CudaCopies.enter_thread = entering  # type: ignore[method-assign]
-
-
 # ---- memory that is freed or written too early -----------------------------------------------------------------------
 
 
@@ -323,13 +308,6 @@ def the_update_does_not_wait_for_the_copies() -> None:
     from zero_runtime.offload.device_host import Crossing
 
     Crossing.end_copies = lambda self: self._moving.clear()  # type: ignore[method-assign]
-
-
-@fault(Row(offload="both", speculative="right"), UNORDERED)
-def a_guess_does_not_wait_for_its_gradient() -> None:
-    from zero_runtime.offload.speculation import Guess
-
-    left_out(Guess, "_wait_for_grad")
 
 
 @fault(Row(offload="both nvme"), UNORDERED)

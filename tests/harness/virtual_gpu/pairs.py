@@ -17,7 +17,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "full", "every_nth", "by_operation"),
     "micro_batches": (1, 3),
     "shard_ranks": (None, 1, 2, 4),
-    "speculative": (None, "right", "wrong"),
     "prefetch": (0, 1, 3),
     "optimizer": ("adamw", "adamw8bit", "lamb", "lion", "sgd", "torch"),
     "precision": ("bf16", "fp32", "fp16"),
@@ -38,7 +37,6 @@ def is_accepted(row: Row) -> bool:
     return (
         (row.shard_ranks is None or row.stage > 0)
         and (not moves_params or row.stage == 3)
-        and (row.speculative is None or moves_states)
         and (row.optimizer not in ("lamb", "torch") or not (moves_states or moves_params))
         and (moves_states or not row.late)
     )

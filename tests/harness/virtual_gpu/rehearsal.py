@@ -232,8 +232,8 @@ def _install_kernels() -> None:
     """
     import torch.nn.functional as F
 
-    from zero_runtime.memory.activation_trace import _attention
-    from zero_runtime.memory.cuda_norms import _rms_norm
+    from zero_runtime.predict.memory.activation_trace import _attention
+    from zero_runtime.predict.memory.cuda_norms import _rms_norm
 
     F.scaled_dot_product_attention = _attention
     F.rms_norm = partial(_rms_norm, F.rms_norm)
@@ -243,7 +243,7 @@ def _install_trace() -> None:
     """A trace has fake tensors of its own, which are not on this device."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    from zero_runtime.memory import activation_trace
+    from zero_runtime.predict.memory import activation_trace
 
     trace = activation_trace.trace_step
 

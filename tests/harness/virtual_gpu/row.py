@@ -14,7 +14,7 @@ SEQUENCES = 2  # of a micro-batch
 class Row:
     """What runs on the virtual GPU.
 
-    offload: a key of rows.TIERS. speculative: "right" or "wrong", the guess of a speculative step; None: no guess.
+    offload: a key of rows.TIERS.
     late: helper threads run as late as possible, instead of as early. embedding_last: the model registers its embedding
     after its blocks. no_sync: all backwards of a step but the last run inside no_sync. skips: the gradients of the
     second step overflow, so it is skipped. traced: a step's activations are traced, as predictions of memory do.
@@ -25,7 +25,6 @@ class Row:
     recompute: str = "none"
     micro_batches: int = 1
     shard_ranks: int | None = None
-    speculative: str | None = None
     prefetch: int = 1
     optimizer: str = "adamw"
     precision: str = "bf16"

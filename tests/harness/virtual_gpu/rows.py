@@ -31,15 +31,10 @@ from harness.virtual_gpu.row import SEQUENCES, Row
 from zero_runtime.accounting import unit_sizes
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
-from zero_runtime.memory.activation_count import LinearTrace, Trace
-from zero_runtime.memory.activation_trace import trace_step
-from zero_runtime.memory.counted_unit import CountRules
-from zero_runtime.memory.dtype_audit import DTypeAudit
-from zero_runtime.memory.dtype_rules import AskedDTypes
-from zero_runtime.memory.step_memory import StepMemory, StepPeaks, replay_states
-from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.dtype_audit import DTypeAudit
+from zero_runtime.dtype_rules import AskedDTypes
 from zero_runtime.offload.scratch_file import ScratchFile
-from zero_runtime.offload.scratch_settings import ScratchSettings
+from zero_runtime.offload_plan import OffloadPlan, ScratchSettings, Tier
 from zero_runtime.optim.configs import (
     AdamW8bitConfig,
     AdamWConfig,
@@ -52,6 +47,10 @@ from zero_runtime.optim.configs import (
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.memory.activation_count import LinearTrace, Trace
+from zero_runtime.predict.memory.activation_trace import trace_step
+from zero_runtime.predict.memory.counted_unit import CountRules
+from zero_runtime.predict.memory.step_memory import StepMemory, StepPeaks, replay_states
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.unit_parameters import UnitParameters
 from zero_runtime.unit_planner import UnitRules
@@ -223,12 +222,11 @@ def _build(bench: Bench, row: Row, scratch: Path) -> tuple[ZeroRuntime, Recomput
         embedding = model._modules.pop("embed")
         model._modules["embed"] = embedding
     file = ScratchSettings(scratch, block_bytes=8192) if Tier.NVME in TIERS[row.offload] else None
-    offload = OffloadPlan(*TIERS[row.offload], scratch=file, speculative=row.speculative is not None)
+    offload = OffloadPlan(*TIERS[row.offload], scratch=file)
     rule = _rule(row)
     recomputation = None if rule == RecomputeRule() else Recomputation(model, rule, bench.device)
     settings = RuntimeSettings(
-        # The recorded norm is 1: a limit above it clips nothing, as a speculative step guesses.
-        clip_norm=0.5 if row.speculative == "wrong" else 2.0,
+        clip_norm=2.0,
         read_host=bench.read_host,
         micro_batches=row.micro_batches,
         prefetch=row.prefetch,
@@ -242,7 +240,6 @@ def _build(bench: Bench, row: Row, scratch: Path) -> tuple[ZeroRuntime, Recomput
 
 def _step(bench: Bench, row: Row, runtime: ZeroRuntime, around: AbstractContextManager[Any]) -> None:
     """around: a context for all forwards and backwards."""
-    runtime.expect_rate(LR)
     with around:
         for micro in range(row.micro_batches):
             ids = torch.zeros((SEQUENCES, row.tokens), dtype=torch.int64, device=bench.device)

@@ -22,6 +22,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from harness.virtual_gpu.machine import Actor, Clock, Machine
+from zero_runtime import wings
 
 Ready = Callable[[], bool]
 
@@ -318,7 +319,9 @@ class Pool:
 
 
 def install(turns: Turns, package: str) -> None:
-    """Replace the originals in all modules of a package that are imported."""
+    """Replace the originals in all modules of a package that are imported, and in the wings that start threads."""
+    for place in (wings.OPEN_TIER, wings.ACTIVATIONS_ON_HOST):  # otherwise a runtime would import them afterwards
+        wings.load(place)
     ours = stand_ins(turns)
     originals = {
         id(getattr(module, name)): name for name in ours for module in (threading, futures) if hasattr(module, name)

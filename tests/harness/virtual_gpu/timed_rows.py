@@ -27,10 +27,10 @@ from harness.virtual_gpu.rows import DEVICE, LR, Bench
 from harness.virtual_gpu.timeline import TimedMachine, TimedRecorder
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
-from zero_runtime.memory.activation_trace import CudaAttention
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.memory.activation_trace import CudaAttention
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 Passes = Callable[[torch.Tensor], None]  # forward and backward of [1, tokens] ids

@@ -19,23 +19,24 @@ from rich.console import Console
 
 from orchestrator.commands.admission import Admission
 from orchestrator.commands.run import run_point
-from orchestrator.plan import counting_child, decision, prediction
-from orchestrator.plan.decision import Prediction, Wishes
-from orchestrator.plan.point import Point
+from orchestrator.plan import decision
+from orchestrator.plan.point import Point, Wishes
 from orchestrator.records.record_file import read_json
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.report.screen import Screen
 from orchestrator.text import paths
-from zero_runtime.memory.device_overhead import DeviceOverhead
-from zero_runtime.memory.model import StateBytes
-from zero_runtime.memory.step_memory import Peak
+from orchestrator.wings.predict import counting_child, point_prediction, prediction
+from orchestrator.wings.predict.point_prediction import PointPrediction
+from zero_runtime.predict.memory.device_overhead import DeviceOverhead
+from zero_runtime.predict.memory.step_memory import Peak
+from zero_runtime.state_bytes import StateBytes
 
 HERE = Path(__file__).parents[1]
 GIB = 1 << 30
 PEAK = Peak(
     5 * GIB, {"params": GIB, "optimizer": GIB}, GIB, GIB, GIB, inputs=0, buffers=0, when="in the backward of h.0"
 )
-FITS = Prediction(StateBytes(GIB, GIB, GIB, 0), 10 * GIB, ranks_share=2, peak=PEAK)
+FITS = PointPrediction(StateBytes(GIB, GIB, GIB, 0), 10 * GIB, ranks_share=2, peak=PEAK)
 TOO_LARGE = replace(FITS, limit_bytes=9 * GIB, remedies=("zero=stage3", "batch.micro=2"), advised=True)
 
 
@@ -45,14 +46,14 @@ def stub_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, output: Path, found: Prediction | None, *, prune: bool = True
+    monkeypatch: pytest.MonkeyPatch, output: Path, found: PointPrediction | None, *, prune: bool = True
 ) -> tuple[int, str, AttemptPaths]:
     """Runs a point of the stub worker with this prediction: the exit code, the output and the attempt."""
 
-    def predicted(points: Sequence[Point], *_: object, **_within: float) -> dict[str, Prediction]:
+    def predicted(points: Sequence[Point], *_: object, **_within: float) -> dict[str, PointPrediction]:
         return {} if found is None else {points[0].label: found}
 
-    monkeypatch.setattr(prediction, "predict", predicted)
+    monkeypatch.setattr(prediction, "predictions", predicted)
     out = io.StringIO()
     screen = Screen(Console(file=out, width=1000))
     point = make_point(make_config(output))
@@ -78,7 +79,7 @@ def test_a_run_that_cannot_fit_starts_no_rank_and_is_recorded_in_the_words_of_a_
 ) -> None:
     code, shown, attempt = run(monkeypatch, tmp_path, TOO_LARGE)
     point = make_point(make_config(tmp_path))
-    (of_a_sweep,) = decision.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: TOO_LARGE})
+    (of_a_sweep,) = decision.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: TOO_LARGE.brief()})
     state = read_json(attempt.state) or {}
     assert (code, state["state"], state["message"]) == (4, of_a_sweep.decision.value, of_a_sweep.reason)
     assert state["predicted"] == of_a_sweep.predicted
@@ -94,7 +95,7 @@ def test_a_run_that_cannot_fit_starts_no_rank_and_is_recorded_in_the_words_of_a_
 def test_a_refused_run_is_one_json_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prediction, "predict", lambda points, *_, **__: {points[0].label: TOO_LARGE})
+    monkeypatch.setattr(prediction, "predictions", lambda points, *_, **__: {points[0].label: TOO_LARGE})
     point = make_point(make_config(tmp_path))
     assert run_point(point, entry=STUB, as_json=True, admission=Admission()) == 4
     document = json.loads(capsys.readouterr().out)
@@ -104,7 +105,7 @@ def test_a_refused_run_is_one_json_document(
 
 @pytest.mark.parametrize("found", [TOO_LARGE, None], ids=["prune off", "not predicted"])
 def test_a_run_starts_if_it_is_not_to_be_pruned_or_cannot_be_predicted(
-    found: Prediction | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: PointPrediction | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, shown, _ = run(monkeypatch, tmp_path, found, prune=found is None)
     assert code == 0
@@ -113,12 +114,12 @@ def test_a_run_starts_if_it_is_not_to_be_pruned_or_cannot_be_predicted(
 
 def test_a_line_says_what_the_prediction_lacks() -> None:
     on_gpus = replace(FITS, ranks_share=1, overhead=DeviceOverhead.on_cuda(8, 8))
-    assert "CUDA, cuBLAS and NCCL 1.92 GiB to 2.70 GiB; the limit is 10.0 GiB" in decision.expected(on_gpus)
-    states_alone = decision.expected(replace(FITS, peak=None, unknown="ValueError: no trace"))
+    assert "CUDA, cuBLAS and NCCL 1.92 GiB to 2.70 GiB; the limit is 10.0 GiB" in point_prediction.expected(on_gpus)
+    states_alone = point_prediction.expected(replace(FITS, peak=None, unknown="ValueError: no trace"))
     assert states_alone.startswith(
         "3.00 GiB of model states a rank; the limit is 10.0 GiB for 2 ranks; activations are"
     )
-    assert "the limit is not known" in decision.expected(replace(FITS, limit_bytes=None))
+    assert "the limit is not known" in point_prediction.expected(replace(FITS, limit_bytes=None))
 
 
 def test_a_child_that_is_slow_is_killed_in_time_and_the_run_is_not_predicted(
@@ -129,7 +130,7 @@ def test_a_child_that_is_slow_is_killed_in_time_and_the_run_is_not_predicted(
     monkeypatch.setattr(counting_child, "start_process", lambda *_, **__: slow)
     monkeypatch.setattr(counting_child, "_talk", lambda *_: time.sleep(HANG_S))
     begun = time.monotonic()
-    assert prediction.predict([make_point(make_config(tmp_path))], within_s=0.2) == {}
+    assert prediction.predictions([make_point(make_config(tmp_path))], within_s=0.2) == {}
     assert time.monotonic() - begun < counting_child.TELL_S  # the wait for the next answer is cut short too
     assert slow.returncode is not None
 
@@ -137,8 +138,8 @@ def test_a_child_that_is_slow_is_killed_in_time_and_the_run_is_not_predicted(
 JOINING = """
 from dataclasses import replace
 from test_admission import *
-from orchestrator.commands.join import join
-prediction.predict = lambda points, *_, **__: {points[0].label: TOO_LARGE}
+from orchestrator.wings.torchrun.join import join
+prediction.predictions = lambda points, *_, **__: {points[0].label: TOO_LARGE}
 raise SystemExit(join(make_point(make_config(Path(%r))), STUB, Admission()))
 """
 
@@ -169,11 +170,11 @@ def test_on_several_machines_only_the_ranks_of_one_share_its_memory(
 ) -> None:
     shared = []
 
-    def predicted(points: Sequence[Point], *_: object, **_within: float) -> dict[str, Prediction]:
+    def predicted(points: Sequence[Point], *_: object, **_within: float) -> dict[str, PointPrediction]:
         shared.append(prediction.target_here(points[0].config).ranks_share)
         return {}
 
-    monkeypatch.setattr(prediction, "predict", predicted)
+    monkeypatch.setattr(prediction, "predictions", predicted)
     config = make_config(tmp_path)
     point = make_point(replace(config, resources=replace(config.resources, ranks=8)))
     screen = Screen(Console(file=io.StringIO()))

@@ -11,9 +11,8 @@ from harness.warm_shapes import WarmShapes
 from measured import Measured
 
 from orchestrator import cli
-from orchestrator.commands import calibrate
-from orchestrator.plan import counting_child
-from orchestrator.plan.counting_child import Counting
+from orchestrator.wings.predict import calibrate, counting_child
+from orchestrator.wings.predict.counting_child import Counting
 
 # A tile of the loss has four of these sequences, so that there are traces between the sizes that are asked for, and the
 # GPU is so small that the largest micro-batch that fits is in one of them.
@@ -92,16 +91,16 @@ def test_a_question_that_was_interrupted_has_the_same_answer_when_asked_again(
     ask: Asking, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C after the first answer of the process that counts; asked again, after two, four and so on."""
-    alone, kept, interrupts = ask(name, "empty"), Counting._ask_child, 0
+    alone, kept, interrupts = ask(name, "empty"), Counting.answers, 0
 
-    def interrupted(self: Counting, asked: Any, *, lean: bool) -> Iterator[tuple[str, Any]]:
-        for number, answer in enumerate(kept(self, asked, lean=lean)):
+    def interrupted(self: Counting) -> Iterator[tuple[str, Any]]:
+        for number, answer in enumerate(kept(self)):
             if number == 2**interrupts:
                 raise KeyboardInterrupt
             yield answer
 
     with monkeypatch.context() as patch:
-        patch.setattr(Counting, "_ask_child", interrupted)
+        patch.setattr(Counting, "answers", interrupted)
         while (found := ask(name, "torn")).code == 130:
             interrupts += 1
     assert interrupts

@@ -19,10 +19,9 @@ import yaml
 from harness.patience import HANG_S, wait_until
 from points import STUB
 
-from orchestrator.commands import hydra_app, trials, verbs
+from orchestrator.commands import hydra_app, verbs
 from orchestrator.commands import sweep as sweep_command
 from orchestrator.commands.sweep import SweepRequest
-from orchestrator.commands.trials import Asked
 from orchestrator.compose import compose
 from orchestrator.config.strict import Refusal
 from orchestrator.machine.hardware import Hardware
@@ -30,6 +29,8 @@ from orchestrator.records import sweep_record
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import SweepPaths
 from orchestrator.report.screen import Screen
+from orchestrator.wings.optuna import trials
+from orchestrator.wings.optuna.trials import Asked
 
 HERE = Path(__file__).parents[1]
 ROOT = HERE.parents[1]

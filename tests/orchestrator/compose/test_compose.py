@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from orchestrator.compose.composition import Composition
 from orchestrator.compose.help_topics import Topics
 from orchestrator.compose.labels import sweep_name
 from orchestrator.compose.settable import read_tree
+from orchestrator.config.strict import Refusal
 from orchestrator.machine.hardware import Hardware
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
@@ -184,6 +186,15 @@ def test_a_file_without_valid_settings_is_reported_with_its_name_and_the_reason(
     with pytest.raises(ComposeError, match=rf"^\w+/odd\.yaml: {told}") as caught:
         composed(line)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["model=pipe", "zero=pipe", "sweeps=pipe"])
+def test_a_pipe_in_place_of_a_file_is_refused_without_reading_it(word: str, tmp_path: Path) -> None:
+    group = word.partition("=")[0]
+    (tmp_path / group).mkdir()
+    os.mkfifo(tmp_path / group / "pipe.yaml")
+    with pytest.raises(Refusal, match=rf"{group}/pipe"):
+        line.composed(arguments.split([word, "--config-dir", str(tmp_path)]))
 
 
 def test_a_broken_rule_reports_how_many_points_break_it() -> None:

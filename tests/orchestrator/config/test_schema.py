@@ -8,12 +8,14 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from orchestrator.config.schema import (
-    Batch,
+    AskedConfig,
     Device,
     Measure,
     MeasureKind,
     Model,
     Optimizer,
+    ResolvedBatch,
+    ResolvedResources,
     RunConfig,
     from_dict,
     to_dict,
@@ -22,15 +24,25 @@ from orchestrator.config.state_groups import Offload, Zero
 from orchestrator.config.strict import Built, ConfigError, build_parts
 
 TINY = Model("tiny", "llama", {"vocab_size": 256})
+CONFIG = RunConfig(
+    model=TINY,
+    batch=ResolvedBatch(accumulation=2, global_size=16),
+    resources=ResolvedResources(ranks=2, threads=1),
+)
 
 
 def test_a_config_survives_json_unchanged() -> None:
-    config = RunConfig(model=TINY, batch=Batch(accumulation=2))
-    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    assert from_dict(json.loads(json.dumps(to_dict(CONFIG)))) == CONFIG
+    assert list(to_dict(CONFIG)["batch"]) == list(to_dict(AskedConfig(model=TINY))["batch"]), "records have one order"
+
+
+def test_a_configuration_with_open_sizes_is_none_of_a_run() -> None:
+    with pytest.raises(ConfigError, match=r"batch\.accumulation must be a whole number, found None"):
+        from_dict(to_dict(AskedConfig(model=TINY)))
 
 
 def test_enums_are_written_by_their_name() -> None:
-    written = to_dict(RunConfig(model=TINY))
+    written = to_dict(CONFIG)
     assert written["precision"]["reduce"] == "fp32"
     assert written["resources"]["device"] == "auto"
     assert f"{Device.cuda}" == "cuda"
@@ -38,11 +50,11 @@ def test_enums_are_written_by_their_name() -> None:
 
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
-        RunConfig(model=TINY).zero.stage = 3  # type: ignore[misc]
+        CONFIG.zero.stage = 3  # type: ignore[misc]
 
 
 def test_all_mistakes_are_reported_together() -> None:
-    data = to_dict(RunConfig(model=TINY))
+    data = to_dict(CONFIG)
     data["zero"]["bogus"] = 1
     data["batch"] |= {"micro": 0, "seq": 1}
     data["precision"]["param"] = "fp8"
@@ -59,7 +71,7 @@ def test_all_mistakes_are_reported_together() -> None:
 
 @pytest.mark.parametrize("value", [True, 4.0, "4", None, [4]])
 def test_only_integers_are_accepted_as_whole_numbers(value: object) -> None:
-    data = to_dict(RunConfig(model=TINY))
+    data = to_dict(CONFIG)
     data["batch"]["micro"] = value
     with pytest.raises(ConfigError, match=r"batch\.micro must be a whole number"):
         from_dict(data)
@@ -67,7 +79,7 @@ def test_only_integers_are_accepted_as_whole_numbers(value: object) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "0.1"])
 def test_only_finite_numbers_are_accepted_as_numbers(value: object) -> None:
-    data = to_dict(RunConfig(model=TINY))
+    data = to_dict(CONFIG)
     data["optimizer"]["lr"] = value
     with pytest.raises(ConfigError, match=r"optimizer\.lr must be a number"):
         from_dict(data)
@@ -114,7 +126,7 @@ def test_only_finite_numbers_are_accepted_as_numbers(value: object) -> None:
     ],
 )
 def test_values_that_a_record_cannot_store_are_refused(group: str, key: str, value: object, told: str) -> None:
-    data = to_dict(RunConfig(model=TINY))
+    data = to_dict(CONFIG)
     data[group][key] = value
     with pytest.raises(ConfigError) as caught:
         from_dict(data)
@@ -122,7 +134,7 @@ def test_values_that_a_record_cannot_store_are_refused(group: str, key: str, val
 
 
 def test_an_integer_is_accepted_as_a_number_and_becomes_a_float() -> None:
-    data = to_dict(RunConfig(model=TINY))
+    data = to_dict(CONFIG)
     data["optimizer"]["lr"] = 1
     lr = from_dict(data).optimizer.lr
     assert (lr, type(lr)) == (1.0, float)
@@ -153,11 +165,11 @@ def test_an_evaluation_has_no_profile() -> None:
 
 def test_groups_that_were_built_before_are_shared_if_all_their_bytes_are_equal() -> None:
     known: dict[object, Built] = {}
-    data = to_dict(RunConfig(model=TINY))
-    first, second = (build_parts(RunConfig, data, known=known)[0] for _ in range(2))
+    data = to_dict(CONFIG)
+    first, second = (build_parts(AskedConfig, data, known=known)[0] for _ in range(2))
     assert all(first[name] is second[name] for name in ("zero", "model", "optimizer"))
-    assert first == build_parts(RunConfig, data)[0]
+    assert first == build_parts(AskedConfig, data)[0]
     data["measure"]["steps"] = float(data["measure"]["steps"])  # an equal number, which is no integer
-    _, broken = build_parts(RunConfig, data, known=known)
+    _, broken = build_parts(AskedConfig, data, known=known)
     assert [one.rule.partition(" ")[0] for one in broken] == ["measure.steps"]
-    assert build_parts(RunConfig, data, known=known)[1] == broken  # nor is it the next time
+    assert build_parts(AskedConfig, data, known=known)[1] == broken  # nor is it the next time

@@ -20,7 +20,9 @@ from orchestrator.launch.rank import rank_in_world
 from orchestrator.machine import hardware
 from orchestrator.plan.rules.scene import scene_of
 from orchestrator.plan.rules.table import check_parts
-from orchestrator.slurm import rank as slurm_rank
+from orchestrator.wings.slurm import rank as slurm_rank
+from orchestrator.wings.torchrun import join
+from orchestrator.wings.torchrun.join import AT_START, joined_settings
 from zero_runtime.own_device import device_index
 
 EIGHT = ["H100"] * 8
@@ -49,13 +51,13 @@ def config(tmp_path: Path) -> RunConfig:
 @pytest.fixture(autouse=True)
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"gpu1": "ib0", "gpu2": "ib0", "named-after-loopback": environment.LOOPBACK}
-    monkeypatch.setattr(environment, "interface_to", ways.get)
+    monkeypatch.setattr(join, "interface_to", ways.get)
     monkeypatch.setattr(slurm_rank, "interface_to", ways.get)
     monkeypatch.setattr(slurm_rank, "address_of", str)
 
 
 def joined(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
-    return {**base, **environment.joined_settings(config, base)}
+    return {**base, **joined_settings(config, base)}
 
 
 def submitted(config: RunConfig, job: Mapping[str, str], hosts: list[str]) -> dict[str, str]:
@@ -118,8 +120,8 @@ def test_an_allocator_that_the_user_configured_is_kept_under_each_of_its_names(c
 
 
 def test_a_joined_rank_does_not_claim_what_only_the_start_of_a_process_can_set(config: RunConfig) -> None:
-    settings = environment.joined_settings(config, ONE_MACHINE)
-    assert settings.keys().isdisjoint(environment.AT_START)
+    settings = joined_settings(config, ONE_MACHINE)
+    assert settings.keys().isdisjoint(AT_START)
 
 
 def test_ranks_on_cpus_get_no_variable_of_cuda_and_see_no_gpu(config: RunConfig) -> None:

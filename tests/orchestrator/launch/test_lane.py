@@ -12,13 +12,11 @@ import pytest
 from points import STUB
 from sweep_runs import attempts, left_behind, points, states
 
-from orchestrator.commands import sweep as sweep_command
 from orchestrator.commands.sweep import SweepRequest, run_quietly
 from orchestrator.config.schema import Checkpoint, CheckpointKind, to_dict
 from orchestrator.launch import lane
 from orchestrator.launch.lane import too_large_together
 from orchestrator.machine import hardware
-from orchestrator.plan.decision import Prediction
 from orchestrator.plan.point import Point
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import EventTail, read_json, write_json_atomic
@@ -28,8 +26,10 @@ from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, SweepPaths
 from orchestrator.report import comparison, ranking
 from orchestrator.rounds.recorded import in_turns
-from zero_runtime.memory.model import StateBytes
-from zero_runtime.memory.step_memory import Peak
+from orchestrator.wings.predict import prediction
+from orchestrator.wings.predict.point_prediction import PointPrediction
+from zero_runtime.predict.memory.step_memory import Peak
+from zero_runtime.state_bytes import StateBytes
 
 HERE = Path(__file__).parents[1]
 NO_PEAK = Peak(0, {}, 0, 0, 0, 0, 0, "")
@@ -46,11 +46,9 @@ def scene(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """All points need next to nothing."""
-    known = Prediction(StateBytes(0, 0, 0, 0), None, peak=NO_PEAK)
-    monkeypatch.setattr(
-        sweep_command.prediction, "predict", lambda found, *_, **__: {one.label: known for one in found}
-    )
-    monkeypatch.setattr(sweep_command.prediction, "problems", lambda found: {})
+    known = PointPrediction(StateBytes(0, 0, 0, 0), None, peak=NO_PEAK)
+    monkeypatch.setattr(prediction, "predictions", lambda found, *_, **__: {one.label: known for one in found})
+    monkeypatch.setattr(prediction, "problems", lambda *_, **__: {})
 
 
 def in_rounds(output: Path, micros: list[int]) -> tuple[Point, ...]:

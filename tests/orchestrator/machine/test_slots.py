@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.schema import Device, Resources
+from orchestrator.config.schema import Device, ResolvedResources
 from orchestrator.machine import hardware, slots
 from orchestrator.machine.slots import Slot, SlotPool
 from orchestrator.plan.rules.output import place_problems
@@ -75,8 +75,8 @@ def test_adjacent_slots_are_preferred_and_too_large_a_request_gets_all_slots(tmp
 
 
 def test_a_run_takes_one_gpu_per_rank_or_one_core_per_thread() -> None:
-    assert slots.wanted(Resources(Device.cuda, ranks=4, threads=8)) == 4
-    assert slots.wanted(Resources(Device.cpu, ranks=4, threads=8)) == 32
+    assert slots.wanted(ResolvedResources(Device.cuda, ranks=4, threads=8)) == 4
+    assert slots.wanted(ResolvedResources(Device.cpu, ranks=4, threads=8)) == 32
 
 
 @pytest.fixture

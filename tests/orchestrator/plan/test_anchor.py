@@ -11,8 +11,7 @@ from stub_worker import make_result
 
 from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.plan import decision
-from orchestrator.plan.decision import Wishes
-from orchestrator.plan.point import Point
+from orchestrator.plan.point import Point, Wishes
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import Attempt, new_attempt
 from orchestrator.records.run_state import RunState

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import shlex
 import sys
@@ -13,18 +12,20 @@ import pytest
 from points import make_config
 from stub_worker import make_result
 
-from orchestrator.commands import doctor, generate
+from orchestrator.commands import doctor
 from orchestrator.commands.next_run import next_after_run
 from orchestrator.compose import arguments, overrides
-from orchestrator.compose.arguments import VERBS
+from orchestrator.compose.arguments import SHARED_PARSER, VERBS
 from orchestrator.compose.line import composed
 from orchestrator.compose.settable import read_tree
 from orchestrator.machine.hardware import Hardware
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.report import ranking, summary
-from orchestrator.report.ranking import Entry
+from orchestrator.report.entry import Entry
 from orchestrator.text import paths
+from orchestrator.wings import load
+from orchestrator.wings.generate import generate
 
 CLUSTER = Scene(Hardware(cores=2, cpu="cpu", slurm=True))
 TYPED = ("zero=stage2", "precision=bf16", "data.path=null", "measure.steps=10", "measure.warmup_steps=1")
@@ -49,8 +50,8 @@ def problems(line: str, scene: Scene = CLUSTER) -> list[str]:
         if words[0] == "generate":
             generate.config_of(generate.read(words[1:]))  # a Refusal says what is wrong
             return []
-        parser: argparse.ArgumentParser = importlib.import_module(f"orchestrator.commands.{VERBS[words[0]]}").parser()
-        parser.parse_args(words if VERBS[words[0]] == "verbs" else words[1:])
+        parser: argparse.ArgumentParser = load(VERBS[words[0]]).parser()
+        parser.parse_args(words if VERBS[words[0]] == SHARED_PARSER else words[1:])
         return []
     asked = arguments.split(words)
     _, wrong = checked_points(composed(asked), scene)

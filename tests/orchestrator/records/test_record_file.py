@@ -27,7 +27,7 @@ from orchestrator.records.record_file import (
 )
 from orchestrator.records.record_shapes import RESULT
 
-HARMLESS = {"missing", "a link to nothing"}
+UNSEEN = {"missing", "other digits", "one bit"}  # the rest is no JSON or has another shape
 RECORD = {"text": "Ψ", "numbers": [1, 2.5e-9, math.inf], "inner": {"a": None, "b": {"c": True}}}
 
 
@@ -39,15 +39,26 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_json(path) is None
     write_json_atomic(path, RECORD)
     assert read_json(path) == RECORD
-    write_json_atomic(path, json.loads(path.read_text()) | {"text": "other"})  # the old checksum is dropped
-    assert read_json(path) == {**RECORD, "text": "other"}
     assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
 
 
-def test_a_record_of_an_earlier_version_has_no_checksum_and_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
-    path.write_text(json.dumps(RECORD))
+def test_records_and_lines_that_were_written_with_a_checksum_are_read_without_it(tmp_path: Path) -> None:
+    path, lines = tmp_path / "state.json", tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({**RECORD, "checksum": "sha256:0123456789abcdef"}))
+    lines.write_text('{"event":"saved","step":1,"checksum":"sha256:0123456789abcdef"}\n')
     assert read_json(path) == RECORD
+    assert EventTail(lines).read_new() == [{"event": "saved", "step": 1}]
+
+
+def test_a_bad_record_is_set_aside_and_not_deleted(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text("torn")
+    make_room(path)
+    write_json_atomic(path, RECORD)
+    make_room(path)
+    assert read_json(path) == RECORD
+    (aside,) = tmp_path.glob("*.bad")
+    assert aside.read_text() == "torn"
 
 
 def test_text_that_is_not_valid_unicode_is_written_and_read(tmp_path: Path) -> None:
@@ -58,7 +69,7 @@ def test_text_that_is_not_valid_unicode_is_written_and_read(tmp_path: Path) -> N
     assert EventTail(tmp_path / "a.jsonl").read_new()[0]["path"] == name
 
 
-@pytest.mark.parametrize("name", sorted(CORRUPTIONS.keys() - HARMLESS))
+@pytest.mark.parametrize("name", sorted(CORRUPTIONS.keys() - UNSEEN))
 def test_a_bad_result_is_reported_with_its_path_and_its_defect(name: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_json_atomic(path, make_result(make_config(tmp_path)))
@@ -69,39 +80,6 @@ def test_a_bad_result_is_reported_with_its_path_and_its_defect(name: str, tmp_pa
     assert str(caught.value).startswith(f"{path}: expected a record as it was written, found ")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600
-
-
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.full)])  # 3 still flips all eight positions
-def test_every_flipped_bit_of_a_result_is_detected_or_changes_nothing(stride: int, tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    result = make_result(make_config(tmp_path))
-    write_json_atomic(path, result)
-    whole = path.read_bytes()
-    read = 0
-    for place in range(0, len(whole), stride):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
-        try:
-            found = read_json(path, RESULT)
-        except BadRecord:
-            continue
-        read += 1
-        assert found is not None
-        assert {key: found[key] for key in result} == result, place
-    assert read < len(whole) / stride / 3  # undetected: in indentation and in the checksum's own key
-
-
-def test_files_in_the_way_of_a_record_are_set_aside_and_not_deleted(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
-    for number in range(2):
-        path.write_text(f"torn {number}")
-        make_room(path)
-    path.mkdir()
-    write_json_atomic(path, RECORD)
-    make_room(path)
-    assert read_json(path) == RECORD
-    names = sorted(one.name for one in tmp_path.iterdir())
-    assert names == ["state.json", "state.json.bad", "state.json.bad2", "state.json.bad3"]
-    assert (tmp_path / "state.json.bad").read_text() == "torn 0"
 
 
 def test_a_write_that_fails_names_the_record_and_leaves_no_temporary_file(
@@ -157,19 +135,6 @@ def test_a_tail_returns_every_event_once_and_never_a_partial_line(tmp_path: Path
     assert tail.read_new() == []
 
 
-def test_a_terabyte_without_a_line_end_is_not_read_completely(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "metrics.jsonl"
-    tail = EventTail(path)
-    append_event(path, {"event": "ready"})
-    os.truncate(path, 1 << 40)
-    assert tail.read_new() == [{"event": "ready"}]
-    assert (
-        f"{path}: expected a record as it was written, found 67,108,864 bytes without the end of a line" in caplog.text
-    )
-    append_event(path, {"event": "finish"})
-    assert tail.read_new() == [{"event": "finish"}]
-
-
 def test_a_bad_line_is_skipped_and_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = EventTail(path)
@@ -206,14 +171,6 @@ def test_the_end_of_a_large_file_is_read_without_its_beginning(
     assert tail.read_new() == [step_event(3, 2)]
 
 
-def test_a_line_with_a_changed_digit_is_skipped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    append_event(path, step_event(1, 2))
-    append_event(path, step_event(2, 2))
-    path.write_text(path.read_text().replace("5.99", "5.19"))
-    assert [one["step"] for one in EventTail(path).read_new()] == [2]
-
-
 def test_the_line_after_one_that_a_full_disk_cut_off_is_not_lost(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_text('{"do": "dra')
@@ -228,11 +185,7 @@ def test_a_corrupted_event_file_can_still_be_read_and_appended_to(name: str, tmp
         append_event(path, step_event(step, 2))
     tail = EventTail(path)
     CORRUPTIONS[name](path)
-    if name == "a terabyte":
-        os.truncate(path, 1 << 25)  # small enough to read quickly
-    steps = {event["step"]: event for event in EventTail(path).read_new() if event["event"] == "step"}
-    assert all(event == step_event(step, 2) for step, event in steps.items())
+    EventTail(path).read_new()
     tail.read_new()
-    if name != "a link to itself":
-        append_event(path, step_event(5, 2))
-        assert EventTail(path).read_new()[-1] == step_event(5, 2)
+    append_event(path, step_event(5, 2))
+    assert EventTail(path).read_new()[-1] == step_event(5, 2)

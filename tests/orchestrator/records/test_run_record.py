@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from points import make_config
+from points import config_of_line, make_config
 from stub_worker import make_result
 
 from orchestrator.config.schema import from_dict, to_dict
+from orchestrator.config.strict import ConfigError
 from orchestrator.records import run_record
 from orchestrator.records.record_file import read_json, require_json, write_json_atomic
 from orchestrator.records.run_record import Attempt, all_attempts, attempts_at, new_attempt, point_id, settle
@@ -24,18 +25,61 @@ def test_the_id_ignores_the_output_folder_the_time_limit_and_tracking(tmp_path: 
     assert point_id(config, 2, "cpu") == point_id(other, 2, "cpu")
 
 
-def test_a_point_without_slices_keeps_the_id_that_it_had_before_there_were_any(tmp_path: Path) -> None:
+# Ids that users have in their folders, on the hardware "cpu". A key that comes or goes changes none of them.
+IDS = {
+    "": "67eed68f9d",
+    "zero=stage3": "8b43bd4583",
+    "optimizer=muon": "59592fbbde",
+    "optimizer=lamb": "5d5a237a7e",
+    "optimizer=adamw8bit": "84402a5220",
+    "optimizer=torch": "6d7e2bb11c",
+    "precision=fp16": "5c61553f48",
+    "parallel=tp2": "0d169a5955",
+    "adapter=lora": "91af0bf3a7",
+    "measure.rounds=3": "c4727a30b9",
+    "zero.reduce_dtype=int4": "a594da09d5",
+    "offload=optimizer_cpu": "338f5e3f95",
+    "scheduler=one_cycle": "d292629012",
+    "checkpoint=sharded": "9f417ab3fa",
+    "recompute=by_operation": "96359b41e4",
+    "optimizer.state_dtype=bf16": "3c282a1234",
+    "measure=eval zero=stage0 precision.weights=int8": "770210c5bb",
+    "measure=train train.max_steps=9 train.eval_every=3": "414307486f",
+    "optimizer=onebitadam zero=stage0": "37d06f4485",
+    "optimizer=lamb optimizer.correction=rate": "f2dcc26dd8",
+    "zero=stage3 zero.shard_ranks=2 zero.outer_sharding=optim resources.ranks=4": "38e567d9f6",
+}
+
+
+@pytest.mark.parametrize("line", IDS)
+def test_a_command_line_keeps_the_id_that_its_point_has_in_users_folders(line: str) -> None:
+    config = config_of_line(line)
+    assert point_id(to_dict(config), config.ranks, "cpu") == IDS[line]
+
+
+def test_a_key_that_comes_or_goes_leaves_the_ids_of_points_where_it_does_nothing() -> None:
+    config = to_dict(config_of_line("optimizer=sgd"))
+    gone = {**config, "offload": {key: value for key, value in config["offload"].items() if key != "step"}}
+    before = {name: group for name, group in gone.items() if name not in ("parallel", "train")}
+    before["zero"] = {key: value for key, value in config["zero"].items() if key != "error_feedback"}
+    assert {point_id(one, 2, "cpu") for one in (config, gone, before)} == {"53e3ecc0d7"}
+    later = {**config, "parallel": {**config["parallel"], "sp": 2}}
+    assert point_id(later, 2, "cpu") != "53e3ecc0d7"
+    assert from_dict(before) == from_dict(config), "a record from before"
+    with pytest.raises(ConfigError, match=r"'offload\.past' is not a setting"):
+        from_dict({**config, "offload": {**config["offload"], "past": "x"}})
+
+
+def test_a_point_recorded_with_a_key_that_has_gone_keeps_its_id_and_is_read(tmp_path: Path) -> None:
     config = to_dict(make_config(tmp_path))
-    earlier = {name: group for name, group in config.items() if name != "parallel"}
-    assert point_id(config, 2, "cpu") == point_id(earlier, 2, "cpu")
-    config["parallel"]["tp"] = 2
-    assert point_id(config, 2, "cpu") != point_id(earlier, 2, "cpu")
-    assert from_dict(earlier).data_ranks == 2
-    before_parts = {**config, "parallel": {"tp": 2, "patterns": []}}
-    assert point_id(config, 2, "cpu") == point_id(before_parts, 2, "cpu")
-    assert from_dict(before_parts).parallel.sp == 1
-    config["parallel"]["sp"] = 2
-    assert point_id(config, 2, "cpu") != point_id(before_parts, 2, "cpu")
+    before = {**config, "offload": {**config["offload"], "step": "after_backward"}}
+    assert run_record.without_ignored(config)["offload"]["step"] == "after_backward"
+    assert point_id(config, 2, "cpu") == point_id(before, 2, "cpu")
+    assert from_dict(before) == from_dict(config)
+    other = {**config, "offload": {**config["offload"], "step": "speculative"}}
+    assert point_id(config, 2, "cpu") != point_id(other, 2, "cpu")
+    with pytest.raises(ConfigError, match=r"'offload\.step' is not a setting"):
+        from_dict(other)
 
 
 @pytest.mark.parametrize("change", [("zero", "stage"), ("batch", "micro"), ("resources", "threads")])
@@ -103,12 +147,6 @@ def test_an_attempt_whose_owner_ended_is_ok_if_it_has_a_result_and_lost_otherwis
         assert settle(attempt.paths) is state
 
 
-def test_a_record_of_an_older_version_can_be_read(tmp_path: Path) -> None:
-    attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
-    write_json_atomic(attempt.paths.state, {"state": "killed", "time": 1.0, "label": "a", "point": attempt.point})
-    assert settle(attempt.paths) is RunState.lost
-
-
 def test_provenance_is_recorded_and_is_no_part_of_the_identity(tmp_path: Path) -> None:
     attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
     facts = require_json(attempt.paths.provenance)
@@ -147,7 +185,8 @@ def test_a_new_attempt_sets_aside_bad_records_of_earlier_attempts_and_keeps_thei
     assert attempts_at(tmp_path, good.point) == [good.paths]
     third = new_attempt(tmp_path, config, "a", "cpu")
     assert third.paths.root.name == "03"
-    assert {"state.json.bad", "result.json"} <= {one.name for one in torn.paths.root.iterdir()}
+    assert len(list(torn.paths.root.glob("state.json.*.bad"))) == 1
+    assert torn.paths.result.exists()
     assert all_attempts(tmp_path, good.point) == [third.paths, good.paths]
 
 

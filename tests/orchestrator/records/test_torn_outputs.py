@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from harness.corruptions import CORRUPTIONS
 from orchestrator import cli
 from orchestrator.commands import verbs
 from orchestrator.records import sweep_record
-from orchestrator.records.record_file import BadRecord, read_json
+from orchestrator.records.record_file import read_json
 from orchestrator.records.run_state import RunState
 from orchestrator.report import comparison
 
@@ -37,7 +36,7 @@ def scene(pristine: Scene) -> Scene:
 
 
 Capture = pytest.CaptureFixture[bytes]
-SHORT = ("half", "other digits", "a folder")  # invalid JSON, changed contents, not a file
+SHORT = ("half", "another record", "missing")  # invalid JSON, another shape, no file
 
 
 def printed(capture: Capture) -> tuple[str, str]:
@@ -147,14 +146,3 @@ def test_a_sweep_with_a_bad_record_counts_as_on_a_cluster_if_its_points_have_job
     assert not sweep_record.is_on_cluster(scene.sweep)
     sweep_record.tell(scene.sweep, "started", label="stage0", attempt=str(scene.first.root), slots=[], job="7")
     assert sweep_record.is_on_cluster(scene.sweep)
-
-
-def test_the_plan_of_an_earlier_version_is_read(scene: Scene) -> None:
-    plan = sweep_record.plan_of(scene.sweep)
-    scene.sweep.plan.write_text(json.dumps([one.to_dict() for one in plan]))
-    assert sweep_record.plan_of(scene.sweep) == plan
-    assert sweep_record.open_sweep(scene.output, "torn", plan, {}).root == scene.sweep.root
-    assert not list(scene.sweep.root.glob("*.bad"))
-    scene.sweep.plan.write_text("[]\n")
-    with pytest.raises(BadRecord, match="in place of an object"):
-        sweep_record.plan_of(scene.sweep)

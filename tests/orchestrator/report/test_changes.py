@@ -15,7 +15,6 @@ from stub_worker import make_result
 from orchestrator.config.schema import to_dict
 from orchestrator.report import changes
 from orchestrator.report.changes import Changes, Judgement, Measured
-from orchestrator.rounds.intervals import RoundsEstimate
 
 CONFIG = make_config(Path("outputs"))
 THRESHOLD = 0.05
@@ -70,24 +69,6 @@ def test_points_of_one_sweep_are_compared_by_a_setting_in_their_turns() -> None:
     assert changes.conclusion(alone) == "no two points differ in that alone"
     assert changes.has_setting(points[0], "batch")
     assert not changes.has_setting(points[0], "bat")
-
-
-@pytest.mark.parametrize(
-    ("time", "expected"),
-    [
-        (RoundsEstimate(1.04, 1.05, 1.06), Judgement.slower),
-        (RoundsEstimate(0.99, 1.06, 1.13), Judgement.unclear),  # as large, but rounds without a change are as likely
-        (RoundsEstimate(1.005, 1.02, 1.03), Judgement.same),
-        (RoundsEstimate(0.99, 1.0, 1.01), Judgement.same),
-        (RoundsEstimate(0.97, 1.0, 1.06), Judgement.unclear),
-        (RoundsEstimate(0.90, 0.95, 0.97), Judgement.faster),
-        (None, Judgement.unjudged),
-    ],
-)
-def test_a_point_is_slower_beyond_half_of_the_threshold_if_its_interval_leaves_out_no_change(
-    time: RoundsEstimate | None, expected: Judgement
-) -> None:
-    assert changes.judged(time, THRESHOLD) is expected
 
 
 def noisy(generator: random.Random, slower: float = 1.0) -> list[float]:

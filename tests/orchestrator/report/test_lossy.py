@@ -16,10 +16,10 @@ from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned
 from orchestrator.report import ranking, sweep_files, sweep_table
-from orchestrator.report.checks import warnings
-from orchestrator.report.ranking import Entry
-from orchestrator.report.report_points import ReportPoint
+from orchestrator.report.entry import Entry
 from orchestrator.text.units import ABSENT
+from orchestrator.wings.page.checks import warnings
+from orchestrator.wings.page.report_points import ReportPoint
 from zero_runtime.optim.configs import AdamW8bitConfig, AdamWConfig, OneBitAdamConfig
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.wire import Wire

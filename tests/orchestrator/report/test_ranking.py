@@ -12,8 +12,8 @@ from points import make_config
 from stub_worker import make_result
 
 from orchestrator.report import cautions, ranking, sweep_files
+from orchestrator.report.entry import Entry
 from orchestrator.report.narrow import narrowed
-from orchestrator.report.ranking import Entry
 from orchestrator.text.paths import program
 
 CONFIG = make_config(Path("outputs"))
@@ -113,7 +113,7 @@ def test_a_tie_names_no_winner_and_says_so() -> None:
     orders = {"a": (0.97, 1.0, 1.03), "b": (1.0, 1.03, 0.97)}
     noisy = ranking.rank([make_entry(label, 100, rounds=2 * each) for label, each in orders.items()])
     # Logarithms of the ratios: -0.030, -0.030 and 0.060, twice; their standard error of 0.019 times t(5; 0.99) = 3.36.
-    assert ranking.conclusion(noisy) == "fastest: a tie of a, b; a difference of up to 8 % would not show"
+    assert ranking.conclusion(noisy) == "fastest: a tie of a, b; a difference of up to 7 % would not show"
     exact = ranking.rank([make_entry("a", 100), make_entry("b", 100)], "loss_last")
     assert ranking.conclusion(exact) == "best by last training loss: a tie of a, b"
     (smaller := make_entry("a", 100)).result["memory"]["states"][0]["measured_bytes"] -= 1  # type: ignore[index]

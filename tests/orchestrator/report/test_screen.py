@@ -14,8 +14,8 @@ from stub_worker import make_result, step_event
 from orchestrator.config.schema import Measure, Train, to_dict
 from orchestrator.records.record_shapes import RESULT, misfit
 from orchestrator.report import ranking, trained
+from orchestrator.report.entry import Entry
 from orchestrator.report.progress import progress
-from orchestrator.report.ranking import Entry
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import pwd
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,16 +30,14 @@ from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, SweepPaths, open_sweep, tell
 from orchestrator.report import comparison
 from orchestrator.report.screen import Screen
-from orchestrator.tracking import chart_page, followed_run, names
+from orchestrator.tracking import chart_page, followed_run, left, names, process, sync
 from orchestrator.tracking import feed as tracking_feed
-from orchestrator.tracking import notes as tracking_notes
-from orchestrator.tracking import process as tracking
-from orchestrator.tracking.feed import Tracker, start_tracker
-from orchestrator.tracking.store import MlflowStore
+from orchestrator.tracking.feed import Tracker, complete_left_behind, start_tracker
+from orchestrator.tracking.sync import complete_left
+from zero_runtime.process_identity import mark
 
 HERE = Path(__file__).parents[1]
 SINGLE = "zlab/tiny"  # the experiment of runs in no sweep
-DEAD = {"pid": 1, "started": "0@an earlier boot"}
 
 
 class Scene:
@@ -50,14 +48,14 @@ class Scene:
     tracker: Tracker
     sweep: SweepPaths
 
-    def __init__(self, output: Path) -> None:
+    def __init__(self, output: Path, name: str = "zero") -> None:
         self.output = output
         self.config = make_config(output, tracking=TrackingKind.mlflow)
         planned = [
             Planned(label, (f"zero=stage{stage}",), RunState.queued, label, to_dict(self.config))
             for stage, label in enumerate(("good", "failed", "left"))
         ]
-        self.sweep = open_sweep(output, "zero", planned, {"command": ["-m", "zero=stage0,stage1,stage2"]})
+        self.sweep = open_sweep(output, name, planned, {"command": ["-m", "zero=stage0,stage1,stage2"]})
         self.experiment = f"zlab/{self.sweep.name}"
 
     @cached_property
@@ -67,9 +65,8 @@ class Scene:
 
         return MlflowClient(f"sqlite:///{store_path(self.output)}")
 
-    def begin(self, tracker: Tracker, label: str) -> Attempt:
+    def begin(self, label: str) -> Attempt:
         attempt = new_attempt(self.output, to_dict(self.config), label, "cpu")
-        tracker.begin(attempt, self.config, self.sweep)
         tell(self.sweep, "started", label=label, attempt=str(attempt.paths.root), slots=[])
         attempt.move(RunState.starting)
         attempt.move(RunState.running)
@@ -100,7 +97,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 def test_a_run_is_visible_while_it_runs_and_complete_when_it_has_ended(scene: Scene) -> None:
     tracker = scene.tracker
-    attempt = scene.begin(tracker, "good")
+    attempt = scene.begin("good")
 
     def seen() -> Any:
         run = scene.run("good")
@@ -112,7 +109,6 @@ def test_a_run_is_visible_while_it_runs_and_complete_when_it_has_ended(scene: Sc
     append_event(attempt.paths.metrics, {**step_event(2, 2), "time": 1.7e9 + 1})
     write_json_atomic(attempt.paths.result, make_result(scene.config))
     attempt.move(RunState.ok)
-    tracker.end(attempt)
     wait_until(lambda: scene.run("good").info.status == "FINISHED")
     assert tracker.warnings() == []
     run = scene.run("good")
@@ -130,14 +126,13 @@ def test_a_run_is_visible_while_it_runs_and_complete_when_it_has_ended(scene: Sc
 
 def test_a_failed_run_ends_as_failed_and_a_run_whose_command_died_ends_as_killed(scene: Scene) -> None:
     tracker = scene.tracker
-    failed = scene.begin(tracker, "failed")
+    failed = scene.begin("failed")
     failed.move(RunState.error, rank=1, message="why")
-    tracker.end(failed)
-    scene.begin(tracker, "left")
+    disown(scene.begin("left"))
     comparison.write(scene.sweep, with_png=True)
-    tracker.summary(scene.sweep)
     tracker.close()  # closes its stdin, as a kill of the command does
     assert tracker.warnings() == []
+    assert list(tracking_path(scene.output).iterdir()) == []
     assert (scene.run("failed").info.status, scene.run("left").info.status) == ("FAILED", "KILLED")
     assert scene.run("failed").data.tags[names.OUTCOME] == "error"
     assert "summary/tokens_per_second" not in scene.run("failed").data.metrics
@@ -145,37 +140,32 @@ def test_a_failed_run_ends_as_failed_and_a_run_whose_command_died_ends_as_killed
     assert summary.info.status == "FINISHED"
     assert "| good |" in summary.data.tags[names.NOTE]
     assert summary.data.tags[names.COMMAND] == "-m zero=stage0,stage1,stage2"
-    assert summary.data.tags[names.COUNTS] == "1 ok, 1 error, 1 running"
+    assert summary.data.tags[names.COUNTS] == "1 ok, 1 error, 1 lost"
     assert summary.data.params == {"zero": "stage0, stage1, stage2"}
     found = {one.path for one in scene.client.list_artifacts(summary.info.run_id)}
     assert found == {"report.html", "report.png", "report.md", "results.csv", "pictures"}
     described = scene.client.get_experiment_by_name(scene.experiment).tags[names.NOTE]
-    assert described.startswith("`-m zero=stage0,stage1,stage2`: 1 ok, 1 error, 1 running")
+    assert described.startswith("`-m zero=stage0,stage1,stage2`: 1 ok, 1 error, 1 lost")
 
 
-def test_a_run_left_running_by_a_dead_command_is_ended_and_one_of_a_living_command_is_not(
-    scene: Scene,
-) -> None:
-    from orchestrator.machine.processes import started
+def disown(attempt: Attempt) -> None:
+    """Changes the record as if the process that owns the attempt had ended."""
+    facts = require_json(attempt.paths.state)
+    write_json_atomic(attempt.paths.state, {**facts, "owner": {**facts["owner"], "started": "0@an earlier boot"}})
 
-    experiment = scene.client.get_experiment_by_name(scene.experiment).experiment_id
-    gone = subprocess.Popen([sys.executable, "-c", "pass"])
-    gone.wait()
-    host = socket.gethostname()
 
-    def make(name: str, pid: int, token: str, where: str = host) -> str:
-        tags = {names.PID: str(pid), names.STARTED: token, names.HOST: where}
-        return str(scene.client.create_run(experiment, run_name=name, tags=tags).info.run_id)
+def die(output: Path, root: Path) -> Path:
+    """Changes the file of a tracker as if its command had ended."""
+    (note,) = tracking_path(output).glob(f"*.{hashlib.sha256(str(root).encode()).hexdigest()[:8]}")
+    dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    gone = note.with_name(note.name.replace(mark(), mark(dead.pid)))
+    dead.kill()
+    dead.wait()
+    return note.rename(gone)
 
-    own = started(1) or ""
-    dead, reused = make("dead", gone.pid, own), make("reused", 1, "1700000000.25")
-    make("alive", 1, own)
-    make("elsewhere", gone.pid, own, "another-host")
-    store = MlflowStore(f"sqlite:///{store_path(scene.output)}", scene.output)
-    assert sorted(followed_run.reconcile(store, scene.experiment)) == sorted([dead, reused])
-    assert scene.run("dead").info.status == "KILLED"
-    assert names.RECONCILED in scene.run("dead").data.tags
-    assert {scene.run(name).info.status for name in ("alive", "elsewhere")} == {"RUNNING"}
+
+def uri_of(scene: Scene) -> str:
+    return f"sqlite:///{store_path(scene.output)}"
 
 
 def recorded(scene: Scene, label: str, state: RunState) -> Attempt:
@@ -201,43 +191,27 @@ def assert_is_whole(scene: Scene, label: str) -> None:
     assert len(scene.client.search_runs([experiment], f"attributes.run_name = '{label}'")) == 1
 
 
-def test_a_run_whose_command_and_tracker_died_ends_as_its_records_say(scene: Scene) -> None:
-    attempt = recorded(scene, "reconciled", RunState.ok)
-    experiment = scene.client.get_experiment_by_name(scene.experiment).experiment_id
-    tags = {names.PID: "1", names.STARTED: "0@gone", names.HOST: socket.gethostname()}
-    tags[names.ATTEMPT] = str(attempt.paths.root)
-    scene.client.create_run(experiment, run_name="reconciled", tags=tags)
-    followed_run.reconcile(MlflowStore(f"sqlite:///{store_path(scene.output)}", scene.output), scene.experiment)
-    assert_is_whole(scene, "reconciled")
-
-
 @pytest.mark.parametrize("begun", [False, True])
-def test_attempts_of_dead_commands_are_completed_once_and_those_of_living_commands_are_not(
+def test_what_a_dead_tracker_left_is_completed_once_and_what_a_living_one_follows_is_not(
     scene: Scene, begun: bool
 ) -> None:
-    attempt = recorded(scene, f"left-{begun}", RunState.ok)
-    message = {"attempt": str(attempt.paths.root), "label": attempt.label, "point": attempt.point}
-    message |= {"experiment": scene.experiment, "sweep": scene.sweep.name}
-    tracking_notes.note(scene.output, message)
-    assert tracking_notes.left_behind(scene.output) == [], "this process lives"
-    (note,) = (one for one in tracking_path(scene.output).glob("*.json") if attempt.label in one.read_text())
-    facts = require_json(note)
-    write_json_atomic(note, {**facts, "command": {**facts["command"], "started": "0@an earlier boot"}})
-    uri = f"sqlite:///{store_path(scene.output)}"
+    scene = Scene(scene.output, f"dead-{begun}")
+    attempt = recorded(scene, "left", RunState.ok)
+    tell(scene.sweep, "started", label="left", attempt=str(attempt.paths.root), slots=[])
+    left.note(scene.output, scene.sweep.root)
+    assert left.behind(scene.output) == [], "this process lives"
+    note = die(scene.output, scene.sweep.root)
+    follower = process.Follower(uri_of(scene), scene.output, scene.sweep, 1)
     if begun:
-        followed_run.open_run(MlflowStore(uri, scene.output), message, {names.HOST: "here"}).catch_up()
-    assert len(tracking_notes.left_behind(scene.output)) == 1
-    followed_run.complete(scene.output, {})
-    assert_is_whole(scene, f"left-{begun}")
+        follower.tick()
+    assert left.behind(scene.output) == [note]
+    complete_left(scene.output)
+    assert_is_whole(scene, "left")
     assert not note.exists()
-    # The dead command's own tracker may process its message only now.
-    follower = tracking.Follower(uri, scene.output, 1)
-    for do in ("begin", "end"):
-        follower.handle({"do": do, **message})
-    assert_is_whole(scene, f"left-{begun}")
+    follower.finish()  # the dead command's own tracker does it only now
+    assert_is_whole(scene, "left")
 
 
-@pytest.mark.full
 def test_completion_is_tried_three_times_if_the_store_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,35 +219,36 @@ def test_completion_is_tried_three_times_if_the_store_fails(
         raise OSError("the store is away")
 
     scene = Scene(tmp_path)
-    monkeypatch.setattr(followed_run, "MlflowStore", refuse)
+    monkeypatch.setattr(sync, "MlflowStore", refuse)
     attempt = recorded(scene, "refused", RunState.ok)
-    message = {"attempt": str(attempt.paths.root), "label": "refused", "point": attempt.point, "experiment": SINGLE}
-    tracking_notes.note(tmp_path, message)
-    (note,) = tracking_path(tmp_path).glob("*.json")
-    write_json_atomic(note, {**require_json(note), "command": {**DEAD, "host": socket.gethostname()}})
-    for left in (1, 1, 1, 0):
-        assert len(tracking_notes.left_behind(tmp_path)) == left
-        followed_run.complete(tmp_path, {})
+    left.note(tmp_path, attempt.paths.root)
+    die(tmp_path, attempt.paths.root)
+    for count in (1, 1, 1, 1, 0):
+        assert len(left.behind(tmp_path)) == count
+        complete_left(tmp_path)
     assert capsys.readouterr().err.count(str(attempt.paths.root)) == 3
 
 
 @pytest.mark.full
-def test_a_killed_tracker_is_restarted_and_nothing_is_missing_or_duplicated(scene: Scene) -> None:
+def test_after_a_kill_of_the_tracker_nothing_is_missing_or_duplicated(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
     tracker = start_tracker(scene.config, scene.output, scene.sweep)
-    ended, live = scene.begin(tracker, "ended"), scene.begin(tracker, "live")
-    wait_until(lambda: scene.run("live") is not None)
-    os.kill(tracker._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+    ended, live = scene.begin("good"), scene.begin("failed")
+    wait_until(lambda: store_path(tmp_path).exists() and scene.run("failed") is not None)
+    assert tracker.pid is not None
+    os.kill(tracker.pid, signal.SIGKILL)
     for attempt in (ended, live):
         append_event(attempt.paths.metrics, {**step_event(2, 2), "time": 1.7e9 + 1})
         write_json_atomic(attempt.paths.result, make_result(scene.config))
         attempt.move(RunState.ok)
-    tracker.end(ended)
-    assert any("was killed by SIGKILL and was started again" in one for one in wait_until(tracker.warnings))
-    tracker.end(live)
+    assert any("was killed by SIGKILL" in one for one in wait_until(tracker.warnings))
     tracker.close()
     assert tracker.warnings() == []
-    assert_is_whole(scene, "ended")
-    assert_is_whole(scene, "live")
+    die(tmp_path, scene.sweep.root)
+    assert complete_left_behind(tmp_path).wait() == 0  # type: ignore[union-attr]
+    assert_is_whole(scene, "good")
+    assert_is_whole(scene, "failed")
+    assert list(tracking_path(tmp_path).iterdir()) == []
 
 
 def test_a_summary_that_a_killed_tracker_began_is_completed_by_its_successor(
@@ -281,13 +256,9 @@ def test_a_summary_that_a_killed_tracker_began_is_completed_by_its_successor(
 ) -> None:
     other = open_sweep(scene.output, "cut", [Planned("one", ("zero=stage1",), RunState.pruned)], {"command": ["-m"]})
     experiment = f"zlab/{other.name}"
-    message = {"do": "summary", "experiment": experiment, "sweep": str(other.root)}
-    uri = f"sqlite:///{store_path(scene.output)}"
-    first, successor = (tracking.Follower(uri, scene.output, os.getpid()) for _ in range(2))
-    for follower in (first, successor):
-        follower._store = MlflowStore(uri, scene.output)
+    first, successor = (process.Follower(uri_of(scene), scene.output, other, os.getpid()) for _ in range(2))
 
-    def killed(run: str, path: str) -> None:
+    def killed(run: str, path: str, *where: str) -> None:
         raise OSError("here it was killed")
 
     def summaries() -> list[Any]:
@@ -295,33 +266,24 @@ def test_a_summary_that_a_killed_tracker_began_is_completed_by_its_successor(
         return list(scene.client.search_runs([found.experiment_id], f"attributes.run_name = 'summary of {other.name}'"))
 
     comparison.write(other)
-    monkeypatch.setattr(first._store.client, "log_artifact", killed)
-    first.handle(message)
+    assert first.open()
+    monkeypatch.setattr(first._store.client, "log_artifact", killed)  # type: ignore[union-attr]
+    first.finish()
     assert [one.info.status for one in summaries()] == ["RUNNING"]
-    successor.handle({**message, "again": True})
+    successor.finish()
     (summary,) = summaries()
     assert summary.info.status == "FINISHED"
     assert "report.md" in [one.path for one in scene.client.list_artifacts(summary.info.run_id)]
 
 
-class Failing:
-    """Starts children that exit immediately, and counts them."""
-
-    count = 0
-
-    def __call__(self) -> subprocess.Popen[bytes]:
-        self.count += 1
-        words = [sys.executable, "-c", "raise SystemExit(3)"]
-        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
-def test_a_tracker_that_keeps_dying_is_given_up_after_a_fixed_number_of_restarts(tmp_path: Path) -> None:
-    start = Failing()
-    tracker = Tracker(tmp_path, start)
-    told = wait_until(lambda: (tracker.close(), tracker.warnings())[1])
-    assert start.count == 1 + tracking_feed.STARTS
-    assert sum("ended with exit code 3 and was started again" in one for one in told) == tracking_feed.STARTS
-    assert "the next command completes what is missing" in told[-1]
+def test_a_tracker_that_dies_is_told_once() -> None:
+    words = [sys.executable, "-c", "raise SystemExit(3)"]
+    tracker = Tracker(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE), makes_store=True)
+    tracker.wait_for_store()
+    (told,) = tracker.warnings()
+    assert told.startswith("MLflow: its process ended with exit code 3; the next command completes what is missing.")
+    tracker.close()
+    assert tracker.warnings() == []
 
 
 def test_a_user_without_a_name_is_recorded_by_user_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,16 +350,16 @@ def test_without_tracking_no_process_is_started(tmp_path: Path, monkeypatch: pyt
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    tracker = start_tracker(make_config(tmp_path), tmp_path)
+    attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
+    tracker = start_tracker(make_config(tmp_path), tmp_path, attempt.paths)
     tracker.wait_for_store()
-    tracker.begin(new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu"), make_config(tmp_path))
     tracker.close()
     assert tracker.warnings() == []
 
 
 def test_the_commands_process_imports_neither_torch_nor_mlflow_nor_numpy() -> None:
     heavy = "{'torch', 'mlflow', 'numpy', 'transformers'}"
-    text = f"import sys, orchestrator.commands.run, orchestrator.commands.join; print({heavy} & set(sys.modules))"
+    text = f"import sys, orchestrator.commands.run, orchestrator.wings.torchrun.join; print({heavy} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=HERE.parents[1])
     assert answer.stdout.strip() == "set()"
 
@@ -415,23 +377,18 @@ class Away:
 
 
 def test_what_a_store_that_is_away_did_not_take_is_written_when_it_is_back(
-    scene: Scene, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
     attempt = recorded(scene, "away", RunState.ok)
-    message = {"attempt": str(attempt.paths.root), "label": "away", "point": attempt.point}
-    message |= {"experiment": scene.experiment, "sweep": scene.sweep.name}
-    tracking_notes.note(scene.output, message)
-    uri = f"sqlite:///{store_path(scene.output)}"
-    follower = tracking.Follower(uri, scene.output, os.getpid())
-    follower._store = store = MlflowStore(uri, scene.output)
-    store.experiment(scene.experiment)
+    follower = process.Follower(uri_of(scene), scene.output, attempt.paths, os.getpid())
+    assert follower.open()
+    store: Any = follower._store
     store.client = away = Away(store.client)
-    for do in ("begin", "end"):
-        follower.handle({"do": do, **message})
-    follower.tick()
-    assert scene.run("away") is None
+    for _ in range(2):
+        follower.tick()
     assert capsys.readouterr().out.count("connection refused") == 1, "one warning"
     away.is_back = True
     follower.tick()
-    assert_is_whole(scene, "away")
-    assert not tracking_notes.is_noted(scene.output, message["attempt"])
+    experiment = scene.client.get_experiment_by_name(SINGLE).experiment_id
+    (run,) = scene.client.search_runs([experiment])
+    assert (run.info.run_name, run.info.status, run.data.tags[names.OUTCOME]) == ("away", "FINISHED", "ok")

@@ -133,8 +133,8 @@ def test_a_file_is_closed_after_a_second_so_that_other_machines_see_its_events(
     now = [100.0]
     opened: list[float] = []
     monkeypatch.setattr(record_file.time, "monotonic", lambda: now[0])
-    open_file = EventAppender._open
-    monkeypatch.setattr(EventAppender, "_open", lambda self: (opened.append(now[0]), open_file(self))[1])
+    open_file = os.open
+    monkeypatch.setattr(os, "open", lambda *words: (opened.append(now[0]), open_file(*words))[1])
     events = EventAppender(tmp_path / "events.jsonl")
     for now[0] in (100.0, 100.5, 101.0, 101.5, 103.0):
         events.append({"step": 1})

@@ -19,6 +19,7 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns, grant, open_turns
 from orchestrator.rounds.intervals import CONTROLLED
 from orchestrator.rounds.recorded import NOTABLE_SHARE
+from orchestrator.wings.energy import EnergyMeter
 from orchestrator.worker.core_speed import PAGE_BYTES, ReferenceWork, arrays_in
 from orchestrator.worker.machine_load import Used
 from orchestrator.worker.rounds import MOST_FURTHER, MeasuredRounds
@@ -38,6 +39,7 @@ class Rank:
             self._gather,
             lambda event, **values: self.events.append((event, values)),
             lambda: None,
+            EnergyMeter(),
         )
 
     def _gather(self, used: Used) -> list[Used]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from orchestrator.config.state_groups import Offload
 from orchestrator.records.run_record import scratch_path
 from orchestrator.worker.setup import offload_plan
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 
 
 def test_only_the_scratch_folder_in_the_output_is_created(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Phases are of the same steps as the speed.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,15 @@ from orchestrator.config.schema import Measure
 from orchestrator.config.state_groups import Offload
 from orchestrator.launch.rank import RankInfo
 from orchestrator.records.record_file import EventTail
-from orchestrator.worker import event_writer
+from orchestrator.worker import event_writer, train
 from orchestrator.worker.event_writer import EventWriter
+from orchestrator.worker.listeners import RankRun
 from orchestrator.worker.measure import Readings, phases_ms
-from orchestrator.worker.saving import Progress
-from orchestrator.worker.train import RankRun
+from orchestrator.worker.measurement import Measurement
+from orchestrator.worker.result import RunFacts
+from orchestrator.worker.result_writer import ResultWriter
 from zero_runtime.ledger import Ledger
-from zero_runtime.offload.plan import Tier
+from zero_runtime.offload_plan import Tier
 from zero_runtime.step_report import StepReport
 from zero_runtime.unit_parameters import DataState
 
@@ -47,17 +50,33 @@ class Clock:
         return SimpleNamespace(seconds=seconds)
 
 
-def run_on(device: str, folder: Path, *, saves_at: int | None = None) -> tuple[RankRun, Clock]:
-    run, clock = object.__new__(RankRun), Clock()
-    plain = make_config(folder)
-    run._config, run._on_cuda = plain, device == "cuda"
-    run._events = EventWriter(folder / "metrics.jsonl", in_background=run._on_cuda)
-    run._rank, run._readings, run._progress = RankInfo(0, 1, 0, "nowhere"), Readings(), Progress()
-    run._runtime = SimpleNamespace(clock=clock, reset_ledger=Ledger)  # type: ignore[assignment]
-    run._saving = SimpleNamespace(is_due=lambda progress: progress.step == saves_at)  # type: ignore[assignment]
-    run._device = SimpleNamespace(type="cpu")  # type: ignore[assignment]  # of which the memory is read
-    run._unread, run._first = None, 0
-    return run, clock
+def run_on(device: str, folder: Path) -> tuple[RankRun, Clock]:
+    """The measurement and the events of a rank, without a model."""
+    clock, config = Clock(), make_config(folder)
+    writer = object.__new__(ResultWriter)
+    writer._config, writer._rank = config, RankInfo(0, 1, 0, "nowhere")
+    writer._events = EventWriter(folder / "metrics.jsonl", in_background=device == "cuda")
+    writer._runtime = SimpleNamespace(device=SimpleNamespace(type="cpu"))  # type: ignore[assignment]
+    writer.facts = RunFacts(config, *[None] * 2, 1, 2)  # type: ignore[arg-type]
+    measurement = object.__new__(Measurement)
+    measurement.readings, measurement._on_cuda = Readings(), device == "cuda"
+    measurement._runtime = SimpleNamespace(clock=clock, reset_ledger=Ledger)  # type: ignore[assignment]
+    nothing = {
+        "ends": lambda step: None,
+        "before_step": lambda: None,
+        "begin": lambda: None,
+        "end": lambda number: None,
+    }
+    measurement.rounds = SimpleNamespace(**nothing)  # type: ignore[assignment]
+    measurement._unread, measurement._census_step = None, -1
+    parts: dict[str, Any] = {"measurement": measurement, "writer": writer, "config": config}
+    return RankRun(**parts, **dict.fromkeys(("attempt", "rank", "runtime", "data", "loop", "saving"))), clock
+
+
+def note(run: RankRun, step: int, loss: float) -> None:
+    """What the loop does after a step."""
+    made = report(loss)
+    run.measurement.after_step(step, made, partial(run.writer.tell_step, step + 1, made, 0.1, warmup=False))
 
 
 def report(loss: float) -> StepReport:
@@ -70,21 +89,22 @@ def told(folder: Path) -> list[tuple[int, float]]:
 
 def test_on_a_gpu_the_host_reads_a_step_when_it_has_issued_the_next(tmp_path: Path) -> None:
     run, clock = run_on("cuda", tmp_path)
-    run._note_step(0, report(3.0), 0.1)
-    assert (clock.ended, clock.read, run._readings.losses) == (1, [], [3.0])
-    run._read_last_step()  # as _train_step does after the next backward
-    run._read_last_step()
+    readings = run.measurement.readings
+    note(run, 0, 3.0)
+    assert (clock.ended, clock.read, readings.losses) == (1, [], [3.0])
+    run.measurement.read_last_step()  # as Loop.step does after the next backward
+    run.measurement.read_last_step()
     assert clock.read == [1]
-    run._note_step(1, report(2.0), 0.1)
-    run._tell_all()
+    note(run, 1, 2.0)
+    run.tell_all()
     assert clock.read == [1, 2]
     assert told(tmp_path) == [(1, 1000.0), (2, 2000.0)]
-    assert run._readings.step_s == [1.0, 2.0]
+    assert readings.step_s == [1.0, 2.0]
 
 
 def test_on_a_cpu_the_clock_of_a_step_is_read_immediately(tmp_path: Path) -> None:
     run, clock = run_on("cpu", tmp_path)
-    run._note_step(0, report(3.0), 0.1)
+    note(run, 0, 3.0)
     assert clock.read == [1]
 
 
@@ -94,45 +114,39 @@ def test_before_a_save_all_steps_are_in_the_record(
 ) -> None:
     for waits in ("KEEP_S", "LATE_S"):
         monkeypatch.setattr(event_writer, waits, HANG_S)
-    run, _ = run_on(device, tmp_path, saves_at=2)
+    run, _ = run_on(device, tmp_path)
     for step in range(2):
-        run._note_step(step, report(3.0), 0.1)
+        note(run, step, 3.0)
         if device == "cuda":
-            run._read_last_step()
+            run.measurement.read_last_step()
+    run.tell_all()
     assert told(tmp_path) == [(1, 1000.0), (2, 2000.0)]
 
 
-def test_the_phases_are_those_of_all_steps_that_count_in_the_speed_also_in_further_rounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, _ = run_on("cpu", tmp_path)
-    run._steps = 1
-    run._rounds = SimpleNamespace(begin=lambda: None, end=lambda number: None)  # type: ignore[assignment]
-    run._faults = SimpleNamespace(at_step=lambda step, rank: None)  # type: ignore[assignment]
-    monkeypatch.setattr(RankRun, "_before_step", lambda self: None)
-    monkeypatch.setattr(RankRun, "_train_step", lambda self, step: None)
-    run._note_step(0, report(3.0), 0.1)
-    run._time_rounds([(2, 2)])
-    assert run._readings.step_s == [1.0, 2.0, 3.0]
-    assert phases_ms(run._readings, 0)["forward"] == 2000.0
+def test_the_phases_are_those_of_all_steps_that_count_in_the_speed_also_in_further_rounds(tmp_path: Path) -> None:
+    run, clock = run_on("cpu", tmp_path)
+    clock.start = lambda: None  # type: ignore[attr-defined]
+    note(run, 0, 3.0)
+    run.measurement._time_rounds([(2, 2)], lambda: None)
+    assert run.measurement.readings.step_s == [1.0, 2.0, 3.0]
+    assert phases_ms(run.measurement.readings, 0)["forward"] == 2000.0
 
 
 def test_a_run_that_fails_in_the_next_step_keeps_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = run_on("cuda", tmp_path)
 
-    def fails(self: RankRun) -> None:
-        self._note_step(0, report(3.0), 0.1)
+    def fails(run: RankRun) -> None:
+        note(run, 0, 3.0)
         raise MemoryError("in the next forward")
 
-    monkeypatch.setattr(RankRun, "_run", fails)
+    monkeypatch.setattr(train, "train", fails)
     with pytest.raises(MemoryError, match="next forward"):
-        run.run()
+        train.train_and_record(run)
     assert told(tmp_path) == [(1, 1000.0)]
 
 
 def watch_gathers() -> None:
     """Reference work that says 1 ms, and 2 ms if a gather of this rank is under way."""
-    from orchestrator.worker import train
     from orchestrator.worker.core_speed import ReferenceWork
 
     build, made = train.build_runtime, list[Any]()
@@ -142,7 +156,7 @@ def watch_gathers() -> None:
         return made[-1]
 
     def timed_ms(work: ReferenceWork) -> float | None:
-        states = [unit._parameters.state for unit in made[0].runtime.units]
+        states = [unit.parameters.state for unit in made[0].runtime.units]
         return None if work._memory is None else 1.0 + (DataState.UNSHARDING in states)
 
     train.build_runtime = built  # type: ignore[assignment]

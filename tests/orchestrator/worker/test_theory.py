@@ -12,16 +12,15 @@ from points import LLAMA, config_of
 
 from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.parallel import Parallel
-from orchestrator.config.schema import Adapter, AdapterKind, Batch, Loss, LossKind, RunConfig
+from orchestrator.config.schema import Adapter, AdapterKind, Loss, LossKind, ResolvedBatch, RunConfig
 from orchestrator.config.state_groups import Zero
-from orchestrator.plan.tensor_messages import messages_in, words
 from orchestrator.report.summary import communication_rows
 from orchestrator.worker.measure import communication
 from orchestrator.worker.setup import build_runtime
 from orchestrator.workloads.models import token_losses
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.optim.configs import MuonConfig
-from zero_runtime.tensor_parallel.division import head_of
+from zero_runtime.parallel.tensor.division import head_of
 from zero_runtime.wire import Wire
 
 LORA = Adapter(AdapterKind.lora, rank=4)
@@ -31,7 +30,7 @@ WORLD, SEQ, MICROS = 2, 16, 2
 
 def configured(zero: Zero, adapter: Adapter) -> RunConfig:
     config = replace(config_of(4, every=None, ranks=WORLD), zero=zero, adapter=adapter)
-    return replace(config, batch=Batch(micro=1, accumulation=MICROS, global_size=MICROS * WORLD, seq=SEQ))
+    return replace(config, batch=ResolvedBatch(micro=1, accumulation=MICROS, global_size=MICROS * WORLD, seq=SEQ))
 
 
 def divided(
@@ -53,16 +52,14 @@ def sent(configs: list[RunConfig]) -> list[tuple[dict[str, Any], int, int]]:
 
 def _sent(config: RunConfig) -> tuple[dict[str, Any], int, int]:
     built = build_runtime(config, torch.device("cpu"), None)  # type: ignore[arg-type]
-    runtime, tensor = built.runtime, messages_in(config, built.tensor)
+    runtime = built.runtime
     ids = torch.zeros((1, SEQ), dtype=torch.int64)
     for _ in range(2):
         runtime.reset_ledger()
         for _ in range(MICROS):
             runtime.backward(token_losses(runtime.model, ids, ids, config.loss.tile_tokens, head_of(runtime.model)))
         runtime.step(1e-3)
-    found = communication(
-        runtime, runtime.reset_ledger(), reduces_at_boundary=False, tensor=tensor, tensor_words=words(config, tensor)
-    )
+    found = communication(runtime, runtime.reset_ledger(), config)
     frozen = {unit.name: unit.layout.padded_numel for unit in runtime.units if not unit.trainable}
     embedding = sum(numel for name, numel in frozen.items() if "embed_tokens" in name)
     runtime.close()

@@ -20,7 +20,6 @@ from orchestrator.config.optimizer import Scheduler
 from orchestrator.config.schema import Measure, RunConfig, Train
 from orchestrator.records.record_file import EventTail, require_json
 from orchestrator.records.record_shapes import RESULT
-from orchestrator.worker import saving as saving_module
 from orchestrator.worker.saving import AUTO, Best, Saving
 from orchestrator.workloads.data import TokenData
 from zero_runtime.optim.lr_settings import RangeTestSettings
@@ -187,19 +186,18 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("folder", "best"), [("mine", Best(4, 2.5)), ("another", None)])
 def test_a_resumed_training_knows_the_best_loss_of_its_own_checkpoints_alone(
-    folder: str, best: Best | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: str, best: Best | None, tmp_path: Path
 ) -> None:
     """A checkpoint of another run has losses of other held-out data."""
     trainer = {"step": 6, "samples": 48, "best": {"step": 4, "loss": 2.5}}
     found = SimpleNamespace(path=tmp_path / folder / "step-00000006", index=SimpleNamespace(trainer=trainer))
-    monkeypatch.setattr(saving_module, "load_checkpoint", lambda runtime, checkpoint: None)
     saving = Saving.__new__(Saving)
     saving.best = None
     for name, value in {
         "rank": 1,
         "restarted": False,
         "steps": STEPS,
-        "runtime": None,
+        "checkpoints": SimpleNamespace(load=lambda checkpoint: None),
         "config": SimpleNamespace(resume=AUTO),
         "attempt": SimpleNamespace(checkpoints=tmp_path / "mine"),
         "chosen": lambda: found,

@@ -16,7 +16,7 @@ from harness.host_reads import HostReads
 from peft import get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from orchestrator.workloads.adapters import add_lora, lora_config
+from orchestrator.wings.pretrained.adapters import add_lora, lora_config
 from orchestrator.workloads.models import build_meta_model, build_model, model_config, token_losses
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -160,7 +160,7 @@ def _encoded(folder: Path) -> list[Any]:
     """Tokens of one pair by the tokenizer with its chat template, without it, and with a template that hides turns."""
     from transformers import AutoTokenizer
 
-    from orchestrator.workloads.tokenizer import _PairEncoder, texts_of
+    from orchestrator.wings.pretrained.tokenizer import _PairEncoder, texts_of
 
     model, _ = make_sft_files(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(model)

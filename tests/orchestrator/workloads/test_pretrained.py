@@ -18,18 +18,18 @@ from orchestrator.config import pretrained
 from orchestrator.config.schema import (
     Adapter,
     AdapterKind,
-    Batch,
     Data,
     Device,
     Model,
-    Resources,
+    ResolvedBatch,
+    ResolvedResources,
     RunConfig,
     Tokenizer,
     to_dict,
 )
 from orchestrator.config.state_groups import Precision, Zero
+from orchestrator.wings.pretrained.companions import write_companions
 from orchestrator.workloads import sources
-from orchestrator.workloads.companions import write_companions
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.errors import CheckpointError
@@ -88,8 +88,8 @@ def _config(folder: Path, stage: int = 3, **changes: Any) -> RunConfig:
         model=pretrained.completed(Model("pretrained", path=str(folder))),
         zero=Zero(stage=stage),
         precision=Precision(MixedPrecision(), compute="fp32"),
-        batch=Batch(micro=1, accumulation=1, global_size=2, seq=12),
-        resources=Resources(Device.cpu, ranks=2, threads=1),
+        batch=ResolvedBatch(micro=1, accumulation=1, global_size=2, seq=12),
+        resources=ResolvedResources(Device.cpu, ranks=2, threads=1),
         data=Data(tokenizer=Tokenizer.bytes),
         **changes,
     )
@@ -208,7 +208,7 @@ TEXT = "if x:\n    grün = '漢字'\t# done\n" * 3
 def _byte_tokenizer(folder: Path) -> tuple[list[int], str]:
     from transformers import AutoTokenizer
 
-    from orchestrator.workloads.tokenizer import load_tokenizer, save_byte_tokenizer
+    from orchestrator.wings.pretrained.tokenizer import load_tokenizer, save_byte_tokenizer
 
     save_byte_tokenizer(folder)
     ids = load_tokenizer(folder)([TEXT])[0]
@@ -222,7 +222,7 @@ def test_the_byte_tokenizer_encodes_text_as_bytes_and_decodes_them(tmp_path: Pat
 
 
 def _refusal_of_code(folder: Path) -> str:
-    from orchestrator.workloads.tokenizer import load_tokenizer
+    from orchestrator.wings.pretrained.tokenizer import load_tokenizer
 
     try:
         load_tokenizer(folder)

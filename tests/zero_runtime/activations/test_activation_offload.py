@@ -137,7 +137,9 @@ def _left() -> None:
         runtime = runtime_of(model, stage)
         loss = model.loss_of(runtime(ids_of(0, 0)))
         assert copies.left
-        assert not copies.left.keys() & {unit.unsharded_param.untyped_storage()._cdata for unit in runtime.units}
+        assert not copies.left.keys() & {
+            unit.parameters.unsharded_param.untyped_storage()._cdata for unit in runtime.units
+        }
         del loss
         runtime.close()
 

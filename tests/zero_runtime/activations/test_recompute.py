@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from orchestrator.workloads.models import build_deferred_model
 from zero_runtime.activations.recompute import Recomputation, RecomputeRule
+from zero_runtime.census import ActivationCensus
 from zero_runtime.errors import PlanError
-from zero_runtime.memory.census import ActivationCensus
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision

@@ -298,7 +298,7 @@ def trained(form: Form, stage: int) -> dict[str, torch.Tensor]:
         form.write(engine, lambda index, step=step: loss_of(engine, batch_of(step, index, dist.get_rank())))
         assert engine.was_step_applied()
         assert engine.global_steps == step + 1
-        whole = [unit.name for unit in engine.runtime.units if unit.unsharded_param.untyped_storage().size()]
+        whole = [unit.name for unit in engine.runtime.units if unit.parameters.unsharded_param.untyped_storage().size()]
         assert stage < 3 or whole == [], "all parameters are released between steps"
     with engine.runtime.full_params() as values:
         found = {name: value.clone() for name, value in values.items()}

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from harness.ranks import run_alone, run_ranks
 from harness.seed_loop import full_values, initialize_quietly, unequal
 from torch import nn
+from zero_runtime.zero import GatheredParameters, Init, ZeroParamStatus
 
 from zero_runtime.errors import ParameterReadError, PlanError
 from zero_runtime.recorded_values import RecordedTensor
-from zero_runtime.zero import GatheredParameters, Init, ZeroParamStatus
 
 WIDTH = 6
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}

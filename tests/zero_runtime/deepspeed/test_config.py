@@ -14,7 +14,7 @@ import pytest
 from zero_runtime.deepspeed.config import read_config
 from zero_runtime.deepspeed.keys import HOMES, TOP
 from zero_runtime.errors import PlanError
-from zero_runtime.offload.plan import OffloadPlan
+from zero_runtime.offload_plan import OffloadPlan
 from zero_runtime.optim.configs import (
     AdamConfig,
     AdamWConfig,

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from zero_runtime.accounting import scratch_bytes
 from zero_runtime.errors import OffloadError, PlanError
 from zero_runtime.offload import scratch_file
-from zero_runtime.offload.memory import ALIGN_BYTES, aligned
 from zero_runtime.offload.nvme import NvmeTier
+from zero_runtime.offload_plan import ALIGN_BYTES, aligned
 
 SPEC = TinySpec(tied=True, frozen=True)
 BLOCK, STEPS, SAVED_AFTER = 2 * ALIGN_BYTES, 4, 2

@@ -9,9 +9,7 @@ import pytest
 
 from zero_runtime.deepspeed.config import DropinConfig, read_config
 from zero_runtime.errors import PlanError
-from zero_runtime.offload.memory import ALIGN_BYTES
-from zero_runtime.offload.plan import OffloadPlan, Tier
-from zero_runtime.offload.scratch_settings import ScratchSettings
+from zero_runtime.offload_plan import ALIGN_BYTES, OffloadPlan, ScratchSettings, Tier
 
 FOLDER = Path("/drive/scratch")
 CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(FOLDER)}

@@ -204,37 +204,6 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         ],
     ),
     (
-        "quantised messages with a second partition",
-        zero(3, zero_hpz_partition_size=2, zero_quantized_gradients=True),
-        [
-            "zero_optimization.zero_quantized_gradients: is not here together with zero_hpz_partition_size, found 2; "
-            "leave one of them out"
-        ],
-    ),
-    (
-        "a second partition below stage 3",
-        zero(2, zero_hpz_partition_size=2),
-        ["zero_optimization.zero_hpz_partition_size: needs stage 3, found stage 2; set stage to 3, or leave it out"],
-    ),
-    (
-        "a second partition of no rank",
-        zero(3, zero_hpz_partition_size=0),
-        ["zero_optimization.zero_hpz_partition_size: expected at least 1, found 0"],
-    ),
-    (
-        "a second partition in replicated groups",
-        zero(3, zero_hpz_partition_size=2, mics_shard_size=2),
-        ["zero_optimization.zero_hpz_partition_size: expected no mics_shard_size beside it, found 2; leave one out"],
-    ),
-    (
-        "a second partition of offloaded parameters",
-        zero(3, zero_hpz_partition_size=2, offload_param={"device": "cpu"}),
-        [
-            "zero_optimization.zero_hpz_partition_size: keeps parameters on the device, found offload_param; leave one "
-            "of them out"
-        ],
-    ),
-    (
         "the parts of ZeRO++ that are not here",
         zero(
             3,

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,14 @@ PATHS = {  # what scripts import, and the attribute of `zero_runtime` that it is
 }
 
 
+@pytest.mark.parametrize("path", ["accelerator", "comm", "integrations.trainer_config", "ops.adam", "utils", "zero"])
+def test_a_short_path_is_a_second_name_of_the_same_module(path: str) -> None:
+    module = import_module(f"zero_runtime.{path}")
+    assert module is import_module(f"zero_runtime.deepspeed.{path}")
+    assert module.__spec__ is not None
+    assert module.__spec__.name == module.__name__ == f"zero_runtime.deepspeed.{path}"
+
+
 @pytest.mark.parametrize(("path", "names"), PATHS.items(), ids=list(PATHS))
 def test_a_path_of_deepspeed_has_the_names_of_the_top(path: str, names: str) -> None:
     for name in names.split():
@@ -232,6 +241,7 @@ def test_a_path_of_deepspeed_has_the_names_of_the_top(path: str, names: str) -> 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        ("import zero_runtime.ops.transformer", "zero_runtime.ops.transformer is not here: there are no fused layers"),
         ("from zero_runtime import PipelineModule", "PipelineModule is not here: pipelines"),
         ("from zero_runtime.deepspeed.pipe import PipelineModule", "pipe is not here: pipelines"),
         ("import zero_runtime.deepspeed.moe.layer", "moe is not here: pipelines"),
@@ -251,7 +261,7 @@ def test_an_import_of_the_package_imports_none_of_it() -> None:
     code = "import sys, zero_runtime.deepspeed; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = {name for name in run.stdout.split() if name.startswith(("zero_runtime", "torch"))}
-    own = ("zero_runtime", "zero_runtime.other_engine", "zero_runtime.deepspeed", "zero_runtime.deepspeed.absent")
+    own = ("zero_runtime", "zero_runtime.import_finders", "zero_runtime.deepspeed", "zero_runtime.deepspeed.absent")
     assert found == {*own}
 
 

@@ -147,7 +147,7 @@ def test_invalid_schedule_settings_are_refused(build, told: str) -> None:
 def test_schedules_optimizer_configs_groups_and_the_memory_model_do_not_import_torch() -> None:
     code = (
         "import sys, zero_runtime.optim.lr_schedule, zero_runtime.optim.configs, zero_runtime.optim.groups, "
-        "zero_runtime.memory.model; print('torch' in sys.modules)"
+        "zero_runtime.state_bytes; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "False"

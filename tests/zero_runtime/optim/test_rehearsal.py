@@ -19,7 +19,7 @@ from harness.models import TinySpec, TinyTransformer, token_loss_sum
 from harness.ranks import run_alone
 
 from zero_runtime.kernels import ops
-from zero_runtime.optim import sharded
+from zero_runtime.optim import rehearsal
 from zero_runtime.optim.configs import (
     AdamConfig,
     AdamW8bitConfig,
@@ -101,7 +101,7 @@ def launched_by(cells: Sequence[Cell], rehearses: bool = True) -> list[tuple[Var
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=WORLD)
     ops.__dict__.update(_ops=operations, compiles_variants=lambda _device: True)
     if not rehearses:
-        sharded.__dict__.update(rehearse=lambda *_: None)
+        rehearsal.__dict__.update(rehearse=lambda *_: None)
     found = []
     for cell in cells:
         with variants() as launched:

@@ -5,15 +5,14 @@ Only safetensors files are read. `pytorch_model.bin` is a pickle: the error desc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from zero_runtime.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, read_index
 from zero_runtime.checkpoint.tensor_file import TensorFile
-from zero_runtime.errors import CheckpointError, some
-from zero_runtime.tensor_source import TensorSource
+from zero_runtime.errors import CheckpointError
 
 
 class WeightsFolder:
@@ -86,43 +85,3 @@ class WeightsFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Renamed:
-    """Some tensors of a source under other names: a TensorSource."""
-
-    def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
-        self._source = source
-        self._names = dict(names)  # ours: theirs
-
-    def names(self) -> Sequence[str]:
-        return list(self._names)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(self._names[name])
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(self._names[name])
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._source.read(self._names[name], start, stop)
-
-
-def match_names(own: Mapping[str, Sequence[str]], theirs: Iterable[str], where: str) -> dict[str, str]:
-    """Map our parameter names to the names in `theirs`: {ours: theirs}.
-
-    `own`: by parameter, the names that it may have there, in order of preference. CheckpointError if a parameter has no
-    match, or if `theirs` has names that match no parameter: unused weights are a sign of another architecture.
-    """
-    left = dict.fromkeys(theirs)
-    known = {alias for aliases in own.values() for alias in aliases}
-    found = {name: next((alias for alias in aliases if alias in left), None) for name, aliases in own.items()}
-    missing = [name for name, alias in found.items() if alias is None]
-    extra = [name for name in left if name not in known]
-    if missing or extra:
-        raise CheckpointError(
-            f"{where}: another architecture: expected the {len(own)} tensors of this model, found {len(left)}; it "
-            f"lacks {some(missing)} and has {some(extra)} too many; give the folder of a model of this class, whose "
-            "names save_pretrained left as they are in the model"
-        )
-    return {name: alias for name, alias in found.items() if alias is not None}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from zero_runtime import comm
+from zero_runtime.deepspeed import comm
 from zero_runtime.deepspeed.absent import missing
 from zero_runtime.deepspeed.live_engines import any_engine
 from zero_runtime.errors import PlanError

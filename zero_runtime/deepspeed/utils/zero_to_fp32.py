@@ -17,12 +17,12 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from zero_runtime.checkpoint.foreign.deepspeed import is_deepspeed, open_deepspeed
 from zero_runtime.checkpoint.hugging_face.folder import write_weights
 from zero_runtime.checkpoint.layout import MASTER
 from zero_runtime.checkpoint.load import CheckpointReader
 from zero_runtime.checkpoint.retention import committed
 from zero_runtime.deepspeed.engine_checkpoint import folder_of
+from zero_runtime.deepspeed.foreign_checkpoints.deepspeed import is_deepspeed, open_deepspeed
 from zero_runtime.deepspeed.live_engines import owned
 from zero_runtime.errors import CheckpointError, some
 from zero_runtime.tensor_source import TensorSource

@@ -17,7 +17,7 @@ from hydra.errors import CompactHydraException
 from hydra.plugins.launcher import Launcher
 
 if TYPE_CHECKING:
-    from orchestrator.commands.trials import Asked, Trial
+    from orchestrator.wings.optuna.trials import Asked, Trial
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class ZlabLauncher(Launcher):
         self._config: Any = None
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        from orchestrator.commands import trials
+        from orchestrator.wings.optuna import trials
 
         self._config = config
         problems = trials.problems(self._asked())
@@ -65,8 +65,8 @@ class ZlabLauncher(Launcher):
             raise CompactHydraException("\n".join(f"error: {problem}" for problem in problems))
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from orchestrator.commands import trials
         from orchestrator.config.strict import Refusal
+        from orchestrator.wings.optuna import trials
 
         Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)  # sweepers write their results there
         lines = [list(filter_overrides(line)) for line in job_overrides]
@@ -94,7 +94,7 @@ class ZlabLauncher(Launcher):
         return job
 
     def _asked(self) -> "Asked":
-        from orchestrator.commands import trials
+        from orchestrator.wings.optuna import trials
 
         hydra = self._config.hydra
         added = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]

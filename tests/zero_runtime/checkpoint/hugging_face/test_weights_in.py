@@ -16,12 +16,14 @@ from harness.ranks import run_alone, run_ranks
 from safetensors.torch import save_file
 
 from zero_runtime.checkpoint.files import WEIGHTS, WEIGHTS_INDEX
-from zero_runtime.checkpoint.hugging_face.source import Renamed, WeightsFolder, match_names
+from zero_runtime.checkpoint.hugging_face.names import match_names
+from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.errors import CheckpointError, PlanError
 from zero_runtime.initial_values import parameters_on_meta
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.tensor_source import Renamed
 from zero_runtime.world import world_size
 
 REPOSITORY = Path(__file__).resolve().parents[4]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_runtime import zero
+from zero_runtime.deepspeed import zero
 
 
 def __getattr__(name: str) -> Any:

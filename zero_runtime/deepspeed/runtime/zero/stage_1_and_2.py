@@ -2,6 +2,6 @@
 
 import sys
 
-from zero_runtime import zero
+from zero_runtime.deepspeed import zero
 
 sys.modules[__name__] = zero

@@ -1,0 +1,149 @@
+"""Whether one point is slower than another: the ratio of their times and the interval in which it lies. Pure.
+
+[Note: slower]
+This is the only rule: for the ties of a sweep, for `compare`, `choose`, costs and anchors. A point is slower if its
+rounds show that it is, and by more than what counts as equal: the interval of the ratio leaves out 1, and the ratio
+itself is above 1 + `equal`. Nobody chooses a setting for a difference of up to EQUAL. The interval is that of Student's
+t for the logarithms of the ratios (Welch's, with his degrees of freedom, for separate measurements): a bootstrap of few
+rounds lies within the rounds that there are. It leaves out a ratio of 1 that is true with the probability MISTAKEN on
+each side. Where several points are held against one, as the rivals of a sweep's best point, each further one is one
+more chance to leave an equal one behind, so each has its part of MISTAKEN (Bonferroni): that is the `family`. Ratios
+under a changing load have longer tails than normal ones, with which t declares less, not more.
+
+[Note: the same rounds]
+Two points that took turns met the same machine in a round. Their ratio in each round is free of what both met, so it is
+taken first. The rounds of separate measurements are independent.
+
+[Note: equal speed of the cores]
+Within a round the points run one after the other, and cores that are shared with another virtual machine change their
+speed within a second. Next to each step a rank times work that is always the same (worker/core_speed.py). If d is the
+logarithm of two points' ratio in a round and e that of their reference work, then d = a + b e is fitted to the rounds
+by least squares, and a is the logarithm of the ratio at equal speed of the cores: a control variate (Lavenberg and
+Welch, A perspective on the use of control variables to increase the efficiency of Monte Carlo simulations, Management
+Science 27 (1981), 322-335). It keeps the part 1 - R^2 of the variance. b is not set to 1, because the steps of several
+ranks also wait for each other; where the reference tells nothing, b is near 0 and the fit costs a factor of
+(n - 2) / (n - 3) in the variance. So it is used from CONTROLLED rounds on. The reference work has no speed of its own
+in a process: benchmarks/core_speed.py finds no more difference between processes than their rounds explain.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from orchestrator.rounds import recorded, student
+
+EQUAL = 0.01
+MISTAKEN = 0.01  # probability that a family calls any point slower that is not
+RANGE = f"{100 * (1 - 2 * MISTAKEN):g} % range"  # of a ratio that has no family
+
+
+class SpeedVerdict(Enum):
+    """What a comparison shows of its first point."""
+
+    slower = "slower"
+    faster = "faster"
+    same = "same"
+    unclear = "unclear"  # the interval holds both 1 and a difference that should be found
+
+
+class Comparison(NamedTuple):
+    """The time of one point by that of another, with its interval. See [Note: slower]."""
+
+    ratio: float
+    low: float
+    high: float
+    equal: float = EQUAL
+
+    @property
+    def verdict(self) -> SpeedVerdict:
+        """A difference of twice `equal` is found about as surely as none is reported, and `same` excludes it."""
+        line, found = 1 + self.equal, 1 + 2 * self.equal
+        if self.low > 1 and self.ratio > line:
+            return SpeedVerdict.slower
+        if self.high < 1 and self.ratio < 1 / line:
+            return SpeedVerdict.faster
+        return SpeedVerdict.same if 1 / found < self.low and self.high < found else SpeedVerdict.unclear
+
+    @property
+    def hidden(self) -> float:
+        """The relative difference up to which these rounds would show none."""
+        return max(self.equal, self.ratio / self.low - 1)
+
+    def times(self, factor: float) -> Comparison:
+        """The same of something that is proportional to the time, as a price is."""
+        return Comparison(self.ratio * factor, self.low * factor, self.high * factor, self.equal)
+
+
+def compare(
+    one: Mapping[str, Any],
+    other: Mapping[str, Any],
+    times: Callable[[Mapping[str, Any]], Sequence[float]] = recorded.ms_per_token,
+    *,
+    family: int = 1,
+    equal: float = EQUAL,
+) -> Comparison:
+    """The time of one result by that of another; each has at least LEAST rounds. times: of a result, in each round.
+
+    family: how many points are held against one, of which this is one; equal: up to which difference it is none.
+    """
+    pair = recorded.in_turns(one, other)
+    if pair is None:
+        return _comparison(_welch(*(list(map(math.log, times(result))) for result in (one, other))), family, equal)
+    return of_turns(times(pair.one), times(pair.other), pair.reference, family=family, equal=equal)
+
+
+def of_turns(
+    one: Sequence[float],
+    other: Sequence[float],
+    reference: Sequence[float] | None = None,
+    *,
+    family: int = 1,
+    equal: float = EQUAL,
+) -> Comparison:
+    """The same from the times of rounds in which both took turns. reference: the ratio of their reference work in each
+    round; see [Note: equal speed of the cores]."""
+    gaps = [math.log(mine / theirs) for mine, theirs in zip(one, other, strict=True)]
+    found = _of_turns(gaps) if reference is None else _at_equal_speed(gaps, list(map(math.log, reference)))
+    return _comparison(found, family, equal)
+
+
+class _Mean(NamedTuple):
+    """A mean of logarithms, its standard error and the degrees of freedom of that."""
+
+    mean: float
+    error: float
+    freedom: int
+
+
+def _comparison(found: _Mean, family: int, equal: float) -> Comparison:
+    spread = student.quantile(1 - MISTAKEN / family, found.freedom) * found.error
+    ratio, low, high = (math.exp(found.mean + part * spread) for part in (0, -1, 1))
+    return Comparison(ratio, low, high, equal)
+
+
+def _of_turns(gaps: Sequence[float]) -> _Mean:
+    return _Mean(statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps)), len(gaps) - 1)
+
+
+def _at_equal_speed(gaps: Sequence[float], cores: Sequence[float]) -> _Mean:
+    """The intercept of a line through rounds (d, e). See [Note: equal speed of the cores]."""
+    number, mean, center = len(gaps), statistics.mean(gaps), statistics.mean(cores)
+    spread = sum((e - center) ** 2 for e in cores)
+    slope = sum((d - mean) * (e - center) for d, e in zip(gaps, cores, strict=True)) / spread if spread else 0.0
+    left = sum((d - mean - slope * (e - center)) ** 2 for d, e in zip(gaps, cores, strict=True)) / (number - 2)
+    leverage = 1 / number + (center**2 / spread if spread else 0.0)
+    return _Mean(mean - slope * center, math.sqrt(left * leverage), number - 2)
+
+
+def _welch(above: Sequence[float], below: Sequence[float]) -> _Mean:
+    """Of a difference of two means; the degrees of freedom are rounded down."""
+    squares = [statistics.variance(side) / len(side) for side in (above, below)]
+    total = sum(squares)
+    shares = sum(square**2 / (len(side) - 1) for square, side in zip(squares, (above, below), strict=True))
+    least = min(len(above), len(below)) - 1  # Welch's are never fewer; rounding could say so
+    freedom = max(least, int(total * total / shares)) if shares else least
+    return _Mean(statistics.mean(above) - statistics.mean(below), math.sqrt(total), freedom)

@@ -1,0 +1,201 @@
+"""`zlab export RUN --to STACK`: a point as files with which DeepSpeed, FSDP2, Accelerate or the Trainer run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator.commands import named_sweep, verbs
+from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.compose import arguments
+from orchestrator.compose.line import composed
+from orchestrator.config.schema import MeasureKind, RunConfig, from_dict
+from orchestrator.config.strict import ConfigError, Refusal
+from orchestrator.exit_codes import OK
+from orchestrator.plan.point import Point
+from orchestrator.plan.points import judged
+from orchestrator.plan.rules.scene import here
+from orchestrator.records import sweep_record
+from orchestrator.records.record_file import require_json
+from orchestrator.report.screen import Screen, make_console
+from orchestrator.report.summary import Row
+from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
+from orchestrator.wings.foreign import deepspeed_export, fsdp2_export, launcher_export
+from orchestrator.wings.foreign.launcher_export import JSON_FILE, LINES_FILE, YAML_FILE
+
+FSDP2_FILE, ARGUMENTS_FILE = "fsdp2_parts.py", "trainer_arguments.txt"
+EXPORTED = "exported"
+
+
+@dataclass
+class Exported:
+    """The files by name, what the other stack does differently, and the lines that the user types or writes."""
+
+    files: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+    use: str = ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the files. Refusal: there is no such point, or the other stack cannot run it; nothing was written."""
+    asked, more = parser().parse_known_args(argv)
+    name, config = _point([*([] if asked.run is None else [asked.run]), *more], asked.output, asked.sweep)
+    if config.measure.kind is MeasureKind.eval:
+        raise Refusal([f"{name}: measure=eval trains nothing that another stack could run      fix: measure=quick"])
+    if config.steps() is None:
+        problem = f"{name}: the number of steps of train.epochs depends on the data, which are not exported"
+        raise Refusal([f"{problem}      fix: train.max_steps=1000 train.epochs=null"])
+    made = WRITERS[asked.to](config, f"{name}, exported by zero-lab")
+    folder = Path(asked.out) if asked.out else Path(asked.output) / EXPORTED / f"{name}-{asked.to}"
+    _write(folder, made.files)
+    screen = Screen(make_console(on_stderr=asked.json))
+    if asked.json:
+        files = {file: str((folder / file).absolute()) for file in made.files}
+        print(json.dumps({"point": name, "to": asked.to, "files": files, "use": made.use, "notes": made.notes}))
+    for note in made.notes:
+        screen.say(f"note: {note}")
+    rows = [Row("file", shown((folder / file).absolute())) for file in made.files]
+    back = (
+        [Row("back", f"{program()} import {shown((folder / JSON_FILE).absolute())}")] if JSON_FILE in made.files else []
+    )
+    screen.closing([*rows, Row("use", made.use), *back])
+    return OK
+
+
+def parser() -> VerbParser:
+    parser = verb_parser(
+        "export", "A point as the files with which DeepSpeed, FSDP2, Accelerate or transformers' Trainer run it."
+    )
+    parser.usage = (
+        f"{program()} export [-h] RUN | group=option ... --to {{{','.join(WRITERS)}}} [--out FOLDER] [--json]"
+    )
+    parser.epilog = f"example: {program()} export zero=stage3 precision=bf16 --to deepspeed"
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a point's label, a run's folder or an experiment file")
+    parser.add_argument("--to", choices=tuple(WRITERS), required=True)
+    parser.add_argument("--out", metavar="FOLDER", help="default: OUTPUT/exported/POINT-STACK")
+    parser.add_argument("--sweep", default="last", help="the sweep of a label; default: last")
+    parser.add_argument("--output", default=os.environ.get(OUTPUT, DEFAULT_OUTPUT), help="default: outputs")
+    add_json(parser)
+    return parser
+
+
+def _point(words: Sequence[str], output: str, sweep: str) -> tuple[str, RunConfig]:
+    """A name and the resolved configuration of what the words name."""
+    if not words:
+        raise Refusal(
+            [f"expected RUN: a point's label, a run's folder, an experiment file or settings; see {program()} list"]
+        )
+    first = Path(words[0])
+    if len(words) == 1 and first.suffix in (".yaml", ".yml") and first.is_file():
+        return first.stem, _composed(
+            ["--config-dir", str(first.absolute().parents[1]), f"experiment={first.stem}"]
+        ).config
+    if len(words) == 1 and first.is_dir():
+        return _recorded(first)
+    if any("=" in word or word.startswith("-") for word in words):
+        point = _composed(words)
+        return point.label, point.config
+    if len(words) > 1:
+        raise Refusal([f"expected one RUN, found {' '.join(words)}"])
+    return _labelled(words[0], output, sweep)
+
+
+def _composed(words: Sequence[str]) -> Point:
+    points, problems = judged(composed(arguments.split([*words])), here())
+    if problems or len(points) != 1 or not isinstance(points[0], Point):
+        raise Refusal(problems or [f"expected one point, found {len(points)}; give one value for each setting"])
+    return points[0]
+
+
+def _recorded(folder: Path) -> tuple[str, RunConfig]:
+    """The point of an attempt's folder, or of the newest attempt in a point's folder."""
+    attempts = sorted((one for one in (folder / "attempts").glob("*/config.json")), key=lambda path: path.parent.name)
+    file = next((path for path in (folder / "config.json", *reversed(attempts)) if path.is_file()), None)
+    if file is None:
+        raise Refusal([f"{folder}: expected a run's folder, with a config.json; see {program()} status"])
+    return folder.resolve().name, _read(file)
+
+
+def _read(file: Path) -> RunConfig:
+    try:
+        return from_dict(require_json(file))
+    except (ConfigError, TypeError) as error:
+        raise Refusal([f"{file}: {one}" for one in str(error).splitlines()]) from None
+
+
+def _labelled(label: str, output: str, sweep: str) -> tuple[str, RunConfig]:
+    try:
+        found = verbs.find_point(sweep_record.standings(named_sweep.find_sweep(output, sweep)), label)
+    except named_sweep.VerbError as error:
+        raise Refusal([str(error)]) from None
+    if found.attempt is not None:
+        return found.label, _read(found.attempt.config)
+    return found.label, _composed(list(found.planned.overrides)).config
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise Refusal(problems)
+
+
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _deepspeed(config: RunConfig, why: str) -> Exported:
+    _refuse(deepspeed_export.problems_of(config))
+    content = deepspeed_export.deepspeed_config(config)
+    files = {JSON_FILE: _json(content), LINES_FILE: launcher_export.lines_file(config, content, why)}
+    use = f"deepspeed --num_gpus {config.resources.ranks} train.py, with deepspeed.initialize as {LINES_FILE} shows it"
+    return Exported(files, deepspeed_export.notes_of(config), use)
+
+
+def _accelerate(config: RunConfig, why: str) -> Exported:
+    _refuse(launcher_export.launched_problems(config))
+    made = _deepspeed(config, why)
+    made.files[YAML_FILE] = launcher_export.accelerate_file(config)
+    made.use = f"accelerate launch --config_file {YAML_FILE} train.py"
+    return made
+
+
+def _trainer(config: RunConfig, _why: str) -> Exported:
+    problems = [*launcher_export.launched_problems(config), *launcher_export.trainer_problems(config)]
+    _refuse([*deepspeed_export.problems_of(config), *problems])
+    content = launcher_export.trainer_deepspeed(deepspeed_export.deepspeed_config(config))
+    line = shlex.join(launcher_export.trainer_arguments(config))
+    files = {JSON_FILE: _json(content), ARGUMENTS_FILE: f"{line}\n"}
+    notes = [*deepspeed_export.notes_of(config), *launcher_export.trainer_notes(config)]
+    return Exported(files, notes, f"torchrun --nproc-per-node {config.resources.ranks} train.py {line}")
+
+
+def _fsdp2(config: RunConfig, why: str) -> Exported:
+    _refuse(fsdp2_export.problems_of(config))
+    use = f"torchrun --nproc-per-node {config.resources.ranks} train.py, with from fsdp2_parts import shard, train_step"
+    return Exported({FSDP2_FILE: fsdp2_export.fsdp2_file(config, why)}, fsdp2_export.notes_of(config), use)
+
+
+WRITERS: dict[str, Callable[[RunConfig, str], Exported]] = {
+    "deepspeed": _deepspeed,
+    "fsdp2": _fsdp2,
+    "accelerate": _accelerate,
+    "trainer": _trainer,
+}
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    """Writes the files. Refusal if one is there with another content, which may be the user's work."""
+    taken = [name for name, text in files.items() if (folder / name).exists() and not _is(folder / name, text)]
+    if taken:
+        raise Refusal([f"{folder / name} is there, with another content      fix: --out FOLDER" for name in taken])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _is(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_bytes() == text.encode()

@@ -1,0 +1,122 @@
+"""`zlab export-weights CKPT OUT`: exports weights of a checkpoint as a Hugging Face folder, adapters for PEFT."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.exit_codes import FAILED
+from orchestrator.text.streams import complain
+from orchestrator.text.units import count, many, size
+from orchestrator.wings.pretrained.companions import write_companions
+
+if TYPE_CHECKING:
+    from zero_runtime.checkpoint.load import CheckpointReader
+    from zero_runtime.tensor_source import TensorSource
+
+DTYPES = ("bf16", "fp32")
+
+
+def main(words: Sequence[str]) -> int:
+    """0: OUT is complete. 1: it could not be written. Refusal: the arguments were wrong, nothing was written."""
+    asked = parser().parse_args(words)
+    checkpoint, out, dtype = asked.checkpoint, asked.out, asked.dtype
+    from zero_runtime.errors import CheckpointError
+
+    try:
+        _export(checkpoint, out, dtype)
+    except (CheckpointError, ImportError) as error:
+        complain(f"error: {error}")
+        return FAILED
+    return 0
+
+
+def parser() -> VerbParser:
+    parser = verb_parser("export-weights", "The weights of a checkpoint as a Hugging Face folder, adapters for PEFT.")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a checkpoint, or of several: the newest"
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="a folder to make")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
+    add_json(parser, "the output of export-weights is the folder OUT")
+    return parser
+
+
+def _export(path: Path, out: Path, dtype: str) -> None:
+    from zero_runtime.checkpoint.load import CheckpointReader  # imported here: it imports torch
+
+    path = _newest_in(path)
+    print(f"reading {path}", flush=True)
+    with CheckpointReader.open(path) as checkpoint:
+        config = checkpoint.index.trainer.get("config")
+        if config is None:
+            _export_of_engine(checkpoint, out, dtype)
+        elif config.get("adapter", {}).get("kind") == "lora":
+            _export_adapter(checkpoint, out, dtype, config)
+        else:
+            _export_model(checkpoint, out, dtype, config)
+
+
+def _newest_in(path: Path) -> Path:
+    """The newest checkpoint in a root of several, such as the folder of an engine's tag; else the path itself."""
+    from zero_runtime.checkpoint.retention import committed
+    from zero_runtime.errors import CheckpointError, some
+
+    steps = committed(path)
+    tags = [one.name for one in path.iterdir() if one.is_dir() and committed(one)] if path.is_dir() else []
+    if tags and not steps:
+        raise CheckpointError(f"{path}: expected one checkpoint, found folders of tags: {some(sorted(tags))}; take one")
+    return list(steps.values())[-1] if steps else path
+
+
+def _export_model(checkpoint: CheckpointReader, out: Path, dtype: str, config: dict[str, Any]) -> None:
+    weights = _write(checkpoint.state("master"), out, dtype)
+    print(f"{weights}; {write_companions(out, config, dtype)}")
+    _propose("AutoModelForCausalLM", out)
+
+
+def _export_of_engine(checkpoint: CheckpointReader, out: Path, dtype: str) -> None:
+    """A checkpoint of `engine.save_checkpoint`; it holds the model's configuration if the model had one."""
+    from zero_runtime.dtypes import TORCH_DTYPE
+
+    weights = _write(checkpoint.state("master"), out, dtype)
+    config = checkpoint.index.trainer.get("model_config")
+    if config is None:
+        print(f"{weights}; no config.json: the engine's model had none")
+        return
+    config = {**config, "dtype": str(TORCH_DTYPE[dtype]).removeprefix("torch.")}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    print(f"{weights}; config.json; no tokenizer: an engine's checkpoint has none")
+    _propose(config["architectures"][0], out)
+
+
+def _export_adapter(checkpoint: CheckpointReader, out: Path, dtype: str, config: dict[str, Any]) -> None:
+    from orchestrator.wings.pretrained import adapters
+
+    weights = _write(adapters.adapter_weights(checkpoint.state("master")), out, dtype, stem=adapters.ADAPTER)
+    settings, base = config["adapter"], config["model"]["path"]
+    adapters.save_adapter_config(
+        adapters.lora_config(settings["rank"], settings["alpha"], settings["targets"], base), out
+    )
+    print(f"{weights}; only the adapters")
+    print(f"next     peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('{base}'), '{out}')")
+
+
+def _write(source: TensorSource, out: Path, dtype: str, stem: str = "model") -> str:
+    """Writes the weights and describes them."""
+    from zero_runtime.checkpoint.hugging_face.folder import write_weights
+    from zero_runtime.dtypes import TORCH_DTYPE
+
+    written = write_weights(source, out, dtype=TORCH_DTYPE[dtype], stem=stem)
+    parameters = count(sum(math.prod(source.shape(name)) for name in source.names()))
+    return (
+        f"written: {out}: {parameters} parameters in {dtype}, {size(written.bytes)}, {many(len(written.files), 'file')}"
+    )
+
+
+def _propose(name: str, out: Path) -> None:
+    print(f"next     python -c \"from transformers import {name} as M; M.from_pretrained('{out}')\"")

@@ -1,0 +1,184 @@
+"""Measures points that a program proposes, such as a Hydra sweeper: lines of overrides in, values of metrics out.
+
+Each batch of lines is one sweep, so its points get slots, records and cached results like those of any other sweep.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from orchestrator.commands import sweep as sweep_command
+from orchestrator.compose import arguments
+from orchestrator.compose.composition import Composition
+from orchestrator.compose.labels import sweep_name
+from orchestrator.compose.line import composed
+from orchestrator.config.cluster import ClusterKind
+from orchestrator.config.schema import to_dict
+from orchestrator.config.strict import Refusal
+from orchestrator.plan.point import Point, Refused, Wishes, retry_states
+from orchestrator.plan.points import distinct, judged
+from orchestrator.plan.rules.scene import Scene, here
+from orchestrator.records import sweep_record
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import Standing
+from orchestrator.report import ranking
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Settings of every batch. rank_by: names in ranking.METRICS; the first one orders the table of a batch.
+
+    retry: states to run again, as for `--retry`.
+    flags: `--config-dir`, if the lines were composed with it. fixed: overrides that are the same in every line of every
+    batch and are therefore left out of a point's short name.
+    """
+
+    rank_by: tuple[str, ...] = (ranking.DEFAULT_METRIC,)
+    retry: str = ""
+    flags: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The outcome of one line: a value for each metric if all were measured, else None, and `message` says why."""
+
+    label: str
+    state: RunState
+    values: tuple[float, ...] | None = None
+    message: str = ""
+    folder: Path | None = None
+
+    @property
+    def fits_not(self) -> bool:
+        """Whether it is known that the point cannot run: out of memory, or refused."""
+        return self.state.answered and not self.state.measured
+
+
+def problems(asked: Asked) -> list[str]:
+    """Problems of the settings of every batch. Starts nothing."""
+    wrong = [problem for metric in asked.rank_by if (problem := ranking.metric_problem(metric))]
+    try:
+        retry_states(asked.retry) if asked.retry else None
+    except ValueError as error:
+        wrong.append(str(error))
+    return wrong
+
+
+def wrong_way(metrics: Sequence[str], direction: object) -> list[str]:
+    """Problems of search directions, before the search. `direction`: that of Optuna's sweeper, None for others.
+
+    The metrics themselves are returned to the sweeper, not their negatives where higher is better: negative speeds
+    would appear in every log and database of the study.
+    """
+    if direction is None:
+        return []
+    given = direction if isinstance(direction, Sequence) and not isinstance(direction, str) else [direction]
+    names = [found.name if isinstance(found, Enum) else str(found) for found in given]
+    right = ["maximize" if ranking.METRICS[metric].higher_first else "minimize" for metric in metrics]
+    fix = f"fix: hydra.sweeper.direction={right[0] if len(right) == 1 else '[' + ','.join(right) + ']'}"
+    wanted = " ".join(metrics)
+    if len(names) != len(metrics):
+        return [f"hydra.sweeper.direction: expected one for each of {wanted}, found {' '.join(names)}      {fix}"]
+    worst = [metric for metric, name, best in zip(metrics, names, right, strict=True) if name != best]
+    if not worst:
+        return []
+    return [f"hydra.sweeper.direction={','.join(names)} looks for the worst {' '.join(worst)}      {fix}"]
+
+
+def unfit_problems(metrics: Sequence[str], unfit: Sequence[object] | None) -> list[str]:
+    """Problems of the values that stand for a point that does not fit."""
+    if unfit is None or (len(unfit) == len(metrics) and all(isinstance(value, (int, float)) for value in unfit)):
+        return []
+    found = " ".join(map(str, unfit))
+    return [f"hydra.launcher.unfit: expected null or a number for each of {' '.join(metrics)}, found {found}"]
+
+
+def measure(lines: Sequence[Sequence[str]], asked: Asked) -> list[Trial]:
+    """One trial per line, in the order of the lines; returns when all have ended. Several lines may be the same point.
+
+    An interrupt cancels the batch and is raised again. Refusal: a line is not one point, or nothing can run from here.
+    """
+    scene = here()
+    if scene.world is not None:
+        raise Refusal(["a sweep starts its own processes: run it without torchrun or srun"])
+    axes = _axes(lines, asked.fixed)
+    outcomes = [_judged(composition, axes, scene) for composition in _composed(lines, asked)]
+    points = {_key(outcome): outcome for outcome in outcomes if isinstance(outcome, Point)}
+    labels = [point.label for point in distinct(list(points.values()))]
+    named = {key: replace(point, label=label) for (key, point), label in zip(points.items(), labels, strict=True)}
+    standings = _run(list(named.values()), sweep_name(axes, ()), asked, scene) if named else {}
+    return [
+        _trial(standings[named[_key(outcome)].label], asked.rank_by)
+        if isinstance(outcome, Point)
+        else _refused(outcome)
+        for outcome in outcomes
+    ]
+
+
+def _axes(lines: Sequence[Sequence[str]], fixed: Sequence[str]) -> tuple[str, ...]:
+    """The keys that every line sets, except those with a fixed value in every batch."""
+    keys = [[word.partition("=")[0].lstrip("+~") for word in line if word not in fixed] for line in lines]
+    return tuple(key for key in dict.fromkeys(keys[0]) if all(key in others for others in keys))
+
+
+def _composed(lines: Sequence[Sequence[str]], asked: Asked) -> list[Composition]:
+    """Each line as one point, not yet checked. Refusal: lists every line that is not one point."""
+    compositions: list[Composition] = []
+    wrong: list[str] = []
+    for line in lines:
+        try:
+            composition = composed(arguments.split([*asked.flags, "--", *line]))
+        except Refusal as refusal:
+            wrong += refusal.problems
+            continue
+        if len(composition.points) > 1:
+            wrong.append("a line that is proposed must be one point, and this is a sweep: leave out sweeps=")
+        # With a cluster the command sends the points and exits, so no process would wait for the results.
+        elif composition.points[0].values.get("cluster", {}).get("kind") == ClusterKind.slurm.value:
+            wrong.append("a sweeper waits for its answers, and cluster=slurm sends and leaves      fix: cluster=local")
+        compositions.append(composition)
+    if wrong:
+        raise Refusal(list(dict.fromkeys(wrong)))
+    return compositions
+
+
+def _judged(composition: Composition, axes: tuple[str, ...], scene: Scene) -> Point | Refused:
+    """The resolved point of one line, or the rules that it breaks."""
+    (outcome,), _ = judged(replace(composition, axes=axes), scene)
+    return outcome
+
+
+def _key(point: Point) -> str:
+    """The same key for lines that describe the same configuration."""
+    return json.dumps(to_dict(point.config), sort_keys=True)
+
+
+def _run(points: Sequence[Point], name: str, asked: Asked, scene: Scene) -> dict[str, Standing]:
+    """The state of each point after the sweep, by label. The caller can ask again, so no command is recorded."""
+    wishes = Wishes(retry=retry_states(asked.retry) if asked.retry else frozenset())
+    request = sweep_command.SweepRequest(name, tuple(points), (), wishes, asked.rank_by[0])
+    paths = sweep_command.run_quietly(request, scene.hardware)
+    return {standing.label: standing for standing in sweep_record.standings(paths)}
+
+
+def _trial(standing: Standing, metrics: Sequence[str]) -> Trial:
+    folder = standing.attempt.root if standing.attempt else None
+    result = standing.result()
+    if result is None:
+        return Trial(standing.label, standing.state, None, standing.message, folder)
+    read = {metric: ranking.METRICS[metric].read(result) for metric in metrics}
+    values = tuple(value for value in read.values() if value is not None)
+    if len(values) < len(read):
+        lacking = " or ".join(metric for metric, value in read.items() if value is None)
+        message = f"it was measured, but there is no {lacking} in its result"
+        return Trial(standing.label, standing.state, None, message, folder)
+    return Trial(standing.label, standing.state, values, standing.message, folder)
+
+
+def _refused(point: Refused) -> Trial:
+    return Trial(point.label, RunState.refused, None, "; ".join(map(str, point.broken)))

@@ -1,0 +1,128 @@
+"""The table of the page: a row for each point, a column for each setting that varies. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from orchestrator.report import extras, ranking
+from orchestrator.report.extras import ExtraColumn
+from orchestrator.report.losses import perplexity_texts
+from orchestrator.report.varied import Varied
+from orchestrator.text.units import ABSENT, change_text, difference, digits, loss, size
+from orchestrator.wings.page.report_points import ReportPoint
+
+Cell = tuple[object, str]  # the value to sort by, "" for none, and the text
+Read = Callable[[ReportPoint], float | None]
+NOTHING: Cell = ("", ABSENT)
+
+
+class Column(NamedTuple):
+    """A column. falls: its first click sorts the largest first. number: it is aligned to the right."""
+
+    title: str
+    cell: Callable[[ReportPoint], Cell]
+    number: bool = True
+    falls: bool = False
+
+
+def _place(point: ReportPoint) -> Cell:
+    return (point.number, point.place) if point.place else (point.number, ABSENT)
+
+
+def _speed(point: ReportPoint) -> Cell:
+    return NOTHING if point.speed is None else (point.speed, digits(point.speed))
+
+
+def _range(point: ReportPoint) -> Cell:
+    if point.speed_range is None:
+        return NOTHING
+    low, high = point.speed_range
+    return high - low, f"{digits(low)}-{digits(high)}"
+
+
+def _of_result(read: Read, text: Callable[[float], str]) -> Callable[[ReportPoint], Cell]:
+    def cell(point: ReportPoint) -> Cell:
+        value = None if point.result is None else read(point)
+        return NOTHING if value is None else (value, text(value))
+
+    return cell
+
+
+def _results_number(*keys: str) -> Read:
+    def read(point: ReportPoint) -> float | None:
+        value = point.result
+        for key in keys:
+            value = (value or {}).get(key)
+        return value  # type: ignore[return-value]
+
+    return read
+
+
+def _difference(point: ReportPoint) -> Cell:
+    predicted = point.predicted_components
+    if not predicted:
+        return NOTHING
+    held = sum(point.components[name] for name in predicted)
+    total = sum(predicted.values())
+    return (held / total - 1 if total else 0.0), difference(held, total)
+
+
+def _measured_at(point: ReportPoint) -> Cell:
+    when = point.entry.measured_at
+    if when is None or point.result is None:
+        return NOTHING
+    reused = ["reused", *ranking.made_with(point.entry)] if point.entry.is_reused else []
+    return when, ", ".join([time.strftime("%Y-%m-%d %H:%M", time.localtime(when)), *reused])
+
+
+def columns(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> list[Column]:
+    """All columns, in their order. Those of perplexity and of a peak on the device only where some point has one."""
+    best = max((point.speed for point in points if point.speed), default=0.0)
+    found = [
+        Column("place", _place),
+        Column("point", lambda point: (point.label, point.label), number=False),
+        Column("state", lambda point: (point.entry.state, point.entry.state), number=False),
+        *(Column(setting.name, _setting(setting), number=False) for setting in settings),
+        Column("tokens/s", _speed, falls=True),
+        Column("range", _range),
+        Column("vs best", _against(best), falls=True),
+        Column("step [ms]", _of_result(_results_number("throughput", "step_ms", "median"), digits)),
+        Column("states/rank", _of_result(lambda point: ranking.states_bytes(point.result or {}), size)),
+        Column("tensors/rank", _of_result(lambda point: sum(point.components.values()), size)),
+        Column("tensors vs predicted", _difference),
+        Column("peak/rank", _of_result(lambda point: ranking.peak_bytes(point.result or {}), size)),
+        Column("sent/step", _of_result(lambda point: ranking.sent_bytes(point.result or {}), size)),
+        Column("loss last", _of_result(_results_number("loss", "last"), loss)),
+        Column("loss held out", _of_result(_results_number("loss", "validation"), loss)),
+    ]
+    found += map(_extra, extras.columns([point.entry for point in points]))
+    texts = perplexity_texts({point.label: point.result for point in points})
+    if texts:
+        value = _results_number("loss", "perplexity")
+        found.append(Column("perplexity", lambda point: (value(point) or "", texts[point.label])))
+    others = _of_result(lambda point: point.entry.others_share, lambda share: f"{100 * share:.0f} %")
+    return [*found, Column("other load", others), Column("measured", _measured_at, number=False)]
+
+
+def _extra(extra: ExtraColumn) -> Column:
+    def cell(point: ReportPoint) -> Cell:
+        value = extra.values[point.number]
+        return NOTHING if value is None else (value, extra.text(value))
+
+    return Column(extra.title, cell)
+
+
+def _setting(setting: Varied) -> Callable[[ReportPoint], Cell]:
+    return lambda point: (setting.values[point.number], setting.values[point.number])
+
+
+def _against(best: float) -> Callable[[ReportPoint], Cell]:
+    def cell(point: ReportPoint) -> Cell:
+        if point.speed is None or not best:
+            return NOTHING
+        share = point.speed / best - 1
+        return share, "best" if share == 0 else change_text(1 + share)
+
+    return cell

@@ -1,0 +1,250 @@
+"""The report's pictures of relations: speed and memory, steps and loss, ranks and speed, settings and changes. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from orchestrator.report.varied import Varied
+from orchestrator.text.units import change_text, digits, many, size
+from orchestrator.wings.page.bar_figures import Figure
+from orchestrator.wings.page.charts import bars
+from orchestrator.wings.page.charts.bar_data import Bar, BarChart, BarPart
+from orchestrator.wings.page.charts.canvas import AxisUnit, LegendEntry, size_unit
+from orchestrator.wings.page.charts.effects import EffectRow, Panel, effects
+from orchestrator.wings.page.charts.palette import OTHERS, PAINTS, SERIES, SeriesStyle
+from orchestrator.wings.page.charts.planes import Dot, LineSeries, Plane, curves, scatter
+from orchestrator.wings.page.matched import changes, other_than, pareto, share, share_of_ranges
+from orchestrator.wings.page.report_points import ReportPoint, group_of, length
+from orchestrator.wings.page.scaling import WORDS, Scaling, scalings, world_of
+
+PERCENT = AxisUnit("%", 0.01)
+MOST_LEVELS = 12  # of a setting that are drawn
+MOST_CURVES = len(SERIES)  # with a style and a name of their own
+MOST_STEPS = 2000  # of a curve: more than a picture has columns
+PALE = SeriesStyle("grey", "circle")
+LEAST_SHARE = 0.001
+NOISE = PAINTS[-1]
+
+
+# ---- speed against memory -------------------------------------------------------------------------------------------
+
+
+def speed_and_memory(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> Figure | None:
+    """Each measured point, and the Pareto front; None with fewer than two."""
+    shown = [(point, point.speed, point.memory_bytes) for point in points]
+    places = [(point, speed, bytes_) for point, speed, bytes_ in shown if speed is not None and bytes_ is not None]
+    if len(places) < 2:
+        return None
+    styles, legend = _styles([point for point, _, _ in places], settings)
+    front = pareto([(bytes_, speed) for _, speed, bytes_ in places])
+    named = {at: places[at][0].label for at in (range(len(places)) if len(places) <= 10 else front)}
+    dots = [
+        Dot(
+            bytes_,
+            speed,
+            styles[at],
+            point.number,
+            named.get(at, ""),
+            point.speed_range,
+            f"{point.label}: {digits(speed)} tokens/s, {size(bytes_)}",
+        )
+        for at, (point, speed, bytes_) in enumerate(places)
+    ]
+    on_device = places[0][0].on_device
+    unit = size_unit(max(bytes_ for _, _, bytes_ in places))
+    plane = Plane(
+        "Speed against memory",
+        "peak of the device's allocator, largest over the ranks" if on_device else "counted tensors of a rank",
+        "speed of all ranks",
+        unit,
+        AxisUnit("tokens/s"),
+        legend,
+        front=tuple((places[at][2], places[at][1]) for at in front),
+    )
+    names = ", ".join(places[at][0].label for at in front[:8]) + (" and more" if len(front) > 8 else "")
+    caption = (
+        "Up and left is better. Dashed: the Pareto front, which are the points that no other beats in both speed and "
+        f"memory, by their medians: {names}."
+    )
+    return Figure("speed_and_memory", scatter(plane, dots), caption)
+
+
+def _styles(
+    points: Sequence[ReportPoint], settings: Sequence[Varied]
+) -> tuple[list[SeriesStyle], tuple[LegendEntry, ...]]:
+    """Colours by the first setting with few values, markers by the second; one style if there is none."""
+    few = [setting for setting in settings if len(setting.levels) <= len(SERIES)][:2]
+    plain = SERIES[0]
+    if not few:
+        return [plain] * len(points), ()
+    colours = {level: SERIES[at].colour for at, level in enumerate(few[0].levels)}
+    if len(few) == 1:
+        both = {level: SERIES[at] for at, level in enumerate(few[0].levels)}
+        legend = tuple(_sign(few[0], level, style) for level, style in both.items())
+        return [both[few[0].values[point.number]] for point in points], legend
+    markers = {level: SERIES[at].marker for at, level in enumerate(few[1].levels)}
+    legend = (
+        *(_sign(few[0], level, SeriesStyle(colour, "circle")) for level, colour in colours.items()),
+        *(_sign(few[1], level, SeriesStyle("ink", marker)) for level, marker in markers.items()),
+    )
+    found = [
+        SeriesStyle(colours[few[0].values[point.number]], markers[few[1].values[point.number]]) for point in points
+    ]
+    return found, legend
+
+
+def _sign(setting: Varied, level: str, style: SeriesStyle) -> LegendEntry:
+    return LegendEntry(f"{setting.name}={level}", style, with_line=False)
+
+
+# ---- learning -------------------------------------------------------------------------------------------------------
+
+
+def learning(points: Sequence[ReportPoint]) -> Figure | None:
+    """The loss of each step; None if no point recorded two."""
+    curved = [point for point in points if len(point.steps) > 1]
+    if not curved:
+        return None
+    tokens = {_tokens(point) for point in curved}
+    by_tokens = len(tokens) > 1
+    named = curved[:MOST_CURVES]
+    lines = [_curve(point, PALE, by_tokens=by_tokens) for point in curved[MOST_CURVES:]]
+    lines += [_curve(point, style, by_tokens=by_tokens) for point, style in zip(named, SERIES, strict=False)]
+    legend = [LegendEntry(point.label, style) for point, style in zip(named, SERIES, strict=False)]
+    more = len(curved) - len(named)
+    legend += [LegendEntry(f"{more} more", PALE)] if more else []
+    longest = max(x for line in lines for x, _ in line.points)
+    x_unit = AxisUnit("steps")
+    if by_tokens:
+        x_unit = AxisUnit("million tokens", 1e6) if longest > 2e6 else AxisUnit("tokens")
+    plane = Plane("Training loss", "trained on", "loss", x_unit, AxisUnit("nats a token"), tuple(legend))
+    caption = (
+        "The loss of each step, warm-up included, of the first rows of the table; a larger mark at the end is the loss "
+        "on held-out data. Curves of the same work lie on each other."
+    )
+    if any(len(point.steps) > MOST_STEPS for point in curved):
+        caption += f" Of a long training, at most {MOST_STEPS:,} steps, evenly spread."
+    if any(len(point.validations) > 1 for point in named):
+        caption += " Dotted: that loss during training."
+    if by_tokens:
+        caption += " The points differ in tokens per step, so the axis counts tokens."
+    return Figure("learning", curves(plane, lines), caption)
+
+
+def _tokens(point: ReportPoint) -> float:
+    return length(group_of(point.result, "batch").get("tokens_per_step"))
+
+
+def _curve(point: ReportPoint, style: SeriesStyle, *, by_tokens: bool) -> LineSeries:
+    factor = _tokens(point) if by_tokens else 1
+    every = -(-len(point.steps) // MOST_STEPS)
+    readings = [*point.steps[:-1:every], *point.steps[-1:]]
+    points = tuple((reading.step * factor, reading.loss) for reading in readings)
+    end = None if point.validation is None else (point.validation[0] * factor, point.validation[1])
+    held = tuple((step * factor, value) for step, value in point.validations)
+    return LineSeries(
+        point.label, points, style, point.number, end=end, beside=held, width=1.0 if style is PALE else 1.8
+    )
+
+
+# ---- scaling --------------------------------------------------------------------------------------------------------
+
+
+def scaling(points: Sequence[ReportPoint]) -> Figure | None:
+    """tokens/s of a rank against those of the smallest number of ranks; None if the number does not vary."""
+    series = scalings(points)
+    if not series:
+        return None
+    named = series[:MOST_CURVES]
+    lines = [_scaling_line(one, style) for one, style in zip(named, SERIES, strict=False)]
+    legend = tuple(LegendEntry(line.name, line.style) for line in lines)
+    worlds = sorted({world_of(point) for one in named for point in one.points})
+    plane = Plane(
+        "Scaling efficiency",
+        "number of ranks",
+        "tokens/s of a rank, of that of the baseline",
+        AxisUnit(""),
+        PERCENT,
+        legend,
+        y_from_zero=True,
+        x_marks=tuple((math.log2(world), str(world)) for world in worlds),
+        level=1.0,
+    )
+    kinds = "; ".join(dict.fromkeys(WORDS[one.kind] for one in named))
+    caption = "100 %: each rank is as fast as one of the baseline, which has the fewest ranks. "
+    caption += f"{kinds[:1].upper()}{kinds[1:]}."
+    caption += f" Not drawn: {len(series) - len(named)} more series." if len(series) > len(named) else ""
+    if any(one.threads_differ for one in named):
+        caption += " The threads of a rank differ between points, which changes the speed of a rank too."
+    return Figure("scaling", curves(plane, lines), caption)
+
+
+def _scaling_line(one: Scaling, style: SeriesStyle) -> LineSeries:
+    shares = [one.efficiency(point) for point in one.points]
+    places = tuple((math.log2(world_of(point)), share[1]) for point, share in zip(one.points, shares, strict=True))
+    name = f"{one.kind}: from {one.base.label}"
+    return LineSeries(name, places, style, spreads=tuple((low, high) for low, _, high in shares))
+
+
+# ---- what settings changed ------------------------------------------------------------------------------------------
+
+
+def main_effects(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> Figure | None:
+    """What each value of each setting changed in speed and memory; None if no two points are matched."""
+    speeds = [point.speed for point in points]
+    sizes = [float(point.memory_bytes) if point.memory_bytes else None for point in points]
+    rows = [row for setting in settings for row in _effect_rows(setting, settings, speeds, sizes)]
+    if not rows:
+        return None
+
+    def text(change: float) -> str:
+        return change_text(1 + change)
+
+    panels = (Panel("tokens/s", PERCENT, SERIES[0], text), Panel("memory of a rank", PERCENT, SERIES[1], text))
+    caption = (
+        "Pairs of points that differ in one setting alone, against its first value. Dot: the median change. Line: from "
+        "the smallest to the largest; a long one says that the change depends on the other settings, or is noise."
+    )
+    return Figure("main_effects", effects("What each setting changed", panels, rows), caption)
+
+
+def _effect_rows(
+    setting: Varied, settings: Sequence[Varied], speeds: Sequence[float | None], sizes: Sequence[float | None]
+) -> list[EffectRow]:
+    others, levels = other_than(settings, setting), setting.levels
+    by_speed, by_size = (changes(setting, others, values, levels[0]) for values in (speeds, sizes))
+    rows = []
+    for level in levels[1:]:
+        if level in by_speed:
+            both = (by_speed[level][:3], by_size[level][:3] if level in by_size else None)
+            rows.append(EffectRow(level, both, many(by_speed[level].pairs, "pair")))
+    if not rows:
+        return []
+    more = len(rows) - MOST_LEVELS
+    left_out = [EffectRow(f"and {many(more, 'value')} more")] if more > 0 else []
+    return [EffectRow(f"{setting.name}, against {levels[0]}", heading=True), *rows[:MOST_LEVELS], *left_out]
+
+
+def what_mattered(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> Figure | None:
+    """The share of each setting in the variance of speed; None with fewer than two settings that tell."""
+    speeds = [point.speed for point in points]
+    found = [(setting, share(setting, other_than(settings, setting), speeds)) for setting in settings]
+    known = sorted(((one, value) for one, value in found if value is not None), key=lambda pair: -pair[1])
+    if len(known) < 2:
+        return None
+    noise = share_of_ranges([point.speed_range for point in points], speeds)
+    shares = [(setting.name, value, OTHERS) for setting, value in known]
+    shares += [("ranges of the rows", noise, NOISE)] if noise is not None else []
+    rows = tuple(
+        Bar(name, (value,), note=f"{100 * value:.0f} %" if value >= LEAST_SHARE else "none", paint=paint)
+        for name, value, paint in shares
+    )
+    chart = BarChart("What mattered for speed", "share of the variance", PERCENT, (BarPart("share", OTHERS),), rows)
+    caption = (
+        "By how much tokens/s would still vary if all other settings were fixed, as a share of the variance of its "
+        "logarithm (Sobol's total index). Settings that act together are counted in each of them. Hatched: what points "
+        "would vary by if they differed by half of their ranges alone; a setting whose bar is no longer cannot be told "
+        "from noise."
+    )
+    return Figure("what_mattered", bars.picture_of(chart), caption)

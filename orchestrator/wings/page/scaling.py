@@ -1,0 +1,116 @@
+"""How throughput grows with the number of ranks, against the smallest number that was measured. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.wings.page.report_points import ReportPoint, group_of, length
+
+# Settings that follow the number of ranks: points that differ only in these are one series.
+FOLLOWING = {"resources": ("ranks", "nodes", "threads"), "batch": ("global_size", "accumulation", "micro")}
+MOST_RANKS = 10**9  # a damaged record may have any number
+WEAK, STRONG, MIXED = "weak", "strong", "mixed"
+WORDS = {
+    WEAK: "weak scaling: the batch of a rank is the same",
+    STRONG: "strong scaling: the batch of all ranks is the same",
+    MIXED: "neither the batch of a rank nor that of all ranks is the same",
+}
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Points that differ in their number of ranks, by that number. kind: a key of WORDS. base: the first of them."""
+
+    kind: str
+    points: tuple[ReportPoint, ...]
+
+    @property
+    def base(self) -> ReportPoint:
+        return self.points[0]
+
+    def efficiency(self, point: ReportPoint) -> tuple[float, float, float]:
+        """tokens/s of a rank as a share of that of a rank of the base, between the ends of its range."""
+        base, speed = self.base.speed, point.speed
+        assert base is not None
+        assert speed is not None
+        each = base / world_of(self.base) * world_of(point)
+        low, high = point.speed_range or (speed, speed)
+        return low / each, speed / each, high / each
+
+    @property
+    def threads_differ(self) -> bool:
+        """Whether ranks of these points have different numbers of threads, which changes their speed too."""
+        return len({group_of(point.entry.config, "resources").get("threads") for point in self.points}) > 1
+
+
+def world_of(point: ReportPoint) -> int:
+    """The number of ranks of a measured point, at least 1 and small enough to calculate with."""
+    assert point.result is not None
+    return min(max(int(point.result["world"]), 1), MOST_RANKS)
+
+
+def scalings(points: Sequence[ReportPoint]) -> list[Scaling]:
+    """The series of measured points that differ in nothing but the number of ranks and what follows it, the longest
+    first."""
+    groups: dict[str, list[ReportPoint]] = {}
+    for point in points:
+        if point.speed is not None and point.entry.config:
+            groups.setdefault(repr(_without_ranks(point.entry.config)), []).append(point)
+    found = []
+    for group in groups.values():
+        for kind, members in _split(group):
+            if len({world_of(point) for point in members}) > 1:
+                found.append(Scaling(kind, tuple(sorted(members, key=world_of))))
+    return sorted(found, key=lambda one: (-len(one.points), one.kind != WEAK))
+
+
+def _split(group: Sequence[ReportPoint]) -> list[tuple[str, list[ReportPoint]]]:
+    """The strong and the weak series of a group. With one point at each number of ranks, all of it is one series."""
+    by_all = _by(group, lambda point: length(group_of(point.result, "batch").get("tokens_per_step")))
+    by_rank = _by(group, lambda point: length(group_of(point.result, "batch").get("tokens_per_step")) / world_of(point))
+    strong = [members for members in by_all if _is_series(members)]
+    weak = [members for members in by_rank if _is_series(members)]
+    series = [*((STRONG, members) for members in strong), *((WEAK, members) for members in weak)]
+    if series:
+        return series
+    return [(MIXED, list(group))] if len({world_of(point) for point in group}) == len(group) else []
+
+
+def _by(group: Sequence[ReportPoint], key: Callable[[ReportPoint], float]) -> list[list[ReportPoint]]:
+    found: dict[float, list[ReportPoint]] = {}
+    for point in group:
+        found.setdefault(key(point), []).append(point)
+    return list(found.values())
+
+
+def _is_series(members: Sequence[ReportPoint]) -> bool:
+    worlds = [world_of(point) for point in members]
+    return len(worlds) > 1 and len(set(worlds)) == len(worlds)
+
+
+def _without_ranks(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without what follows the number of ranks."""
+    return {
+        group: {key: value for key, value in content.items() if key not in FOLLOWING[group]}
+        if group in FOLLOWING and isinstance(content, Mapping)
+        else content
+        for group, content in config.items()
+    }
+
+
+def baseline_text(points: Sequence[ReportPoint]) -> str:
+    """What the speeds can be compared with: whether a point without sharding and a point of one rank were measured."""
+    measured = [point for point in points if point.result is not None]
+    plain = [point.label for point in measured if _is_replicated(point)]
+    single = [point.label for point in measured if world_of(point) == 1]
+    texts = [
+        f"without sharding: {', '.join(plain[:3])}" if plain else "none without sharding (zero=stage0) was measured",
+        f"on one rank: {', '.join(single[:3])}" if single else "none on one rank was measured",
+    ]
+    return "; ".join(texts)
+
+
+def _is_replicated(point: ReportPoint) -> bool:
+    return group_of(point.entry.config, "zero").get("stage") == 0

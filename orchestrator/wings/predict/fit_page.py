@@ -1,0 +1,325 @@
+"""What `zlab fit` shows: the table of rows that fit, a table over numbers of ranks, and the arithmetic of one row."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from orchestrator.config import pretrained
+from orchestrator.config.lossy import lossy_words
+from orchestrator.config.schema import Device, to_dict
+from orchestrator.config.strict import Refusal, nearest
+from orchestrator.report.screen import Screen
+from orchestrator.report.summary import Row, Table
+from orchestrator.text.paths import program
+from orchestrator.text.units import ABSENT, count, digits, many, significant, size
+from orchestrator.wings.predict import fit_arithmetic
+from orchestrator.wings.predict import fit_rows as fit
+from orchestrator.wings.predict.fit_rows import Fit
+from orchestrator.wings.predict.moments import all_moments
+from orchestrator.wings.predict.prediction import hardware_name
+from orchestrator.wings.predict.speed import Speed
+from orchestrator.wings.profile import costs
+from zero_runtime.predict.memory.caching_allocator import AllocatorSettings
+
+# Columns in the order in which a narrow terminal leaves them out.
+DROPPED = ("tokens", "activations", "states", "reserved", "largest part", "closed form", "what exists")
+MACHINES = ("resources.ranks=", "resources.nodes=", "parallel.tp=", "parallel.sp=")
+COLUMNS = {
+    "ranks": "the number of ranks",
+    "tp": "the ranks that hold slices of one model (parallel.tp)",
+    "sp": "the ranks that hold parts of one sequence (parallel.sp)",
+}
+ROUGH = "~"
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+class Columns(NamedTuple):
+    """What the columns of a table are: ranks, or those of a tensor- or sequence-parallel group (tp, sp); and their
+    numbers."""
+
+    name: str
+    numbers: list[int]
+
+    def of(self, one: Fit) -> int:
+        """The column of a row's cell."""
+        parallel = one.config.parallel
+        return {"ranks": one.config.ranks, "tp": parallel.tp, "sp": parallel.sp}[self.name]
+
+    def row(self, one: Fit) -> str:
+        """The label without the number."""
+        return one.label.rpartition(f"-{self.name}")[0]
+
+
+class FitPage:
+    """The output of one command. words, flags: the overrides as typed and the flags that name a folder of options, for
+    the commands that it proposes."""
+
+    def __init__(self, screen: Screen, words: Sequence[str], flags: Sequence[str] = ()) -> None:
+        self._screen, self._words, self._flags = screen, list(words), list(flags)
+
+    def rows(self, fits: Sequence[Fit], *, show_all: bool) -> None:
+        """The rows that fit, and how many are not shown."""
+        best = fit.best(fits)
+        shown = list(fits) if show_all else best
+        self._screen.rows(_head(fits[0]))
+        if shown:
+            unit = _unit(max(one.peak.total for one in shown))
+            or_one = ", or at 1" if any(not one.micro for one in shown) else ""
+            self._say(f"bytes of one rank in {unit[0]}, at the largest micro-batch that fits{or_one}")
+            table = _table(shown, unit)
+            self._screen.table(table)
+            if any(ROUGH in cell for row in table.rows for cell in row):
+                self._screen.say(f"tokens/s: of all ranks; {ROUGH} roughly, from the data sheet, see docs/speed.md")
+        self._close(fits, best, shown)
+
+    def by_number(self, fits: Sequence[Fit], over: Columns, *, show_all: bool) -> None:
+        """One row for each setting, one column for each number: the largest micro-batch."""
+        best = fit.best(fits)
+        shown = list(fits) if show_all else best
+        self._screen.rows(_head(fits[0], over_ranks=over.name == "ranks"))
+        cells = {(over.row(one), over.of(one)): _micro(one) for one in fits}
+        names = dict.fromkeys(over.row(one) for one in shown)
+        self._say(f"the largest micro-batch of a rank, by {COLUMNS[over.name]}")
+        rows = tuple((name, *(cells.get((name, number), ABSENT) for number in over.numbers)) for name in names)
+        self._screen.table(Table(("row", *map(str, over.numbers)), rows))
+        if left := len({over.row(one) for one in fits} - set(names)):
+            self._say(f"{many(left, 'row')} not shown: others fit as much with less to do; --all shows them")
+        first = (best or [_nearest(fits)])[0]
+        machines = [word for word in first.overrides if word.startswith(MACHINES) and word not in self._words]
+        self._propose([replace(first, label=over.row(first))], machines)
+
+    def explain(self, one: Fit) -> None:
+        """The arithmetic of one row: each part of the peak, what libraries take, and what is left."""
+        at = f"micro-batch {one.micro}" if one.micro else "micro-batch 1, which does not fit"
+        self._screen.rows(_head(one))
+        self._screen.rows([Row("letters", fit_arithmetic.letters(one))])
+        self._say(f"{one.label}, {at}: the most bytes exist {one.peak.when}")
+        header = ("part", "arithmetic", "closed form", "at that moment")
+        parts = [
+            (name, text, ABSENT if expected is None else size(expected), size(counted))
+            for name, text, expected, counted in fit_arithmetic.walk(one)
+        ]
+        total = ("tensors", "", "", size(one.peak.total))
+        self._screen.table(Table(header, (*parts, total), names=2, drops=DROPPED))
+        self._screen.console.print()
+        self._screen.rows(_after(one))
+        if moments := _outside(one):
+            self._say("outside a step: the most bytes of one rank")
+            self._screen.table(moments)
+        self._propose_run([one] if one.micro else [])
+
+    def _say(self, text: str) -> None:
+        self._screen.console.print()
+        self._screen.say(text, "bold")
+
+    def _close(self, fits: Sequence[Fit], best: Sequence[Fit], shown: Sequence[Fit]) -> None:
+        not_fitting = [one for one in fits if not one.micro]
+        needless = len(fits) - len(not_fitting) - len(best)
+        rows = []
+        if needless and len(shown) < len(fits):
+            rows.append(Row("not shown", f"{needless} that fit no more with at least as much to do; --all shows them"))
+        if not_fitting:
+            nearest = _nearest(not_fitting)
+            others = f", {nearest.label}" if len(not_fitting) > 1 else ""
+            rows.append(Row("do not fit", f"{len(not_fitting)}; the nearest{others}: {nearest.reason}"))
+            hosts = [one for one in not_fitting if one.host_lacks and one is not nearest]
+            if hosts:
+                rows.append(Row("", f"{len(hosts)} for the host's memory: {hosts[0].label} {hosts[0].reason}"))
+        if rows:
+            self._screen.console.print()
+            self._screen.rows(rows)
+        if any(one.capped for one in shown):
+            self._screen.say("+: the largest that was tried")
+        for one in [one for one in shown if one.most_micro > one.micro][:1]:
+            self._screen.say(
+                f"{_micro(one)}: {one.most_micro} fits if CUDA, cuBLAS and NCCL take the least of their range"
+            )
+        self._propose(best or [_nearest(not_fitting)])
+
+    def _propose(self, best: Sequence[Fit], more: Sequence[str] = ()) -> None:
+        explained = [Row("explain", f"{program()} {self._line(*more, '--explain', one.label)}") for one in best[:1]]
+        self._propose_run(best, explained)
+
+    def _propose_run(self, best: Sequence[Fit], rows: Sequence[Row] = ()) -> None:
+        # A folder without weights suffices here, but not for a run.
+        runs = [one for one in best[:1] if one.micro and pretrained.problem(one.config.model) is None]
+        plans = [Row("plan", f"{program()} {shlex.join([*_settings(one), *self._flags, '--plan'])}") for one in runs]
+        self._screen.closing([*rows, *plans])
+
+    def _line(self, *more: str) -> str:
+        return shlex.join(["fit", *self._words, *self._flags, *more])
+
+
+class Labelled(Protocol):
+    """A row of a table that `--explain` names."""
+
+    @property
+    def label(self) -> str: ...
+
+
+AnyRow = TypeVar("AnyRow", bound=Labelled)
+
+
+def named(rows: Sequence[AnyRow], label: str) -> AnyRow:
+    """The row with this label. Refusal, with the nearest label, if there is none."""
+    for one in rows:
+        if one.label == label:
+            return one
+    near = nearest(label, [one.label for one in rows])
+    hint = f" Did you mean '{near}'?" if near else ""
+    raise Refusal([f"there is no row '{label}'.{hint}      rows: {' '.join(one.label for one in rows)}"])
+
+
+def _head(one: Fit, *, over_ranks: bool = False) -> list[Row]:
+    """The model and the machine."""
+    config, node = one.config, one.config.hardware
+    numel = one.memory.full_numel(trainable=True) + one.memory.full_numel(trainable=False)
+    model = f"{config.model.name}, {count(numel)} parameters, sequences of {config.batch.seq:,} tokens"
+    precision = f"parameters {config.precision.dtypes.param}, {config.optimizer.rule.kind}"
+    accumulation = config.batch.accumulation
+    precision += f", {accumulation} micro-batches a step" if accumulation > 1 else ""
+    where = node.name if node.is_described else "this machine"
+    on_cpu = config.resources.device is Device.cpu
+    at = "" if over_ranks else f"{many(config.resources.ranks, 'rank')} on {many(config.resources.nodes, 'node')}, "
+    taken = f"; CUDA, cuBLAS and NCCL take {size(one.overhead.least)} to {size(one.overhead.most)}"
+    memory = "" if over_ranks and on_cpu else f"{size(one.limit_bytes)} for a rank"
+    rows = [
+        Row("model", f"{model}; {precision}"),
+        Row("machine", f"{where}: {at}{memory}{taken if one.overhead.most and not over_ranks else ''}"),
+    ]
+    if lossy := ", ".join(lossy_words(to_dict(config))):
+        rows.append(Row("lossy", f"{lossy} in every row"))
+    if on_cpu and not node.is_described:
+        rows.append(Row("note", "these are CPU ranks; name a GPU to see what fits there: hardware=a100_80gb"))
+    return rows
+
+
+def _nearest(fits: Sequence[Fit]) -> Fit:
+    """Of rows that do not fit, the one with the lowest peak among those that the host has enough memory for."""
+    return min(fits, key=lambda one: (one.host_lacks, one.peak.total))
+
+
+def _unit(largest: int) -> tuple[str, int]:
+    return next((unit for unit in UNITS if largest >= unit[1]), UNITS[-1])
+
+
+def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
+    header: tuple[str, ...] = ("row", "micro", "tokens", "tokens/s", "peak", "states", "activations", "reserved")
+    header += ("host", "scratch", "sent", "largest part")
+    hardware = hardware_name(fits[0].config)
+    configs = [to_dict(one.config) for one in fits]
+    cost = costs.column_name({price.currency for config in configs if (price := costs.price_of(config))})
+    header = (*header[:4], cost, *header[4:])
+
+    def sized(nbytes: int) -> str:
+        return digits(nbytes / unit[1]) if nbytes else ABSENT
+
+    rows: list[tuple[str, ...]] = [
+        (
+            one.label,
+            _micro(one),
+            f"{one.tokens:,}" if one.micro else ABSENT,
+            _per_second(speed := one.speed(hardware)),
+            _cost(config, speed),
+            sized(one.peak.total),
+            sized(sum(one.peak.states.values())),
+            sized(one.peak.activations),
+            ABSENT if one.reserved is None else sized(one.reserved.reserved),
+            sized(one.host_bytes),
+            sized(one.scratch_bytes),
+            sized(one.sent_bytes),
+            one.binds if one.micro else "host memory" if one.host_lacks else one.binds,
+        )
+        for one, config in zip(fits, configs, strict=True)
+    ]
+    for name in ("scratch", "host", "reserved", cost, "tokens/s"):  # without offload, on CPU ranks, or not known
+        at = header.index(name)
+        if all(row[at] == ABSENT for row in rows):
+            header = (*header[:at], *header[at + 1 :])
+            rows = [(*row[:at], *row[at + 1 :]) for row in rows]
+    return Table(header, tuple(rows), drops=DROPPED)
+
+
+def _cost(config: Mapping[str, Any], speed: Speed | None) -> str:
+    """What a billion tokens would cost; marked if the speed is a rough estimate."""
+    cost = costs.predicted_cost(config, speed.tokens_per_second if speed else None)
+    return ABSENT if cost is None or speed is None else f"{ROUGH if speed.rough else ''}{significant(cost)}"
+
+
+def _per_second(speed: Speed | None) -> str:
+    """Tokens of all ranks per second; marked if they are a rough estimate."""
+    if speed is None:
+        return ABSENT
+    return f"{ROUGH if speed.rough else ''}{speed.tokens_per_second:,.0f}"
+
+
+def _micro(one: Fit) -> str:
+    if one.capped:
+        return f"{one.micro}+"
+    if one.micro == one.most_micro:
+        return str(one.micro) if one.micro else ABSENT
+    return f"{one.micro}-{one.most_micro}"
+
+
+def _settings(one: Fit) -> list[str]:
+    """The words of a run of the row."""
+    return [*(word for word in one.overrides if not word.startswith("-")), f"batch.micro={one.micro}"]
+
+
+def _after(one: Fit) -> list[Row]:
+    """What follows from the peak: the memory in use, the limit, what the next micro-batch needs, other memory."""
+    least, most = one.used_bytes
+    rows = []
+    if one.overhead.most:
+        libraries = f"{size(one.overhead.least)} to {size(one.overhead.most)}"
+        communicators = many(one.overhead.communicators, "communicator")
+        rows.append(Row("libraries", f"{libraries}: CUDA, cuBLAS and {communicators} of NCCL"))
+    if reserved := _reserved(one):
+        rows.append(Row("reserved", reserved))
+    used = dict.fromkeys((size(least), size(most)))
+    rows.append(Row("used", " to ".join(used)))
+    left = one.limit_bytes - most
+    spare = f"{size(left)} are left" if left >= 0 else f"{size(-left)} too few"
+    rows.append(Row("limit", f"{size(one.limit_bytes)}: {spare}"))
+    larger = one.memory.peak(one.micro + 1) if one.micro else None
+    if larger is not None:
+        need = larger.total + one.overhead.most
+        rows.append(Row("one more", f"micro-batch {one.micro + 1} would use up to {size(need)}"))
+    if one.host_bytes:
+        node = f"{one.ranks_per_node} ranks of a node: {size(one.host_bytes * one.ranks_per_node)}"
+        limit = f" of {size(one.host_limit_bytes)}" if one.host_limit_bytes is not None else ""
+        rows.append(Row("host memory", f"{size(one.host_bytes)} of each rank; {node}{limit}"))
+    if one.scratch_bytes:
+        rows.append(Row("scratch file", f"{size(one.scratch_bytes)} of each rank"))
+    if one.sent_bytes:
+        rows.append(Row("sent", f"{size(one.sent_bytes)} by each rank in a step: {fit_arithmetic.sent(one)}"))
+    if one.reason:
+        rows.append(Row("does not fit", one.reason))
+    return rows
+
+
+def _outside(one: Fit) -> Table | None:
+    """The moments outside of steps. The host's bytes are in addition to the device's, also on a CPU."""
+    header = ("moment", "what exists", "device", "host", "host of a node")
+    rows = []
+    for moment in all_moments(one.memory):
+        of_node = moment.host * (1 if moment.alone else one.ranks_per_node)
+        too_much = [f"more than {size(one.limit_bytes)}"] * (moment.device + one.overhead.most > one.limit_bytes)
+        if one.host_limit_bytes is not None and of_node > one.host_limit_bytes:
+            too_much.append(f"more than the node's {size(one.host_limit_bytes)}")
+        cells = [size(count) if count else ABSENT for count in (moment.device, moment.host, of_node)]
+        rows.append((moment.name, "; ".join([moment.why, *too_much]), *cells))
+    return Table(header, tuple(rows), names=2, drops=DROPPED) if rows else None
+
+
+def _reserved(one: Fit) -> str:
+    """What torch's allocator takes from CUDA for the tensors, if no limit makes it return what it caches."""
+    if (grown := one.reserved) is None:
+        return ""
+    plain = one.memory.reserved(max(one.micro, 1), AllocatorSettings(expandable=False))
+    assert plain is not None
+    text = f"{size(grown.reserved)} by torch's allocator with expandable segments, as in runs"
+    return f"{text}; {size(plain.reserved)} without"

@@ -1,0 +1,289 @@
+"""Which settings of a model fit onto a GPU, and with how large a micro-batch: the rows of `zlab fit`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from orchestrator.config.schema import Device, LossKind, RunConfig
+from orchestrator.text.units import size
+from orchestrator.wings.predict.moments import all_moments, met, on_device, worst
+from orchestrator.wings.predict.speed import Speed, speed_of
+from orchestrator.wings.predict.step import ConfigMemory, with_micro
+from orchestrator.wings.predict.target import Target
+from zero_runtime.predict.memory.caching_allocator import AllocatorSettings
+from zero_runtime.predict.memory.counted_unit import (
+    COMPONENTS,
+    GATHERED,
+    GRADS,
+    OPTIMIZER,
+    PARAMS,
+    TRANSFERS,
+    WHOLE_GRADS,
+)
+from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
+from zero_runtime.predict.memory.reserved import Reserved
+from zero_runtime.predict.memory.step_memory import Peak
+
+STATES = {
+    PARAMS: "parameters",
+    OPTIMIZER: "optimizer",
+    GRADS: "gradients",
+    GATHERED: "gathered parameters",
+    WHOLE_GRADS: "unreduced gradients",
+    TRANSFERS: "shards in transfer",
+}
+BLOCKS, OUTSIDE, BACKWARD = "blocks", "head and loss", "backward"
+INPUTS, BUFFERS = "token ids", "buffers"
+# How much each kind computes again in the backward.
+RECOMPUTED = {"none": 0, "by_operation": 1, "every_nth": 1, "full": 2}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One configuration on one kind of node.
+
+    group: the settings other than those that are compared with each other; rows of different groups do not exclude each
+    other. limit_bytes: the memory that a rank may allocate from; overhead: what libraries take of it. micro: the
+    largest micro-batch that fits with the most that they take; 0 if none does. most_micro: the largest that may fit,
+    with the least. capped: every traced micro-batch fits. peak: of the worst moment at `micro`, or at 1 if none fits.
+    host_bytes, scratch_bytes: of one rank at that micro-batch, offloaded and for the copy of the last save.
+    host_limit_bytes: host memory of a node with `ranks_per_node` ranks; None if it is not known, or is what the ranks
+    compute in.
+    """
+
+    label: str
+    overrides: tuple[str, ...]
+    group: tuple[str, ...]
+    memory: ConfigMemory
+    limit_bytes: int
+    overhead: DeviceOverhead
+    micro: int
+    most_micro: int
+    capped: bool
+    peak: Peak
+    host_bytes: int
+    scratch_bytes: int
+    sent_bytes: int
+    ranks_per_node: int = 1
+    host_limit_bytes: int | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        return self.memory.config
+
+    def speed(self, hardware: str) -> Speed | None:
+        """The predicted speed at the largest micro-batch, on this machine (`hardware`) or on described hardware; None
+        also if none fits."""
+        if not self.micro:
+            return None
+        return speed_of(replace(self.memory, config=with_micro(self.config, self.micro)), hardware)
+
+    @cached_property
+    def reserved(self) -> Reserved | None:
+        """What torch's allocator, with expandable segments as in runs, reserves on a GPU; None on a CPU. It replays
+        every tensor of three steps, so that only rows that are shown should ask."""
+        if self.config.resources.device is not Device.cuda:
+            return None
+        return self.memory.reserved(max(self.micro, 1), AllocatorSettings(expandable=True))
+
+    @property
+    def used_bytes(self) -> tuple[int, int]:
+        """The memory of the device in use at the peak, at least and at most."""
+        return self.peak.total + self.overhead.least, self.peak.total + self.overhead.most
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch of a rank; 0 if none fits."""
+        return self.micro * self.config.batch.seq
+
+    @property
+    def binds(self) -> str:
+        """The largest part of the peak, in words."""
+        name, _ = max(parts(self.peak), key=lambda part: part[1])
+        return name
+
+    @property
+    def host_lacks(self) -> bool:
+        """Whether a node has not enough host memory for what its ranks keep there in steps."""
+        return self.host_limit_bytes is not None and self.host_bytes * self.ranks_per_node > self.host_limit_bytes
+
+    @property
+    def reason(self) -> str:
+        """Why no micro-batch is sure to fit; empty if one is."""
+        if self.micro:
+            return ""
+        if self.host_lacks:
+            kept = f"{self.ranks_per_node} x {size(self.host_bytes)}"
+            total = size(self.host_bytes * self.ranks_per_node)
+            return f"keeps {kept} = {total} in a node's host memory of {size(self.host_limit_bytes)}"
+        if self.used_bytes[1] <= self.limit_bytes and (outside := self._outside_reason):
+            return outside
+        _, largest = max(parts(self.peak), key=lambda part: part[1])
+        used = f"micro-batch 1 uses up to {size(self.used_bytes[1])} of {size(self.limit_bytes)}"
+        return f"{used}, most of it {self.binds} ({size(largest)})"
+
+    @property
+    def _outside_reason(self) -> str:
+        """The moment outside of steps that a run meets and that does not fit; empty if all do."""
+        shared = self.config.resources.device is not Device.cuda
+        moments = met(self.memory).outside
+        if (most := worst(moments, shared=shared)) is not None:
+            needed = on_device(most, shared=shared) + self.overhead.most
+            if needed > self.limit_bytes:
+                return f"{most.name} uses up to {size(needed)} of {size(self.limit_bytes)} ({most.why})"
+        host = max(moments, key=lambda one: one.host, default=None)
+        if host is None or self.host_limit_bytes is None or host.host * self.ranks_per_node <= self.host_limit_bytes:
+            return ""
+        of_node = f"{self.ranks_per_node} x {size(host.host)}"
+        return f"{host.name} uses {of_node} of a node's host memory of {size(self.host_limit_bytes)} ({host.why})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for other programs."""
+        return {
+            "label": self.label,
+            "overrides": list(self.overrides),
+            "ranks": self.config.resources.ranks,
+            "tp": self.config.parallel.tp,
+            "sp": self.config.parallel.sp,
+            "micro": self.micro,
+            "micro_at_most": self.most_micro,
+            "micro_capped": self.capped,
+            "reason": self.reason,
+            "limit_bytes": self.limit_bytes,
+            "used_bytes_least": self.used_bytes[0],
+            "used_bytes_most": self.used_bytes[1],
+            "peak_bytes": self.peak.total,
+            "peak_when": self.peak.when,
+            "peak_parts_bytes": dict(parts(self.peak)),
+            "binds": self.binds,
+            "host_bytes_per_rank": self.host_bytes,
+            "host_limit_bytes_per_node": self.host_limit_bytes,
+            "scratch_bytes_per_rank": self.scratch_bytes,
+            "sent_bytes_per_step": self.sent_bytes,
+            "outside_step_bytes": {
+                moment.name: {"device": moment.device, "host": moment.host} for moment in all_moments(self.memory)
+            },
+        }
+
+
+def parts(peak: Peak) -> list[tuple[str, int]]:
+    """What the peak consists of, in words, without parts of no bytes."""
+    found = [(STATES[name], peak.states.get(name, 0)) for name in COMPONENTS]
+    found += [(BLOCKS, peak.blocks), (OUTSIDE, peak.outside), (BACKWARD, peak.backward)]
+    found += [(INPUTS, peak.inputs), (BUFFERS, peak.buffers)]
+    return [(name, count) for name, count in found if count]
+
+
+def fit_of(
+    label: str,
+    overrides: Sequence[str],
+    memory: ConfigMemory,
+    target: Target,
+    overhead: DeviceOverhead = NO_OVERHEAD,
+    group: Sequence[str] = (),
+) -> Fit | None:
+    """How large a micro-batch of the configuration fits; None if its activations could not be counted.
+
+    target.device_bytes must be known.
+    """
+    assert target.device_bytes is not None
+    limit = target.device_bytes // target.ranks_share
+    # The host's memory is compared where it is not what the ranks compute in.
+    host_limit = target.host_bytes if target.device is Device.cuda else None
+    room = _Room(memory, limit, target.ranks_per_node, host_limit, shared=target.device is not Device.cuda)
+    micro, most = (room.largest(taken) for taken in (overhead.most, overhead.least))
+    peak = memory.peak(max(micro, 1))
+    if peak is None:
+        return None
+    return Fit(
+        label,
+        tuple(overrides),
+        tuple(group),
+        memory,
+        limit,
+        overhead,
+        micro,
+        most,
+        micro == memory.highest_traced,
+        peak,
+        room.host_bytes(max(micro, 1)),
+        memory.away().scratch,
+        replace(memory, config=with_micro(memory.config, max(micro, 1))).sent_bytes(),
+        target.ranks_per_node,
+        host_limit,
+    )
+
+
+class _Room:
+    """Which micro-batches of a configuration fit. limit: bytes that a rank may use. host_limit: bytes of a node's host
+    memory, for `ranks` ranks; None if it is not compared. shared: the ranks compute in host memory."""
+
+    def __init__(self, memory: ConfigMemory, limit: int, ranks: int, host_limit: int | None, *, shared: bool) -> None:
+        self._memory, self._limit, self._ranks, self._host_limit = memory, limit, ranks, host_limit
+        self._shared = shared
+        self._outside, self._kept = met(memory)
+
+    def largest(self, taken: int) -> int:
+        """The largest micro-batch that fits if libraries take this much of the limit; 0 if none does, or if a moment
+        outside of steps that the run meets does not."""
+        room = self._limit - taken
+        if any(on_device(one, shared=self._shared) > room for one in self._outside):
+            return 0
+        if any(self._exceeds(one.host) for one in self._outside):
+            return 0
+        micro = self._memory.largest(room - (self.host_bytes(1) if self._shared else 0))
+        if micro == 0 or not self._exceeds(self.host_bytes(micro)):
+            return micro
+        fits, exceeds = 0, micro
+        while exceeds - fits > 1:
+            middle = (fits + exceeds) // 2
+            fits, exceeds = (fits, middle) if self._exceeds(self.host_bytes(middle)) else (middle, exceeds)
+        return fits
+
+    def host_bytes(self, micro: int) -> int:
+        """Of a rank's host memory in steps with this micro-batch: offloaded, and the copy of the last save."""
+        return self._memory.host_bytes(micro) + self._kept
+
+    def _exceeds(self, host: int) -> bool:
+        return self._host_limit is not None and host * self._ranks > self._host_limit
+
+
+def order(fits: Sequence[Fit]) -> list[Fit]:
+    """The rows that fit first, and among them those whose step has the least to do in addition to the model's own work:
+    copies to the host, then recomputation, then data to send. The larger micro-batch first among equals."""
+    return sorted(fits, key=_cost)
+
+
+def _cost(fit: Fit) -> tuple[Any, ...]:
+    offloads = (fit.host_bytes > 0) + (fit.scratch_bytes > 0)
+    recomputed = RECOMPUTED[str(fit.config.recompute.kind)]
+    return (fit.micro == 0, offloads, recomputed, fit.sent_bytes, -fit.micro, _is_tiled(fit))
+
+
+def _is_tiled(fit: Fit) -> bool:
+    return fit.config.loss.kind is LossKind.tiled
+
+
+def best(fits: Sequence[Fit]) -> list[Fit]:
+    """The rows that fit, without each row for which another fits at least as large a micro-batch and has at most as
+    much to do: bytes offloaded and sent, and operations computed again. Of equal rows the first is kept."""
+    fitting = [(one, _burdens(one)) for one in fits if one.micro]
+    return [
+        one
+        for place, (one, mine) in enumerate(fitting)
+        if not any(
+            other.group == one.group
+            and all(a <= b for a, b in zip(theirs, mine, strict=True))
+            and (theirs != mine or before < place)
+            for before, (other, theirs) in enumerate(fitting)
+            if before != place
+        )
+    ]
+
+
+def _burdens(fit: Fit) -> tuple[int, ...]:
+    recomputed = RECOMPUTED[str(fit.config.recompute.kind)]
+    return (-fit.micro, fit.host_bytes, fit.scratch_bytes, fit.sent_bytes, recomputed, int(_is_tiled(fit)))

@@ -1,0 +1,203 @@
+"""Predicts the memory of points before they run, with zero_runtime's memory model and its counts of activations.
+
+The module is the `Predictor` of plans (orchestrator/plan/predictor.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from orchestrator.compose.folders import CONF
+from orchestrator.config.parallel import Parallel
+from orchestrator.config.schema import AdapterKind, Device, RunConfig, to_dict
+from orchestrator.machine import hardware
+from orchestrator.plan.point import Point
+from orchestrator.plan.predictor import NOT_ASKED, Prediction, Tell
+from orchestrator.wings.predict import memory_cache, remedies
+from orchestrator.wings.predict.counting_child import Answer
+from orchestrator.wings.predict.memory_cache import activations_key, units_key
+from orchestrator.wings.predict.moments import Met, met
+from orchestrator.wings.predict.point_prediction import PointPrediction
+from orchestrator.wings.predict.remedies import PredictedPeak
+from orchestrator.wings.predict.speed import speed_of
+from orchestrator.wings.predict.step import Memories, bytes_of_element, held_plan, units_of
+from orchestrator.wings.predict.target import Target, target_of
+from zero_runtime.predict.memory.activation_count import ActivationBytes
+from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
+from zero_runtime.state_bytes import total_state_bytes
+
+ADVISED = 4  # most points for which remedies are searched: each needs further counts
+
+
+def predict(
+    points: Sequence[Point],
+    tell: Tell | None = None,
+    *,
+    within_s: float = math.inf,
+    unknown: dict[str, str] | None = None,
+) -> dict[str, Prediction]:
+    return {label: one.brief() for label, one in predictions(points, tell, within_s=within_s, unknown=unknown).items()}
+
+
+def fixes(config: RunConfig, memory: Mapping[str, Any]) -> str:
+    return remedies.described(config, memory, needs)
+
+
+def predictions(
+    points: Sequence[Point],
+    tell: Tell | None = None,
+    *,
+    within_s: float = math.inf,
+    unknown: dict[str, str] | None = None,
+) -> dict[str, PointPrediction]:
+    """The predictions by label. A point whose model the child cannot build has none; `unknown` gets the reason.
+
+    `tell` is called with messages about the progress. within_s: the most time that the child may take for the points,
+    and again for the settings that would fit. What is not counted by then is not predicted.
+    """
+    named: dict[str, PointPrediction] = {}
+    for point, found in zip(points, _predictions([point.config for point in points], tell, within_s), strict=True):
+        if isinstance(found, PointPrediction):
+            named[point.label] = found
+        elif unknown is not None:
+            unknown[point.label] = found
+    not_fitting = [point for point in points if point.label in named and named[point.label].cannot_fit][:ADVISED]
+    neighbours = [remedies.neighbours(point.config) for point in not_fitting]
+    answers = iter(_predictions([neighbour.config for several in neighbours for neighbour in several], tell, within_s))
+    for point, several in zip(not_fitting, neighbours, strict=True):
+        then = [next(answers) for _ in several]
+        fitting = [
+            neighbour
+            for neighbour, prediction in zip(several, then, strict=True)
+            if isinstance(prediction, PointPrediction) and not prediction.cannot_fit
+        ]
+        smaller = [one for one in fitting if one.config.batch != point.config.batch]
+        # Of the smaller batches, only the largest that fits.
+        chosen = tuple(one.overrides for one in fitting if one not in smaller[1:])
+        named[point.label] = replace(named[point.label], remedies=chosen, advised=True)
+    return named
+
+
+def needs(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
+    """Lower bounds on the memory of a rank; None if the model cannot be built."""
+    return [
+        PredictedPeak(one.needed_bytes, one.activations is not None) if isinstance(one, PointPrediction) else None
+        for one in _predictions(configs)
+    ]
+
+
+def problems(points: Sequence[Point], *, counting_within_s: float = 0.0) -> dict[str, str]:
+    """By label, the problems of models that cannot be built, in the words that a job would use.
+
+    Models that ship with zero-lab are known to be valid; if there are no others, no child process is started.
+    counting_within_s: if it is positive, the child also counts what a prediction will ask for, so that it imports its
+    libraries once, for at most this time.
+    """
+    if all(_ships(point.config) for point in points):
+        return {}
+    configs = [point.config for point in points]
+    if counting_within_s > 0:
+        answers = memory_cache.answers(configs, configs, within_s=counting_within_s)
+    else:
+        answers = memory_cache.answers(configs, [])
+    texts = {point.label: answers.get(units_key(point.config), {}).get("problem") for point in points}
+    return {label: text for label, text in texts.items() if text is not None}
+
+
+def _ships(config: RunConfig) -> bool:
+    """Whether the model is an unchanged one from conf/, without adapters and not divided."""
+    if config.parallel != Parallel():
+        return False
+    return config.adapter.kind is AdapterKind.none and to_dict(config)["model"] in _shipped_models()
+
+
+@functools.cache
+def _shipped_models() -> list[Any]:
+    return [yaml.safe_load(file.read_text(encoding="utf-8")) for file in (CONF / "model").glob("*.yaml")]
+
+
+def _predictions(
+    configs: Sequence[RunConfig], tell: Tell | None = None, within_s: float = math.inf
+) -> list[PointPrediction | str]:
+    """The prediction of each configuration, or why there is none."""
+    if not configs:
+        return []
+    answers = memory_cache.answers(configs, configs, tell, within_s=within_s)
+    need_gpus = any(config.resources.device is Device.cuda and not config.hardware.is_described for config in configs)
+    gpu_bytes = gpu_bytes_here() if need_gpus else None
+    memories = Memories(answers)
+    return [_prediction(config, answers, memories, gpu_bytes) for config in configs]
+
+
+def _prediction(
+    config: RunConfig, answers: Mapping[str, Answer], memories: Memories, gpu_bytes: int | None
+) -> PointPrediction | str:
+    shapes = answers.get(units_key(config), {"unknown": NOT_ASKED})
+    if "units" not in shapes:
+        return str(shapes.get("problem") or shapes["unknown"])
+    states = total_state_bytes(
+        held_plan(config),
+        units_of(config, shapes),
+        world=config.data_ranks,
+        micro_batches=config.batch.accumulation,
+        **bytes_of_element(config),
+    )
+    counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
+    activations = ActivationBytes(**counted["bytes"]) if "bytes" in counted else None
+    memory, target = memories.of(config), target_here(config, gpu_bytes)
+    peak = None if memory is None else memory.peak(config.batch.micro)
+    meets = Met() if memory is None or peak is None else met(memory)
+    on_gpus = target.device is Device.cuda
+    return PointPrediction(
+        states,
+        target.device_bytes,
+        target.ranks_share,
+        activations,
+        counted.get("unknown", ""),
+        overhead_of(config),
+        peak,
+        None if memory is None else speed_of(memory, hardware_name(config)),
+        host_bytes=0 if memory is None or peak is None else memory.host_bytes(config.batch.micro) + meets.kept,
+        outside=meets.outside,
+        on_host=not on_gpus,
+        ranks_per_node=target.ranks_per_node,
+        host_limit_bytes=target.host_bytes if on_gpus else None,
+    )
+
+
+def hardware_name(config: RunConfig) -> str:
+    """The name of this machine's hardware, under which measured times are kept."""
+    return _detected().name(config.resources.device)
+
+
+_detected = functools.cache(hardware.detect)
+
+
+def overhead_of(config: RunConfig) -> DeviceOverhead:
+    """What libraries take of a rank's GPU; nothing on a CPU."""
+    if config.resources.device is not Device.cuda:
+        return NO_OVERHEAD
+    plan = config.zero.plan
+    return DeviceOverhead.on_cuda(
+        config.ranks,
+        plan.group_ranks(config.data_ranks),
+        tensor_degree=config.parallel.tp,
+        sequence_degree=config.parallel.sp,
+        gathers_across=plan.outer_sharding is not None,
+    )
+
+
+def gpu_bytes_here() -> int | None:
+    """The memory of the smallest visible GPU; None if it is not known."""
+    return min((gpu.memory_bytes for gpu in hardware.visible_gpus() if gpu.memory_bytes is not None), default=None)
+
+
+def target_here(config: RunConfig, gpu_bytes: int | None = None) -> Target:
+    """The machines of a point: the described ones, or this one."""
+    return target_of(config, gpu_bytes, hardware.memory_bytes())

@@ -1,0 +1,285 @@
+"""The predicted time of a configuration's step: from what `zlab calibrate` measured on this machine, or, for described
+hardware, from its data sheet."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from orchestrator.config.optimizer import Optimizer
+from orchestrator.config.parts import plain
+from orchestrator.config.schema import Device, RunConfig, to_dict
+from orchestrator.config.state_groups import Offload
+from orchestrator.machine.hardware import described_cpu
+from orchestrator.records.cache import read_cached, write_cached
+from orchestrator.wings.predict import memory_cache
+from orchestrator.wings.predict.rough_time import peak_flops_per_s, rough_time
+from orchestrator.wings.predict.step import ConfigMemory, with_micro
+from zero_runtime.offload_plan import Tier
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.memory.activation_count import Mark, Trace
+from zero_runtime.predict.memory.counted_unit import CountRules
+from zero_runtime.predict.timing.costs import FREE, CollectiveCost, Curve, StepCosts
+from zero_runtime.predict.timing.segments import SegmentTable
+from zero_runtime.predict.timing.step_time import StepSeconds, step_time, surplus_s
+from zero_runtime.state_bytes import UnitSize
+
+# Variables that decide which kernels compute, or how memory is handed out.
+CHOOSING = ("ZLAB_KERNELS", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "GLIBC_TUNABLES")
+ANCHOR_STAGE = 2  # of the real step that is measured next to the segments: each unit is gathered and reduced once
+
+
+@dataclass(frozen=True)
+class TimingJob:
+    """Something to measure: its kind, the key of the answer, and a configuration that has it."""
+
+    kind: str
+    key: str
+    config: RunConfig
+
+    def plain(self) -> dict[str, Any]:
+        return {"kind": self.kind, "key": self.key, "config": to_dict(self.config)}
+
+
+@functools.cache
+def _folder(hardware: str) -> str:
+    """The folder of the cache for this hardware: answers also depend on the code, the versions of libraries, what
+    chooses among their kernels, and the processor, more closely than the hardware's name says it."""
+    chosen = [described_cpu(), *(os.environ.get(name) for name in CHOOSING)]
+    text = f"{memory_cache.folder()} {hardware} {chosen}"
+    return f"times-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def stored(hardware: str, key: str) -> Any | None:
+    """The measured answer; None if there is none."""
+    return read_cached(_folder(hardware), key)
+
+
+def store(hardware: str, measured: Iterable[tuple[TimingJob, Any]]) -> None:
+    """Keeps measured answers."""
+    for job, answer in measured:
+        write_cached(_folder(hardware), job.key, answer)
+        if job.kind == "segments":
+            known = set(stored(hardware, _micros_key(job.config)) or ())
+            write_cached(_folder(hardware), _micros_key(job.config), sorted({*known, job.config.batch.micro}))
+
+
+def jobs(config: RunConfig) -> list[TimingJob]:
+    """What has to be measured for a prediction of this configuration's step, the cheapest first."""
+    found = [_copies(config)]
+    both = (config, anchored(config))
+    if config.data_ranks > 1:
+        found += {job.key: job for job in map(_links, both)}.values()
+    found += {job.key: job for job in map(_update, both)}.values()
+    return [*found, _segments(config)]
+
+
+def _copies(config: RunConfig) -> TimingJob:
+    return TimingJob("copies", _key("copies", place_of(config)), config)
+
+
+def _segments(config: RunConfig, micro: int | None = None) -> TimingJob:
+    config = config if micro is None else with_micro(config, micro)
+    return TimingJob("segments", _key("segments", _of_model(config, memory_cache.activations_key(config))), config)
+
+
+def _micros_key(config: RunConfig) -> str:
+    """The key of the micro-batches at which the segments of a configuration were measured."""
+    return _key("micros", _of_model(config, memory_cache.activations_key(config, any_micro=True)))
+
+
+def _of_model(config: RunConfig, activations: str) -> dict[str, Any]:
+    precision = config.precision
+    return {
+        "activations": activations,
+        "dtypes": plain(precision.dtypes),  # those of the real step
+        "tf32": precision.tf32,
+        **place_of(config),
+    }
+
+
+def _links(config: RunConfig) -> TimingJob:
+    shards = config.zero.plan.group_ranks(config.data_ranks)
+    return TimingJob("links", _key("links", {"shards": shards, **place_of(config)}), config)
+
+
+def anchored(config: RunConfig) -> RunConfig:
+    """The configuration of the real step that is measured next to the segments: one micro-batch in which each unit is
+    gathered and reduced once, updated by AdamW on the device, whatever the configuration's own step is. So what it
+    takes in addition to its parts serves all stages, offloads and optimizers."""
+    zero = replace(config.zero, stage=ANCHOR_STAGE, shard_ranks=None, outer_sharding=None, reduce_at_boundary=False)
+    one = replace(config, zero=zero, optimizer=Optimizer(), offload=Offload())
+    return replace(one, batch=replace(one.batch, accumulation=1))
+
+
+def _update(config: RunConfig) -> TimingJob:
+    groups = {name: plain(getattr(config, name)) for name in ("optimizer", "precision", "offload")}
+    del groups["optimizer"]["lr"]  # a step takes as long with each
+    return TimingJob("update", _key("update", {**groups, **place_of(config)}), config)
+
+
+def place_of(config: RunConfig) -> dict[str, Any]:
+    """The ranks that compute at the same time, and with what."""
+    resources = config.resources
+    return {
+        "ranks": resources.ranks,
+        "nodes": resources.nodes,
+        "threads": resources.threads,
+        "device": str(resources.device),
+    }
+
+
+def _key(kind: str, parts: Mapping[str, Any]) -> str:
+    return f"{kind}-" + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def missing(configs: Iterable[RunConfig], hardware: str, *, fresh: bool = False) -> list[TimingJob]:
+    """What was not measured yet for these configurations, each once, the cheapest kinds first. fresh: all of it.
+
+    Nothing is measured for described hardware, nor with tensor or sequence parallelism.
+    """
+    local = [config for config in configs if not config.hardware.is_described and config.parallel.group == 1]
+    wanted = {job.key: job for config in local for job in jobs(config)}
+    order = ("copies", "links", "update", "segments")
+    left = [job for job in wanted.values() if fresh or stored(hardware, job.key) is None]
+    return sorted(left, key=lambda job: order.index(job.kind))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The predicted time of a step, and tokens per second of all ranks.
+
+    rough: estimated from a data sheet. mfu: model FLOPs utilization, see `model_flops`, of the peak on the data sheet;
+    None without one.
+    """
+
+    time: StepSeconds
+    tokens_per_second: float
+    rough: bool = False
+    mfu: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for records and other programs."""
+        known = {"tokens_per_second": self.tokens_per_second, "step_s": self.time.total_s, "rough": self.rough}
+        return {**known, "mfu": self.mfu, **asdict(self.time)}
+
+
+def speed_of(memory: ConfigMemory, hardware: str) -> Speed | None:
+    """The predicted speed of a configuration, on this machine or on its described hardware.
+
+    None if something that it needs was not measured or is not on the data sheet, or is not predicted: parameters in a
+    scratch file, and any offload on described hardware. Of tensor and sequence parallelism on this machine nothing is
+    measured.
+    """
+    config = memory.config
+    if not config.hardware.is_described:
+        time = _measured_time(memory, hardware) if config.parallel.group == 1 else None
+        return None if time is None else Speed(time, _tokens(config) / time.total_s)
+    time, peak = rough_time(memory), peak_flops_per_s(config)
+    if time is None or peak is None:
+        return None
+    per_second = config.ranks * peak * time.total_s
+    return Speed(time, _tokens(config) / time.total_s, rough=True, mfu=model_flops(memory) / per_second)
+
+
+def _tokens(config: RunConfig) -> int:
+    """Tokens of a step of all ranks."""
+    return config.batch.global_size * config.batch.seq
+
+
+def model_flops(memory: ConfigMemory) -> int:
+    """Operations that a step needs by the usual convention: 6 for each trained parameter and token, 4 for each frozen
+    one, whatever attention and recomputation add."""
+    operations = 6 * memory.full_numel(trainable=True) + 4 * memory.full_numel(trainable=False)
+    return operations * _tokens(memory.config)
+
+
+def _measured_time(memory: ConfigMemory, hardware: str) -> StepSeconds | None:
+    config = memory.config
+    part = memory.part(config.batch.micro)
+    if part is None or config.offload.params is Tier.NVME:
+        return None
+    answers = {job.key: stored(hardware, job.key) for job in jobs(config) if job.kind != "segments"}
+    if any(answer is None for answer in answers.values()):
+        return None
+    costs, of_anchor = (_costs(one, answers) for one in (config, anchored(config)))
+    measured = _segments_at(config, hardware, of_anchor)
+    if measured is None:
+        return None
+    table, costs = measured[0], replace(costs, surplus_s=measured[1])
+    trace = part.linear.trace
+    segments = table.in_order([(kind, unit) for _, kind, unit in trace.marks])
+    if segments is None:
+        return None
+    return step_time(trace, memory.units, memory.rules, segments, costs, prefetch=config.zero.prefetch)
+
+
+def _segments_at(config: RunConfig, hardware: str, of_anchor: StepCosts) -> tuple[SegmentTable[float], float] | None:
+    """The seconds of the segments, and `StepCosts.surplus_s`: measured at this micro-batch, or on a straight line
+    between two others. of_anchor: the costs of the anchor's step."""
+
+    def measured(micro: int) -> tuple[SegmentTable[float], float] | None:
+        found = stored(hardware, _segments(config, micro).key)
+        return None if found is None else (SegmentTable.of_plain(found["table"]), _surplus_s(config, found, of_anchor))
+
+    micro = config.batch.micro
+    exact = measured(micro)
+    if exact is not None:
+        return exact
+    known = stored(hardware, _micros_key(config)) or []
+    below, above = [one for one in known if one < micro], [one for one in known if one > micro]
+    low, high = (measured(below[-1]), measured(above[0])) if below and above else (None, None)
+    if low is None or high is None:
+        return None
+    share = (micro - below[-1]) / (above[0] - below[-1])
+
+    def between(first: float, second: float) -> float:
+        return first + (second - first) * float(share)
+
+    table = low[0].combined(high[0], between)
+    return None if table is None else (table, between(low[1], high[1]))
+
+
+def _surplus_s(config: RunConfig, measured: Mapping[str, Any], costs: StepCosts) -> float:
+    """From the real step that was measured next to the segments; see calibrate.py."""
+    anchor, one = measured["anchor"], anchored(config)
+    ranks = config.data_ranks
+    on_cuda = config.resources.device is Device.cuda
+    state_bytes = one.optimizer.rule.state_bytes
+    return surplus_s(
+        anchor["seconds"],
+        Trace(marks=[(0, Mark(kind), unit) for kind, unit in anchor["marks"]]),
+        [(UnitSize(**size), MixedPrecision(**precision)) for size, precision in anchor["units"]],
+        CountRules(one.zero.plan, ranks, 1, 1, state_bytes, by_messages=not on_cuda),
+        anchor["segments"],
+        costs,
+        prefetch=config.zero.prefetch,
+    )
+
+
+def _costs(config: RunConfig, answers: Mapping[str, Any]) -> StepCosts:
+    """The costs of a configuration's step from the answers by key."""
+    links: Mapping[str, Any] = answers.get(_links(config).key) or {}
+
+    def curve(data: Mapping[str, Any] | None) -> Curve:
+        return FREE if data is None else Curve(data["points"])
+
+    def collective(name: str) -> CollectiveCost:
+        found = links.get(name) or {}
+        return CollectiveCost(curve(found.get("start")), curve(found.get("rest")))
+
+    return StepCosts(
+        gather=collective("gather"),
+        reduce=collective("reduce"),
+        replica=collective("replica"),
+        control_s=links.get("control_s", 0.0),
+        copy=curve(answers[_copies(config).key]),
+        update=curve(answers[_update(config).key]),
+        compute_slowdown=links.get("compute_slowdown", 0.0),
+        link_slowdown=links.get("link_slowdown", 0.0),
+    )

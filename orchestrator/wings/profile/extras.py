@@ -1,0 +1,91 @@
+"""What this wing adds to a comparison and to the summary of a run: see orchestrator/report/extras.py. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.report.entry import Entry
+from orchestrator.report.extras import ExtraColumn
+from orchestrator.report.named_apart import names
+from orchestrator.rounds import recorded
+from orchestrator.rounds.comparison import SpeedVerdict, compare
+from orchestrator.text.units import significant
+from orchestrator.wings.profile import costs
+from orchestrator.wings.profile.efficiency import TERA, rows, share_text
+
+__all__ = ["cells", "columns", "lines", "rows"]
+PROFILED = (
+    "model_flops_per_step",
+    "executed_flops_per_step",
+    "model_flops_per_s",
+    "peak_flops_per_s",
+    "mfu",
+    "hfu",
+    "share_of_matrix_peak",
+)
+
+
+def cells(entry: Entry) -> dict[str, object]:
+    """Operations, energy and cost; None for what is not known."""
+    profile = (entry.result or {}).get("profile") or {}
+    price = costs.price_of(entry.config)
+    return {
+        **{name: profile.get(name) for name in PROFILED},
+        "profiled_peak_bytes": profile.get("peak_bytes"),
+        "joules_per_step": costs.joules_per_step(entry.result),
+        "joules_per_token": costs.joules_per_token(entry.result),
+        "cost_per_billion_tokens": costs.cost_per_billion(entry.config, entry.result),
+        "currency": price.currency if price else None,
+    }
+
+
+def columns(entries: Sequence[Entry]) -> list[ExtraColumn]:
+    """MFU, energy and cost; more of a profile in the page."""
+    profiles = [(entry.result or {}).get("profile") or {} for entry in entries]
+    prices = {price.currency for entry in entries if (price := costs.price_of(entry.config))}
+    shares, rates = ([one.get(key) for one in profiles] for key in ("share_of_matrix_peak", "model_flops_per_s"))
+    money = [costs.cost_per_billion(one.config, one.result) for one in entries]
+    return [
+        ExtraColumn("MFU", [one.get("mfu") for one in profiles], share_text),
+        ExtraColumn("of matrix peak", shares, share_text, on_screen=False),
+        ExtraColumn("TFLOP/s", rates, lambda rate: significant(rate / TERA), on_screen=False),
+        ExtraColumn("J/token", [costs.joules_per_token(entry.result) for entry in entries], significant),
+        ExtraColumn(costs.column_name(prices), money, significant),
+    ]
+
+
+def lines(entries: Sequence[Entry]) -> list[str]:
+    """The cheapest where prices are known and speeds are ranked."""
+    prices = {id(entry): costs.price_of(entry.config) for entry in entries}
+    known = [entry for entry in entries if prices[id(entry)] and recorded.is_ranked(entry.result or {})]
+    if not known:
+        return []
+    currencies = {price.currency for entry in known if (price := prices[id(entry)])}
+    if len(currencies) > 1:
+        return [f"cheapest: not named, the prices have different currencies: {', '.join(sorted(currencies))}"]
+
+    def per_ms(entry: Entry) -> float:
+        price = prices[id(entry)]
+        assert price is not None
+        return price.per_hour * costs.devices(entry.config, entry.result or {})
+
+    amounts = {id(entry): costs.cost_per_billion(entry.config, entry.result) or 0.0 for entry in known}
+    known.sort(key=lambda entry: amounts[id(entry)])
+    first, *others = known
+
+    def is_dearer(entry: Entry) -> bool:
+        if amounts[id(first)] == 0:
+            return amounts[id(entry)] > 0
+        of_time = compare(entry.result or {}, first.result or {}, family=len(others))
+        return of_time.times(per_ms(entry) / per_ms(first)).verdict is SpeedVerdict.slower
+
+    ties = [entry for entry in others if not is_dearer(entry)]
+    most = max(amounts[id(entry)] for entry in [first, *ties])
+    low, high = significant(amounts[id(first)]), significant(most)
+    amount = f"{low if low == high else f'{low} to {high}'} {next(iter(currencies))}".strip()
+    return [f"cheapest: {names([first, *ties])}, {amount} per billion tokens{_of_how_many(known, entries)}"]
+
+
+def _of_how_many(known: Sequence[Entry], entries: Sequence[Entry]) -> str:
+    left = len(entries) - len(known)
+    return f", of the {len(known)} of {len(entries)} points with a price and a ranked speed" if left else ""

@@ -1,0 +1,1 @@
+"""Runs a user's own scripts on ranks of this machine, as DeepSpeed's launcher and torchrun do."""

@@ -1,0 +1,259 @@
+"""Runs a user's own script on ranks of this machine: their environment, their output, and how they ended.
+
+[Note: the port of the ranks]
+Rank 0 of a script listens on MASTER_PORT. The port stays bound here until the ranks have ended, without listening, so
+that no other program gets it: on Linux two sockets with SO_REUSEADDR may be bound to one port if none listens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import BinaryIO, NamedTuple
+
+from orchestrator.config.schema import Device
+from orchestrator.config.strict import Refusal
+from orchestrator.launch.environment import rank_settings
+from orchestrator.launch.rank import place
+from orchestrator.launch.verdict import GRACE_S, LOG_LINES, Sight, describe, judge, kernel_kills
+from orchestrator.machine import children
+from orchestrator.machine.loopback import family, loopback
+from orchestrator.machine.processes import die_with_parent, end_session, signals_ignored
+from orchestrator.records.run_state import RunState
+
+LOOK_S = 0.1
+# How long a line of another rank waits for the end of a line that rank 0 has begun, such as a progress bar.
+WAIT_S = 1.0
+# A user's script may contact the hub; the ranks of our own runs do not.
+_NOT_SET = ("HF_HUB_OFFLINE",)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of a script. threads: of each rank. gpus: for CUDA_VISIBLE_DEVICES; None leaves it as it is.
+
+    address, port: where rank 0 listens; None and 0 choose the loopback and a port that is free.
+    """
+
+    ranks: int
+    device: Device
+    threads: int
+    gpus: Sequence[int] | None = None
+    address: str | None = None
+    port: int = 0
+
+
+class ScriptEnd(NamedTuple):
+    """How the ranks ended. `rank` is that of the root cause, `message` empty if all ended with exit code 0.
+
+    last_words: the end of that rank's output, unless it was shown as it came.
+    """
+
+    message: str = ""
+    rank: int = 0
+    last_words: tuple[str, ...] = ()
+
+
+@dataclass
+class _Rank:
+    """A started rank, and the end of its output; `beginning` holds a line of it that is not complete yet."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    open_streams: int = 2
+    code: int | None = None
+    ended_at: float = 0.0
+    words: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
+
+    @property
+    def sight(self) -> Sight:
+        state = RunState.ok if self.code == 0 else None
+        return Sight(self.number, state, alive=self.code is None, exit_code=self.code, exit_time=self.ended_at)
+
+
+def run_script(command: Callable[[int], Sequence[str]], placement: Placement) -> ScriptEnd:
+    """Run `command(rank)` on every rank until all have ended; if one fails, the others are ended too.
+
+    Call it from the main thread. The output of rank 0 is passed on as it comes, that of the others line by line with
+    their rank. When it returns or raises, no process of the ranks is left.
+    """
+    kills = kernel_kills()
+    ranks: list[_Rank] = []
+    with _reserved_port(placement) as (address, port):
+        try:
+            for number in range(placement.ranks):
+                environment = rank_environment(placement, number, address, port, os.environ)
+                ranks.append(_Rank(number, _started(command(number), environment)))
+            _follow(ranks)
+        finally:
+            with signals_ignored():
+                for rank in ranks:
+                    end_session(rank.process.pid)
+                    rank.process.wait()
+    return _end_of(ranks, kernel_kills() > kills)
+
+
+def rank_environment(
+    placement: Placement, number: int, address: str, port: int, base: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables that torchrun gives, and those of our own ranks: threads, allocators, the loopback interface."""
+    settings = rank_settings(placement, base, on_one_machine=True)
+    ours = {name: value for name, value in settings.items() if name not in _NOT_SET}
+    words = {**place(number, placement.ranks, number, placement.ranks), "GROUP_RANK": "0", "MASTER_PORT": str(port)}
+    if placement.gpus is not None and placement.device is Device.cuda:
+        words["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
+    # Without PYTHONUNBUFFERED a rank that is killed would lose what it printed last.
+    return {**base, **ours, **words, "MASTER_ADDR": address, "PYTHONUNBUFFERED": "1"}
+
+
+def _started(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A rank in a session of its own, which gets no Ctrl-C and ends when this process does."""
+    return subprocess.Popen(
+        command,
+        env=children.environment(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),
+    )
+
+
+@contextlib.contextmanager
+def _reserved_port(placement: Placement) -> Iterator[tuple[str, int]]:
+    """An address of this machine and a port on it, see [Note: the port of the ranks]. Refusal if it is taken."""
+    address = placement.address or loopback()
+    with socket.socket(family(address)) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            holder.bind((address, placement.port))
+        except (OSError, OverflowError) as error:
+            place = f"--master_addr {address} --master_port {placement.port}"
+            raise Refusal([f"{place}: expected a free port of this machine, found: {error}; leave them out"]) from error
+        yield address, holder.getsockname()[1]
+
+
+def _follow(ranks: Sequence[_Rank]) -> None:
+    """Pass the output on. Returns when all ranks have ended, or some time after one of them failed."""
+    failed_since: float | None = None
+    with selectors.DefaultSelector() as selector, RankOutput() as output:
+        for rank in ranks:
+            for stream, target in ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr)):
+                assert stream is not None
+                selector.register(stream, selectors.EVENT_READ, _Relay(rank, target, output))
+        while any(rank.code is None for rank in ranks) or selector.get_map():
+            for key, _ in selector.select(LOOK_S):
+                relay: _Relay = key.data
+                if not relay.take(os.read(key.fd, 1 << 16)):
+                    selector.unregister(key.fileobj)
+            output.look(time.monotonic())
+            for rank in ranks:
+                if rank.code is None and (code := rank.process.poll()) is not None:
+                    rank.code, rank.ended_at = code, time.monotonic()
+            if any(rank.code for rank in ranks):
+                failed_since = failed_since or time.monotonic()
+                if time.monotonic() - failed_since > GRACE_S:
+                    return  # a process that a rank left behind may hold its streams open
+            if all(rank.code == 0 for rank in ranks) and not selector.select(0):
+                return
+
+
+class RankOutput:
+    """What the ranks print, on one terminal: rank 0's bytes as they come, lines of the others between its lines.
+
+    A line of another rank that comes within a line of rank 0 waits until that line has ended, at most `WAIT_S`.
+    """
+
+    def __init__(self) -> None:
+        self._begun_on: object = None  # the target of rank 0's line that has not ended
+        self._waiting: list[tuple[object, bytes]] = []
+        self._since = 0.0
+
+    def __enter__(self) -> RankOutput:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def first(self, target: object, piece: bytes) -> None:
+        """Show bytes of rank 0."""
+        _write(target, piece)
+        if piece:
+            self._begun_on = None if piece.endswith((b"\n", b"\r")) else target
+        if self._begun_on is None:
+            self._release()
+
+    def other(self, target: object, lines: bytes, now: float) -> None:
+        """Show complete lines of another rank, or let them wait. now: seconds, monotonic."""
+        if self._begun_on is None:
+            _write(target, lines)
+        elif lines:
+            self._since = self._since if self._waiting else now
+            self._waiting.append((target, lines))
+
+    def look(self, now: float) -> None:
+        """End rank 0's line by a line break if lines have waited too long for it."""
+        if self._waiting and now - self._since >= WAIT_S:
+            self._release()
+
+    def _release(self) -> None:
+        if self._waiting and self._begun_on is not None:
+            _write(self._begun_on, b"\n")
+            self._begun_on = None
+        for target, lines in self._waiting:
+            _write(target, lines)
+        self._waiting.clear()
+
+
+class _Relay:
+    """Passes on one stream of a rank: rank 0's bytes, whole lines of the others behind their rank."""
+
+    def __init__(self, rank: _Rank, target: object, output: RankOutput) -> None:
+        self._rank, self._target, self._output = rank, target, output
+        self._begun = b""
+
+    def take(self, piece: bytes) -> bool:
+        """Show a piece; False if the stream has ended, which is an empty piece."""
+        *lines, self._begun = (self._begun + piece).split(b"\n")
+        if not piece and self._begun:
+            lines, self._begun = [self._begun], b""
+        self._rank.words.extend(line.decode("utf-8", errors="replace") for line in lines)
+        if self._rank.number == 0:
+            self._output.first(self._target, piece)
+        else:
+            shown = b"".join(b"rank %d: %s\n" % (self._rank.number, line) for line in lines)
+            self._output.other(self._target, shown, time.monotonic())
+        return bool(piece)
+
+
+def _write(target: object, shown: bytes) -> None:
+    raw: BinaryIO | None = getattr(target, "buffer", None)  # tests and notebooks replace the streams
+    if raw is not None:
+        raw.write(shown)
+        raw.flush()
+    elif shown:
+        target.write(shown.decode("utf-8", errors="replace"))  # type: ignore[attr-defined]
+
+
+def _end_of(ranks: Sequence[_Rank], ran_out_of_memory: bool) -> ScriptEnd:
+    """Who failed first, by the rules for our own ranks. Ranks that were ended here because of it are no cause."""
+    sights = [rank.sight for rank in ranks]
+    if all(sight.exit_code == 0 for sight in sights):
+        return ScriptEnd()
+    verdict = judge(sights, has_result=False, controller_alive=True)
+    assert verdict is not None
+    message = describe(sights[verdict.rank])
+    if sights[verdict.rank].exit_code == -signal.SIGKILL and ran_out_of_memory:
+        message += ": the machine's memory was used up (see `dmesg`)"
+    words = () if verdict.rank == 0 else tuple(ranks[verdict.rank].words)
+    return ScriptEnd(message, verdict.rank, words)

@@ -1,0 +1,1 @@
+"""Takes part in a run whose ranks torchrun, srun or a person has started."""

@@ -1,0 +1,110 @@
+"""What CONTRIBUTING.md shows can be done: its examples, carried out in a copy of the program, and the files they touch.
+
+The code is read from the guide, so that an example which no longer works fails here. A change that needs another file
+for one of them raises what every such change costs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def blocks(example: str) -> list[str]:
+    """The Python of an example of the guide, one text for each block."""
+    section = GUIDE.split(f"\n### {example}\n", 1)[1].split("\n### ", 1)[0].split("\n## ", 1)[0]
+    return [block.strip("\n") for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL)]
+
+
+class Copy:
+    """A copy of the program, and the files that were changed in it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.touched = root, set[str]()
+        for name in ("kernels", "zero_runtime", "orchestrator", "conf", "sweeps"):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=ignored)
+        shutil.copy2(ROOT / "run.py", root)
+
+    def new(self, file: str, text: str) -> None:
+        assert not (self.root / file).exists(), file
+        (self.root / file).parent.mkdir(exist_ok=True)
+        (self.root / file).write_text(text, encoding="utf-8")
+        self.touched.add(file)
+
+    def put(self, file: str, before: str, text: str) -> None:
+        """Writes the text into the file, before the only place with `before`."""
+        found = (self.root / file).read_text(encoding="utf-8")
+        assert found.count(before) == 1, f"{file}: expected one {before!r}, found {found.count(before)}"
+        (self.root / file).write_text(found.replace(before, f"{text}{before}"), encoding="utf-8")
+        self.touched.add(file)
+
+    def python(self, *words: str) -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [sys.executable, *words]
+        return subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Copy:
+    return Copy(tmp_path)
+
+
+def test_a_verb_touches_two_files(copy: Copy) -> None:
+    imports = (
+        "import json\nimport os\nfrom collections.abc import Sequence\nfrom pathlib import Path\n"
+        "from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser\n"
+        "from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT\n"
+    )
+    (code,) = blocks("A verb")
+    (line,) = re.findall(r'"size": "[\w.]+"', GUIDE)
+    copy.new("orchestrator/commands/size.py", f'"""Bytes."""\n{imports}\n\n{code}\n')
+    copy.put("orchestrator/compose/arguments.py", '    "doctor": ', f"    {line},\n")
+    assert len(copy.touched) == 2
+    (copy.root / "some").mkdir()
+    (copy.root / "some" / "file").write_bytes(bytes(1200))
+    done = copy.python("run.py", "size", "--output", "some")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "some  1,200 bytes\n", "")
+    wrong = copy.python("run.py", "size", "--outptu", "some")
+    assert (wrong.returncode, wrong.stderr.count("run.py size [-h] [--output OUTPUT] [--json]")) == (2, 1)
+
+
+def test_a_rule_of_the_plan_touches_two_files(copy: Copy) -> None:
+    (code,) = blocks("A rule")
+    (line,) = re.findall(r'Rule\(data_rules\.adapter_is_narrower.*?"model"\)\)', GUIDE, re.DOTALL)
+    copy.put("orchestrator/plan/rules/data.py", "def tokenizer_of(", f"{code}\n\n\n")
+    copy.put("orchestrator/plan/rules/table.py", "    Rule(data_rules.weights_are_there,", f"    {line},\n")
+    assert len(copy.touched) == 2
+    done = copy.python("run.py", "adapter=lora", "adapter.rank=500")
+    told = GUIDE.split("$ python run.py adapter=lora adapter.rank=500\n", 1)[1].split("```", 1)[0]
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+@pytest.mark.full
+def test_an_optimizer_touches_four_files(copy: Copy) -> None:
+    config, update = blocks("An optimizer")
+    copy.put("zero_runtime/optim/configs.py", "OPTIMIZERS: dict", f"{config}\n\n\n")
+    copy.put("zero_runtime/optim/configs.py", "        TorchConfig,\n", "        SignumConfig,\n")
+    copy.put("zero_runtime/optim/rules.py", "UPDATES: dict", f"{update}\n\n\n")
+    copy.put("zero_runtime/optim/rules.py", "    LionConfig: _lion,\n", "    SignumConfig: _signum,\n")
+    copy.put("zero_runtime/optim/rules.py", "    SgdConfig,\n)", "    SignumConfig,\n")
+    lion = (ROOT / "conf" / "optimizer" / "lion.yaml").read_text(encoding="utf-8")
+    lines = lion.replace("kind: lion", "kind: signum").splitlines(keepends=True)
+    own = "".join(line for line in lines if not line.startswith(("beta2", "state_dtype")))
+    copy.new("conf/optimizer/signum.yaml", own)
+    page = copy.python("-m", "orchestrator.compose.configuration_page")
+    copy.new("docs/configuration.md", page.stdout)
+    assert "signum" in page.stdout
+    assert len(copy.touched) == 4
+    words = ("zero=stage3", "optimizer=signum", "tracking=none", "model=llama_tiny", "measure=quick", "measure.steps=2")
+    done = copy.python("run.py", *words)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,324 @@
+"""The numbers and shapes of the report's pictures, of sweeps of any size."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from made_sweep import LIMIT, write_sweep
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
+from points import make_config
+from stub_worker import make_result
+
+from orchestrator.config.schema import to_dict
+from orchestrator.report import comparison, ranking
+from orchestrator.report.entry import Entry
+from orchestrator.report.varied import varied_settings
+from orchestrator.rounds.intervals import RoundsEstimate
+from orchestrator.wings.page import figures, page, plane_figures
+from orchestrator.wings.page.charts.bar_data import MOST_STRETCH, Bar, BarChart, BarPart, axis_end
+from orchestrator.wings.page.charts.bars import MOST_ROWS, picture_of
+from orchestrator.wings.page.charts.canvas import WIDTH, AxisUnit, Picture, document, png, shortened, text_width
+from orchestrator.wings.page.charts.palette import DARK, LIGHT, PAINTS, SERIES, lightness
+from orchestrator.wings.page.charts.planes import padded_range
+from orchestrator.wings.page.checks import drift, warnings
+from orchestrator.wings.page.figures import figures_of, settings_of
+from orchestrator.wings.page.matched import changes, other_than, pareto, share, share_of_ranges
+from orchestrator.wings.page.report_points import ReportPoint, StepReading, points_of
+from orchestrator.wings.page.scaling import STRONG, WEAK, baseline_text, scalings
+
+UNIT = AxisUnit("tokens/s")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def points_on_disk(folder: Path, count: int, failed: range = range(0)) -> list[ReportPoint]:
+    sweep = write_sweep(folder, count, failed=failed)
+    return points_of(sweep, comparison.ranked(sweep))
+
+
+def texts_of(picture: Picture) -> list[str]:
+    return [text.get_text() for text in picture.figure.findobj(Text)]
+
+
+def made_points(*speeds: float, worlds: tuple[int, ...] = (), weak: bool = True) -> list[ReportPoint]:
+    """Points of one configuration at these speeds and numbers of ranks."""
+    entries = []
+    for number, speed in enumerate(speeds):
+        world = worlds[number] if worlds else 2
+        config = make_config(Path("outputs"))
+        batch = replace(config.batch, global_size=16 * world if weak else 16)
+        config = replace(config, batch=batch, resources=replace(config.resources, ranks=world))
+        entries.append(Entry(f"p{number}", "ok", make_result(config, speed), config=to_dict(config)))
+    rows = ranking.rank(entries)
+    return [ReportPoint(number, row, int(row.entry.label[1:])) for number, row in enumerate(rows)]
+
+
+# ---- colours and axes -----------------------------------------------------------------------------------------------
+
+
+def test_paints_differ_in_lightness_or_hatch_and_series_in_marker_and_dash() -> None:
+    for one, other in itertools.combinations(PAINTS, 2):
+        difference = abs(lightness(LIGHT[one.colour]) - lightness(LIGHT[other.colour]))
+        assert one.hatch != other.hatch or difference >= 15, (one, other)
+    for first, second in itertools.combinations(SERIES, 2):
+        assert first.marker != second.marker
+        assert first.dash != second.dash
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_text_is_readable_on_the_background_of_both_themes(theme: dict[str, str]) -> None:
+    def luminance(colour: str) -> float:
+        value = lightness(colour)
+        return ((value + 16) / 116) ** 3 if value > 8 else value * 27 / 24389
+
+    for name in ("ink", "muted"):
+        dark, light = sorted((luminance(theme[name]), luminance(theme["paper"])))
+        assert (light + 0.05) / (dark + 0.05) >= 4.5  # WCAG 2.1, level AA
+
+
+def test_a_range_of_one_number_is_not_empty() -> None:
+    low, high = padded_range([5.0])
+    assert low < 5 < high
+
+
+def test_a_long_label_keeps_both_of_its_ends() -> None:
+    assert shortened("stage3-bf16-micro4", 40) == "stage3-bf16-micro4"
+    assert shortened("stage3-bf16-by_operation-micro16", 15) == "stage3-…micro16"
+
+
+def test_a_limit_far_beyond_the_bars_does_not_flatten_them() -> None:
+    bars = (Bar("a", (100.0,)), Bar("b", (80.0,), outline=1e6, lacking=False))
+    chart = BarChart("memory", "", UNIT, (BarPart("x", PAINTS[0]),), bars, 1e9, "limit: 1 GB")
+    assert axis_end(chart) < 110
+    assert "limit: 1 GB, beyond this picture" in texts_of(picture_of(chart))
+    near = replace(chart, limit=MOST_STRETCH * 100)
+    assert axis_end(near) >= MOST_STRETCH * 100
+    assert "limit: 1 GB" in texts_of(picture_of(near))
+
+
+@pytest.mark.parametrize("count", [1, MOST_ROWS, MOST_ROWS + 1, 400])
+def test_bars_have_names_where_there_is_room_and_a_bounded_height(count: int) -> None:
+    bars = tuple(Bar(f"point{number}", (1.0 + number,), number) for number in range(count))
+    picture = picture_of(BarChart("speed", "", UNIT, (BarPart("x", PAINTS[0]),), bars))
+    assert picture.height < 800
+    assert ("point0" in texts_of(picture)) == (count <= MOST_ROWS)
+    document(picture)
+    boxes = [text.get_window_extent() for text in picture.paper.texts]
+    assert all(box.x0 >= 0 and box.x1 <= picture.width for box in boxes)
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_vary_are_columns_and_those_that_change_together_are_one() -> None:
+    words = [
+        ("zero=stage0", "batch.micro=1", "batch.accumulation=4", "output=a", "seed=1"),
+        ("zero=stage1", "batch.micro=16", "batch.accumulation=2", "output=b", "seed=1"),
+        ("zero=stage0", "batch.micro=4", "batch.accumulation=1", "output=c", "seed=1"),
+    ]
+    zero, batch = varied_settings(words, [2, 1, 0])
+    assert (zero.name, zero.levels) == ("zero", ("stage0", "stage1"))
+    assert batch.name == "batch.micro, batch.accumulation"
+    assert batch.levels == ("1, 4", "4, 1", "16, 2"), "numbers are ordered by size"
+    assert varied_settings(words[:1], [0]) == []
+    (some,) = varied_settings([("a=1",), ()], [0, 1])
+    assert some.values == ("1", "(default)")
+
+
+def test_only_points_that_differ_in_nothing_else_are_compared() -> None:
+    words = [(f"zero={zero}", f"precision={kind}") for zero in "ab" for kind in "xy"]
+    zero, precision = varied_settings(words, range(4))
+    # a-x, a-y, b-x; b-y was not measured. The mean of b is not the mean of a, but the pair a-x, b-x is equal.
+    speeds = [100.0, 150.0, 100.0, None]
+    assert changes(zero, [precision], speeds, "a") == {"b": (0.0, 0.0, 0.0, 1)}
+    assert changes(precision, [zero], speeds, "x") == {"y": (0.5, 0.5, 0.5, 1)}
+    assert changes(zero, [precision], speeds, "b")["a"].pairs == 1
+
+
+def test_a_change_that_rounds_to_none_has_no_sign() -> None:
+    figure = plane_figures.main_effects(made_points(10_000, 9_999), varied_settings([("a=1",), ("a=2",)], [0, 1]))
+    assert figure is not None
+    tips = [tip for _, tip in figure.picture.marks if ":" in tip]
+    assert tips == ["2: 0.0 %, from 0.0 % to 0.0 %"] * 2
+
+
+def test_the_shares_of_settings_that_act_alone_add_up_to_one() -> None:
+    words = [(f"a={a}", f"b={b}") for a in (1, 2) for b in (1, 2)]
+    settings = varied_settings(words, range(4))
+    speeds = [10.0, 40.0, 20.0, 80.0]  # twice as fast with a=2, four times with b=2
+    shares = [share(one, other_than(settings, one), speeds) for one in settings]
+    assert shares == pytest.approx([1 / 5, 4 / 5])  # log(2)^2 to log(4)^2
+    assert share(settings[0], settings[1:], [10.0, None, None, None]) is None
+    ranges = [(speed / 2, speed * 2) for speed in speeds]  # log(2) to both sides: as much as setting a changes by
+    total = math.log(2) ** 2 / 4 + math.log(4) ** 2 / 4
+    assert share_of_ranges(ranges, speeds) == pytest.approx(math.log(2) ** 2 / total)
+    assert share_of_ranges([None] * 4, speeds) is None
+    assert share(settings[0], settings[1:], [10.0, 10.0, 10.0, 10.0]) is None
+
+
+def test_the_pareto_front_holds_what_nothing_beats_in_both() -> None:
+    assert pareto([(1, 10), (2, 30), (3, 20), (4, 40), (2, 25)]) == [0, 1, 3]
+    assert pareto([(1, 10), (1, 10)]) == [0]
+
+
+# ---- scaling --------------------------------------------------------------------------------------------------------
+
+
+def test_weak_and_strong_scaling_are_measured_against_the_fewest_ranks() -> None:
+    (weak,) = scalings(made_points(100, 180, 300, worlds=(1, 2, 4)))
+    assert weak.kind == WEAK
+    assert [weak.efficiency(point)[1] for point in weak.points] == pytest.approx([1, 0.9, 0.75])
+    (strong,) = scalings(made_points(200, 320, worlds=(2, 4), weak=False))
+    assert (strong.kind, strong.base.label) == (STRONG, "p0")
+    assert strong.efficiency(strong.points[1])[1] == pytest.approx(0.8)
+    assert scalings(made_points(100, 180)) == []
+
+
+def test_missing_baselines_are_named() -> None:
+    assert baseline_text(made_points(100)) == (
+        "none without sharding (zero=stage0) was measured; none on one rank was measured"
+    )
+    assert baseline_text(made_points(100, worlds=(1,))).endswith("; on one rank: p0")
+
+
+# ---- warnings -------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_with_another_loss_for_the_same_work_is_named() -> None:
+    points = made_points(100, 90, 80)
+    assert warnings(points) == []
+    assert points[1].result is not None
+    points[1].result["loss"]["last"] *= 1.05
+    assert warnings(points) == ["the same work ended at another loss: p1 (5.1469); the median of such rows is 4.9018"]
+    points[1].result["loss"]["last"] = math.nan
+    assert warnings(points) == ["p1 ended without a finite loss"]
+
+
+def test_a_step_that_slows_down_while_it_is_measured_is_reported_and_noise_is_not() -> None:
+    (point,) = made_points(100)
+
+    def with_times(times: list[float]) -> ReportPoint:
+        return replace(point, steps=tuple(StepReading(at, 3.0, time, True) for at, time in enumerate(times)))
+
+    assert drift(with_times([100.0] * 10 + [125.0] * 10)) == pytest.approx(0.25)
+    assert drift(with_times([100.0, 130.0] * 10)) is None
+    assert drift(with_times([100.0, 150.0])) is None
+    (line,) = warnings([with_times([100.0] * 10 + [125.0] * 10)])
+    assert line.endswith(": p0 (+25 %)")
+
+
+def test_a_wide_range_is_reported_as_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranking, "speed", lambda result: RoundsEstimate(80.0, 100.0, 115.0))
+    assert warnings(made_points(100)) == ["noise: the range of tokens/s is wider than 20 % of its median: p0 (35 %)"]
+
+
+# ---- pictures -------------------------------------------------------------------------------------------------------
+
+
+def test_every_picture_is_drawn_from_records_and_is_valid_xml(tmp_path: Path) -> None:
+    points = points_on_disk(tmp_path, 20, range(15, 18))
+    drawn = figures_of(points)
+    assert [figure.name for figure in drawn] == list(figures.NAMES)
+    for figure in drawn:
+        text = document(figure.picture)
+        root = ElementTree.fromstring(text)
+        assert root.get("aria-label") == figure.picture.title
+        assert not re.search(r"\b(nan|inf)\b", text), figure.name
+        assert "http" not in text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    by_name = {figure.name: texts_of(figure.picture) for figure in drawn}
+    assert "tokens/s" in by_name["speed"]
+    assert "largest over the ranks [MiB]" in by_name["memory"]
+    assert f"limit of a rank: {LIMIT >> 20}.0 MiB" in by_name["memory"]
+    assert {"oom", "pruned", "refused"} <= set(by_name["speed"])
+    assert any(text.endswith(", exact") for text in by_name["memory"])
+    assert "loss [nats a token]" in by_name["learning"]
+    assert any(text.endswith(" MiB, equal") for text in by_name["sent"])
+
+
+def test_the_settings_of_points_follow_the_order_of_the_table(tmp_path: Path) -> None:
+    points = points_on_disk(tmp_path, 8)
+    zero = settings_of(points)[0]
+    assert [f"zero={value}" for value in zero.values] == [point.entry.overrides[0] for point in points]
+    assert zero.levels == ("stage0", "stage1", "stage2", "stage3")
+
+
+def test_the_curves_of_a_training_have_its_validations_and_a_bounded_number_of_steps() -> None:
+    (point,) = made_points(100.0)
+    steps = tuple(StepReading(step, 5.0 - step / 4999, 1.0, counted=True) for step in range(1, 5000))
+    held = ((1000, 4.9), (3000, 4.5), (4999, 4.1))
+    figure = plane_figures.learning([replace(point, steps=steps, validations=held)])
+    assert figure is not None
+    assert "Dotted: that loss during training" in figure.caption
+    lines = [artist.get_xdata() for artist in figure.picture.figure.findobj(Line2D) if artist.get_gid()]
+    curve, dotted = (xs for xs in lines if len(xs) > 1)
+    assert plane_figures.MOST_STEPS / 2 < len(curve) <= plane_figures.MOST_STEPS + 1
+    assert len(dotted) == len(held)
+    assert curve[-1] == dotted[-1]  # both end at the last step
+
+
+def test_numbers_that_no_bar_can_show_are_drawn_as_nothing() -> None:
+    points = made_points(100, 90)
+    assert points[0].result is not None
+    assert points[1].result is not None
+    points[0].result["memory"]["activations_bytes"] = 10**400
+    points[0].result["phases_ms"] = dict.fromkeys(points[0].result["phases_ms"], math.inf)
+    points[1].result["communication"]["data"]["all_gather"]["bytes"] = math.nan
+    points[1].result["throughput"]["tokens_per_second"] = {"p10": -1, "median": math.inf, "p90": math.nan}
+    drawn = figures_of(points)
+    for figure in drawn:
+        ElementTree.fromstring(document(figure.picture))
+    assert png("odd", [figure.picture for figure in drawn])
+
+
+def test_the_page_has_the_examples_of_a_training_as_text_alone() -> None:
+    (point,) = made_points(100.0)
+    part = {"ids": [1], "text": "<b>2 plus 2\n"}
+    told = {"epochs": 1.0, "tokens": 9, "learned_tokens": 4, "validations": 1, "best": None, "last_checkpoint": None}
+    assert point.result is not None
+    point.result["training"] = {**told, "examples": [dict.fromkeys(("prompt", "answer", "reference"), part)]}
+    html = page.page("trained", [point], [], {})
+    assert "<dt>  continued</dt><dd>&#39;&lt;b&gt;2 plus 2\\n&#39;</dd>" in html
+    assert "1 epoch, 9 tokens, of which 4 count in the loss" in html
+
+
+def test_a_sweep_without_any_result_has_a_picture_of_its_states(tmp_path: Path) -> None:
+    points = points_on_disk(tmp_path, 3, range(3))
+    assert [figure.name for figure in figures_of(points)] == ["speed", "memory"]
+    assert figures_of([]) == []
+
+
+def test_the_png_holds_all_pictures(tmp_path: Path) -> None:
+    pictures = [figure.picture for figure in figures_of(points_on_disk(tmp_path, 2))]
+    pixels = png("sweep", pictures, factor=0.5)
+    assert pixels[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = (int.from_bytes(pixels[at : at + 4], "big") for at in (16, 20))
+    assert width == (2 * WIDTH + 3 * 24) / 2
+    heights = sum(picture.height + 24 for picture in pictures) / 2
+    assert heights / 2 < height < heights
+
+
+def test_the_marks_of_a_picture_have_their_rows_their_tips_and_the_colours_of_the_page() -> None:
+    bars = (Bar("a & b", (100.0,), 7, note="<8.583>"), Bar("$x_1$", (80.0,), 8))
+    picture = picture_of(BarChart("speed", "", UNIT, (BarPart("x", PAINTS[0]),), bars))
+    root = ElementTree.fromstring(document(picture))
+    assert {group.get("data-row") for group in root.iter(f"{SVG}g")} == {None, "7", "8"}
+    assert [title.text for title in root.iter(f"{SVG}title")] == ["a & b; <8.583>", "$x_1$"]
+    assert {"a & b", "$x_1$", "<8.583>"} <= {text.text for text in root.iter(f"{SVG}text")}
+    drawn = picture.drawn
+    assert "var(--blue)" in drawn
+    assert re.findall(r"#[0-9a-f]{6}|font-family| id=\"(?![pm])", drawn) == []
+
+
+def test_the_estimated_width_of_a_text_is_not_too_small() -> None:
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    for text in ("stage3-bf16-micro16", "9,528 tokens/s", "exposed communication"):
+        drawn = TextPath((0, 0), text, size=12, prop=FontProperties(family="DejaVu Sans")).get_extents().width
+        assert drawn <= text_width(text, 12) * 1.06, text

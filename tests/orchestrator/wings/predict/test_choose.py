@@ -1,0 +1,161 @@
+"""`calibrate` and `choose` with measurements that are made up: what they measure, rank, run and write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.warm_shapes import WarmShapes
+from measured import Measured
+
+from orchestrator import cli
+from orchestrator.compose import arguments
+from orchestrator.compose.line import composed
+from orchestrator.report.entry import Entry
+from orchestrator.report.ranking import Ranked, rank
+from orchestrator.wings.predict import calibrate, choose, counting_child
+
+TEXT = (
+    "model=llama_tiny model.config.num_hidden_layers=2 model.config.hidden_size=32 model.config.intermediate_size=48 "
+    "model.config.num_attention_heads=2 model.config.num_key_value_heads=2 batch.seq=16 precision=fp32 "
+    "resources.device=cpu resources.ranks=2 resources.threads=1 tracking=none"
+)
+LINE = TEXT.split(" ")
+PLAIN = (*LINE, "recompute=none", "loss=full")  # fewer traces
+ROUNDS = (0.9, 0.94, 0.98, 1.02, 1.06, 1.1)  # the speed of each, by that of the run
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
+    found = Measured()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(counting_child, "start_process", WarmShapes)
+    monkeypatch.setattr(calibrate, "measure", found)
+    return found
+
+
+def run_as(monkeypatch: pytest.MonkeyPatch, speeds: dict[str, float]) -> list[str]:
+    """Give `choose` runs with these speeds by label; the others fail. Returns the labels, once they have run."""
+    ran: list[str] = []
+
+    def swept(request: Any, *_: Any) -> tuple[int, str]:
+        ran.extend(point.label for point in request.points)
+        return 0, "a sweep"
+
+    def ranked(_sweep: str) -> list[Ranked]:
+        return rank([Entry(label, "ok" if label in speeds else "error", result(label)) for label in dict.fromkeys(ran)])
+
+    def result(label: str) -> dict[str, Any] | None:
+        if label not in speeds:
+            return None
+        rounds = [{"number": at, "step_ms": [1e3 / speeds[label] / share]} for at, share in enumerate(ROUNDS)]
+        speed = {"tokens_per_second": {"median": speeds[label]}}
+        return {"throughput": speed, "rounds": rounds, "batch": {"tokens_per_step": 1}}
+
+    monkeypatch.setattr(choose, "swept", swept)
+    monkeypatch.setattr(choose.comparison, "ranked", ranked)
+    return ran
+
+
+def test_calibrate_measures_once_and_shows_the_speed_of_each_point(
+    measured: Measured, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["calibrate", *LINE, "batch.micro=2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["label"] for row in rows] == ["stage0", "stage1", "stage2", "stage3"]
+    by_label = {row["label"]: row["speed"]["tokens_per_second"] for row in rows}
+    assert by_label["stage0"] < by_label["stage1"] == by_label["stage2"]  # a rank of stage 0 updates everything
+    # Links without shards and with; copies, the update and the segments serve all stages.
+    assert measured.kinds == ["copies", "links", "links", "update", "segments"]
+    measured.kinds.clear()
+    assert cli.main(["calibrate", *LINE, "batch.micro=2"]) == 0
+    assert measured.kinds == []
+    assert "tokens/s" in capsys.readouterr().out
+    assert cli.main(["calibrate", *LINE, "batch.micro=2", "--fresh", "--json"]) == 0
+    assert len(measured.kinds) == 5
+
+
+def test_a_plan_shows_the_speed_of_what_was_measured(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["calibrate", *LINE, "zero=stage1", "batch.micro=2"]) == 0
+    assert cli.main(["-m", *LINE, "zero=stage1,stage3", "batch.micro=2,5", "--plan", "--json"]) == 0
+    points = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert ["speed" in point["predicted"] for point in points] == [True, False, True, False]
+
+
+def test_choose_runs_the_fastest_by_prediction_and_takes_the_fastest_run(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(choose, "FIRST", (1, 4))
+    monkeypatch.setattr(choose, "LONGEST_S", 0.0)
+    ran = run_as(monkeypatch, {"stage2-micro4": 9.0, "stage3-micro4": 5.0})
+    code = cli.main(["choose", *PLAIN, f"output={tmp_path}", "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, (ran, err)
+    found = json.loads(out)
+    assert sorted(ran) == ["stage1-micro4", "stage2-micro4", "stage3-micro4"]  # stage 0 updates everything
+    assert found["chosen"] == "stage2-micro4"
+    words = ["--config-dir", found["config_dir"], f"experiment={found['experiment']}"]
+    values = composed(arguments.split(words)).points[0].values
+    assert (values["zero"]["stage"], values["batch"]["micro"]) == (2, 4)
+    assert values["model"]["config"]["hidden_size"] == 32
+
+
+def test_choose_breaks_ties_of_its_runs_by_the_prediction(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_as(monkeypatch, {"stage1-micro2": 8.2, "stage2-micro2": 9.0, "stage0-micro2": 9.1, "stage3-micro2": 5.0})
+    monkeypatch.setattr(choose.choice, "NEAR", 0.0)  # stage 0 is predicted to be slower and is run too
+    line = ["choose", *PLAIN, "batch.micro=2", f"output={tmp_path}"]
+    assert cli.main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen"] == "stage2-micro2"  # predicted as fast as stage 1, and measured faster
+    assert sorted(found["tied"]) == ["stage0-micro2", "stage1-micro2", "stage2-micro2"]
+    assert cli.main(line) == 0
+    out = capsys.readouterr().out
+    assert "stage2-micro2: the fastest by prediction of 3 that tie in 4 short runs" in out
+
+
+def test_choose_keeps_a_given_micro_batch_and_only_predicts_without_runs(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = run_as(monkeypatch, {})
+    assert cli.main(["choose", *PLAIN, "batch.micro=2", f"output={tmp_path}", "--runs", "0"]) == 0
+    out = capsys.readouterr().out
+    assert ran == []
+    assert "no run has confirmed it" in out
+    assert "micro-batch at least 8192 fits" in out  # the largest of all rows, whatever is given
+    assert f"--config-dir {tmp_path}" in out
+
+
+def test_choose_fails_if_no_run_ends_with_a_result(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_as(monkeypatch, {})
+    assert cli.main(["choose", *PLAIN, "batch.micro=2", f"output={tmp_path}"]) == 1
+    assert "none of the short runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("calibrate", "--plan"), "calibrate has no --plan"),
+        (("choose", "--runs", "-1"), "expected 0 or more"),
+        (("choose", "--detach"), "choose has no --detach"),
+        (("choose", "batch.micro=1,2"), "expected one number"),
+        (("choose", "batch.micro=0"), "expected one number"),
+        (("choose", "measure=train", "train.max_steps=9"), "measure=train trains to its end"),
+    ],
+)
+def test_lines_that_cannot_be_measured_here_are_refused(
+    measured: Measured, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], why: str
+) -> None:
+    assert cli.main([words[0], *LINE, *words[1:]]) == 2
+    assert why in capsys.readouterr().err
+    assert measured.kinds == []

@@ -1,0 +1,373 @@
+"""`zlab fit` prints what fits onto GPUs that are not here. One child process counts for all tests of this file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from harness.warm_shapes import WarmShapes
+
+from orchestrator import cli
+from orchestrator.config.strict import Refusal
+from orchestrator.plan.point import Point
+from orchestrator.report.narrow import Narrowed, narrowed
+from orchestrator.report.summary import Table
+from orchestrator.wings.predict import counting_child, fit_arithmetic, memory_cache
+from orchestrator.wings.predict import fit as command
+from orchestrator.wings.predict.fit_page import DROPPED
+from zero_runtime.predict.memory.activation_count import LinearTrace
+
+LINE = ("model=llama_tiny", "hardware=a10", "hardware.gpus=4", "recompute=none,full", "loss=full")
+TWO = (*LINE, "resources.ranks=2")
+# 1.2 GiB for a rank, of which CUDA's context and cuBLAS take at most 0.7 GiB if the rank is the only one.
+SMALL = (*LINE, "resources.ranks=1", "hardware.memory_mib=1200")
+HIGHEST = command.TRACED_TOKENS // 128
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with the answers for LINE, which do not depend on the ranks, the stage or the hardware."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setattr(counting_child, "start_process", WarmShapes)
+        assert cli.main(["fit", *TWO, "--json"]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def from_the_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_child(stderr: object) -> None:
+        raise AssertionError("a child process was started")
+
+    if "counted" in request.fixturenames:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(request.getfixturevalue("counted")))
+    monkeypatch.setattr(counting_child, "start_process", no_child)
+    monkeypatch.setattr(counting_child, "started_ahead", lambda needed: nullcontext())  # no child before it is needed
+
+
+class Say:
+    """Calls the command and returns what it printed."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *words: str) -> Answer:
+        code = cli.main(["fit", *words])
+        return Answer(code, *self._capsys.readouterr())
+
+    def json(self, *words: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self(*words, "--json").out)
+        return found
+
+
+@pytest.fixture
+def say(counted: Path, capsys: pytest.CaptureFixture[str]) -> Say:
+    capsys.readouterr()
+    return Say(capsys)
+
+
+def test_the_table_shows_the_best_rows_and_counts_the_others(say: Say) -> None:
+    code, out, err = say(*TWO)
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines() if line.startswith("stage")]
+    assert [row[:2] for row in rows] == [["stage1", f"{HIGHEST}+"]]  # it fits all there is, and sends the least
+    assert "not shown" in out
+    assert "plan " in out
+    assert "--explain stage1" in out
+
+
+def test_all_rows_are_shown_on_request_with_labels_that_differ(say: Say) -> None:
+    _, out, _ = say(*TWO, "--all")
+    labels = [line.split()[0] for line in out.splitlines() if line.startswith("stage")]
+    # 4 stages x 2 x recompute, each in GPU memory and with offload of the optimizer; parameters in stage 3 alone
+    assert len(labels) == len(set(labels)) == 18
+    assert {"stage0", "stage3-full", "stage3-optimizer_param_cpu-full"} <= set(labels)
+    assert "not shown" not in out
+
+
+def test_a_larger_limit_fits_a_larger_micro_batch_and_the_next_one_exceeds_it(say: Say) -> None:
+    micros = []
+    for mib in (1000, 1200, 1400):
+        (one,) = [row for row in say.json(*SMALL, f"hardware.memory_mib={mib}") if row["label"] == "stage0"]
+        assert one["used_bytes_most"] <= one["limit_bytes"] == mib << 20
+        micros.append(one["micro"])
+    assert 0 < micros[0] < micros[1] < micros[2] < HIGHEST
+
+
+def test_where_nothing_fits_the_nearest_row_is_named_with_its_reason(say: Say) -> None:
+    code, out, _ = say(*LINE, "resources.ranks=1", "hardware.memory_mib=500")
+    assert code == 1
+    assert "do not fit" in out
+    assert "micro-batch 1 uses up to" in out
+    assert "of 500 MiB" in out
+    assert "--explain stage3-optimizer_param_cpu-full" in out  # it takes the least
+    assert "plan " not in out
+
+
+def test_rows_that_do_not_fit_are_shown_on_request_at_a_micro_batch_of_one(say: Say) -> None:
+    code, out, err = say(*LINE, "resources.ranks=1", "hardware.memory_mib=500", "--all")
+    assert (code, err) == (1, "")
+    assert "at the largest micro-batch that fits, or at 1" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith("stage")]
+    assert len(rows) == 18
+    assert all(row[1].startswith(("-", "0-")) for row in rows)  # 0-6: 6 if libraries take the least of their range
+
+
+def test_offload_that_exceeds_the_host_s_memory_does_not_fit(say: Say) -> None:
+    rows = say.json(*TWO, "hardware.host_memory_gib=0.03")
+    lacking = {row["label"]: row["reason"] for row in rows if "host memory" in row["reason"]}
+    assert "stage0-optimizer_cpu" in lacking
+    assert "keeps 2 x " in lacking["stage0-optimizer_cpu"]
+    assert all(not row["micro"] for row in rows if row["label"] in lacking)
+    assert "stage0" not in lacking
+
+
+def test_rows_that_cannot_be_counted_are_reported_with_the_reason(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = command.answers_for
+
+    def without_full(points: Sequence[Point], *, quiet: bool) -> dict[str, Mapping[str, Any]]:
+        answers = counted(points, quiet=quiet)
+        for config in command._traced_for([one for one in points if one.config.recompute.kind == "full"]):
+            answers.pop(answers[memory_cache.activations_key(config)]["trace"], None)
+            answers[memory_cache.activations_key(config)] = {"unknown": "ValueError: no"}
+        return answers
+
+    monkeypatch.setattr(command, "answers_for", without_full)
+    code, out, err = say(*TWO, "--all")
+    assert code == 3
+    assert len([line for line in out.splitlines() if line.startswith("stage")]) == 9
+    told = "warning: 9 of 18 rows left out, the activations cannot be counted: ValueError: no      rows: stage0-full "
+    assert err.startswith(told)
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("label", ["stage0", "stage1", "stage2", "stage3-full", "stage3-optimizer_param_cpu"])
+def test_the_arithmetic_adds_up_to_the_peak_and_states_equal_their_closed_form(counted: Path, label: str) -> None:
+    (one,) = [row for row in command.fits_of(command._points(TWO, None), quiet=True) if row.label == label]
+    parts = fit_arithmetic.walk(one)
+    assert sum(part.counted for part in parts) == one.peak.total
+    for part in parts[:2]:  # parameters and the optimizer's states exist for the complete step
+        assert part.expected == part.counted
+
+
+def test_explain_shows_the_closed_forms_with_numbers(say: Say) -> None:
+    code, out, _ = say(*TWO, "--explain", "stage1-full")
+    assert code == 0
+    assert "Ψ = 1,869,504" in out
+    assert "2Ψ = 2 x 1.87 M" in out
+    assert "12Ψ/N = 12 x 1.87 M / 2" in out
+    assert "recompute=full" in out
+    assert re.search(r"^reserved +[\d.]+ \w+ by torch's allocator with expandable segments", out, re.MULTILINE)
+    offloaded = say(*TWO, "--explain", "stage1-optimizer_cpu").out
+    assert "/ 2, offloaded" in offloaded
+    assert "2 ranks of a node" in offloaded
+
+
+def test_the_proposed_commands_keep_the_folder_of_options(say: Say, tmp_path: Path) -> None:
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware" / "mine.yaml").write_text("name: mine\ngpus: 2\nmemory_mib: 8000\n")
+    words = ("model=llama_tiny", "hardware=mine", "recompute=none,full", "loss=full")
+    code, out, err = say("-cd", str(tmp_path), *words)
+    assert (code, err) == (0, "")
+    proposed = [line for line in out.splitlines() if line.startswith(("explain ", "plan "))]
+    assert len(proposed) == 2
+    assert all(f" --config-dir {tmp_path} " in line for line in proposed)
+
+
+def test_a_table_has_a_column_for_each_number_of_ranks_on_as_many_nodes_as_they_need(say: Say) -> None:
+    code, out, _ = say(*LINE, "--table", "ranks=1,2,8")
+    assert code == 0
+    assert [line.split() for line in out.splitlines() if line.startswith("row ")] == [["row", "1", "2", "8"]]
+    (line,) = [line for line in out.splitlines() if line.startswith("explain ")]
+    words = line.partition(" fit ")[2].split()  # what it proposes works when pasted
+    assert "--explain" in words
+    assert say(*words).code == 0
+    rows = say.json(*LINE, "--table", "ranks=1,2,8")
+    assert {row["ranks"] for row in rows} == {1, 2, 8}
+    assert any("resources.nodes=2" in row["overrides"] for row in rows)  # of 4 GPUs each
+
+
+@pytest.mark.full
+def test_a_table_has_a_column_for_each_number_of_slices(monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
+    monkeypatch.setattr(counting_child, "start_process", WarmShapes)  # slices are counted for this table alone
+    small = (*LINE, "zero=stage1,stage3", "offload=none", "resources.ranks=4")
+    code, out, _ = say(*small, "--table", "tp=1,2")
+    assert code == 0
+    assert [line.split() for line in out.splitlines() if line.startswith("row ")] == [["row", "1", "2"]]
+    rows = {row["label"]: row for row in say.json(*small, "--table", "tp=1,2")}
+    assert {row["tp"] for row in rows.values()} == {1, 2}
+    states = {label: row["peak_parts_bytes"]["parameters"] for label, row in rows.items()}
+    assert states["stage1-tp2"] < states["stage1-tp1"] < 2 * states["stage1-tp2"]  # norms are replicated
+
+
+@pytest.mark.full
+def test_a_table_has_a_column_for_each_number_of_parts(monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
+    monkeypatch.setattr(counting_child, "start_process", WarmShapes)
+    small = (*LINE, "zero=stage3", "offload=none", "resources.ranks=4", "--table", "sp=1,2")
+    code, out, _ = say(*small)
+    assert code == 0
+    assert "by the ranks that hold parts of one sequence (parallel.sp)" in out
+    rows = {row["label"]: row for row in say.json(*small)}
+    assert {row["sp"] for row in rows.values()} == {1, 2}
+    kept = {label: row["peak_parts_bytes"]["blocks"] / row["micro"] for label, row in rows.items()}
+    assert kept["stage3-sp2"] < 0.6 * kept["stage3-sp1"]  # of a sequence; each rank has half of it
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ((*TWO, "--explain", "stage1-ful"), "there is no row 'stage1-ful'. Did you mean 'stage1-full'?"),
+        ((*TWO, "batch.micro=4"), "batch.micro: fit finds the largest"),
+        ((*TWO, "batch.global_size=64"), "batch.global_size: it varies with the micro-batch"),
+        (
+            (*TWO, "--table", "ranks=0"),
+            "--table: expected numbers of ranks, of parallel.tp or of parallel.sp, found 'ranks=0'",
+        ),
+        ((*TWO, "--table", "ranks=1,2"), "--table varies resources.ranks"),
+        ((*TWO, "parallel=tp2", "--table", "tp=1,2"), "--table varies parallel.tp"),
+        ((*TWO, "parallel.sp=2", "--table", "sp=1,2"), "--table varies parallel.sp"),
+        ((*TWO, "--detach"), "fit starts no run and has no --detach"),
+        ((*TWO, "--tabel"), "there is no flag '--tabel'"),
+        (("model=llama_tiny", "hardware=a100"), "hardware has no option 'a100'"),
+        (("model=lama_tiny", "hardware=a10"), "model has no option 'lama_tiny'"),
+        (("resources.device=cuda",), "resources.device=cuda: no GPU is here"),
+        (("model=/no/such/folder", "hardware=a10"), "model.path must be a folder that is there"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_one_line(say: Say, words: tuple[str, ...], problem: str) -> None:
+    code, out, err = say(*words)
+    assert (code, out) == (2, "")
+    assert f"error: {problem}" in err
+    assert len(err.splitlines()) == 2  # and that nothing was started
+
+
+def test_a_config_json_suffices_for_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "vocab_size": 256}')
+    for words in (f"model={tmp_path}", f"model={tmp_path}/config.json"):
+        overrides = command._with_folder(words)
+        assert overrides == ["model=pretrained", f"model.path={tmp_path}"]
+    points = command._points([*overrides, "hardware=a10"], None)
+    assert points[0].config.model.model_type == "llama"
+    assert command._with_folder("model=llama2_7b") == ["model=llama2_7b"]
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Refusal, match="model_type"):
+        command._points([*overrides, "hardware=a10"], None)
+
+
+def test_a_group_that_is_given_is_kept_and_lists_are_compared() -> None:
+    points = command._points(["zero=stage2,stage3", "offload=none", "hardware=a10", "loss=full"], None)
+    assert [point.label for point in points] == [
+        f"stage{stage}{ending}" for stage in (2, 3) for ending in ("", "-by_operation", "-full")
+    ]
+    (one,) = command._points(["zero=stage2", "offload=none", "hardware=a10", "loss=full", "recompute=full"], None)
+    assert one.label == "stage2"
+
+
+def test_other_lists_are_part_of_the_label() -> None:
+    fixed = ["zero=stage2", "offload=none", "hardware=a10", "loss=full", "recompute=none,full"]
+    points = command._points([*fixed, "precision=fp32,bf16", "batch.seq=64,128"], None)
+    assert [point.label for point in points][:3] == ["stage2-fp32-seq64", "stage2-fp32-seq128", "stage2-bf16-seq64"]
+
+
+def test_rows_that_another_engine_s_rules_do_not_know_are_counted(say: Say) -> None:
+    code, out, err = say(*TWO, "--as", "deepspeed")
+    assert (code, err) == (0, "")
+    assert len([line for line in out.splitlines() if line.startswith("stage")]) == 16
+    assert "\nleft out  2 of 18 rows, which these rules do not know\n" in out  # stage 0 has no offload there
+
+
+def test_a_second_question_reads_no_trace(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = say(*TWO, "--all")
+
+    def read(data: object) -> LinearTrace:
+        raise AssertionError("a trace was read")
+
+    monkeypatch.setattr(LinearTrace, "of_plain", read)
+    assert say(*TWO, "--all") == first
+    assert say.json(*TWO, "hardware.memory_mib=1200")  # nor does another limit, but for what the allocator reserves
+
+
+def test_what_the_allocator_reserves_is_a_column_for_gpus_and_none_for_cpu_ranks(say: Say) -> None:
+    header, row = [line.split() for line in say(*TWO).out.splitlines() if line.startswith(("row", "stage"))]
+    peak, reserved = (float(row[header.index(name)]) for name in ("peak", "reserved"))
+    assert peak <= reserved < 1.2 * peak
+    explained = say(*TWO, "--explain", row[0]).out
+    assert f"reserved   {row[header.index('reserved')]} " in explained
+
+
+def test_one_row_also_shows_what_building_saving_and_exporting_take(say: Say) -> None:
+    out = say(*TWO, "--explain", "stage3").out
+    for moment in (
+        "drawing initial values",
+        "loading a state",
+        "saving a state",
+        "exporting weights",
+        "export-weights",
+    ):
+        assert f"\n{moment} " in out
+    (row,) = [one for one in say.json(*TWO) if one["label"] == "stage3"]
+    # A state is half of the parameters and of two moments, in fp32; what is bf16 has an fp32 master.
+    assert row["outside_step_bytes"]["saving a state"]["host"] == 3 * 4 * 1_869_504 // 2
+    tight = say(*TWO, "hardware.memory_mib=40", "hardware.host_memory_gib=0.01", "--explain", "stage3").out
+    assert "kept for the next save; more than 40.0 MiB; more than the node's 10" in tight
+    away = next(one for one in say.json(*TWO) if one["label"] == "stage3-optimizer_cpu")
+    assert all(moment["host"] >= away["host_bytes_per_rank"] for moment in _of_ranks(away["outside_step_bytes"]))
+
+
+def _of_ranks(moments: dict[str, dict[str, int]]) -> list[dict[str, int]]:
+    assert moments["export-weights"]["device"] == 0  # one process, without ranks
+    return [moment for name, moment in moments.items() if name != "export-weights"]
+
+
+def test_ranks_on_a_cpu_have_no_offload_to_host_memory() -> None:
+    points = command._points(["model=llama_tiny", "resources.device=cpu", "loss=full", "recompute=none"], None)
+    assert [point.label for point in points] == ["stage0", "stage1", "stage2", "stage3"]
+
+
+def test_a_narrow_terminal_loses_columns_before_it_cuts_names() -> None:
+    table = Table(
+        ("row", "micro", "tokens", "activations", "largest part"),
+        (("stage1", "2", "8,192", "48.7", "blocks"),),
+        drops=DROPPED,
+    )
+    assert narrowed(table, None) == narrowed(table, 80) == Narrowed(table)
+    assert narrowed(table, 42).table.header == ("row", "micro", "activations", "largest part")
+    assert narrowed(table, 20).fits
+    assert not narrowed(table, 1).fits
+    assert narrowed(table, 20).left_out == ("tokens", "activations", "largest part")
+
+
+@pytest.mark.parametrize("verb", ["fit", "choose", "calibrate"])
+@pytest.mark.parametrize("more", [(), ("zero=stage0", "precision.weights=int8")])
+def test_an_evaluation_is_refused_with_one_error(
+    verb: str, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([verb, "model=llama_tiny", "measure=eval", "resources.device=cpu", *more]) == 2
+    told = capsys.readouterr()
+    errors = [line for line in told.err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "steps of training, and measure=eval has none      fix: measure=quick" in errors[0]
+    assert told.out == ""
+
+
+def test_a_price_adds_the_cost_of_a_billion_tokens_at_the_estimated_speed(say: Say, counted: Path) -> None:
+    priced = say(*TWO, "hardware.price_per_hour=1.5", "hardware.currency=USD").out.splitlines()
+    header = next(line for line in priced if "USD/1B tokens" in line)
+    assert re.search(r"tokens/s +USD/1B tokens", header)
+    row = priced[priced.index(header) + 1].split()
+    speed, cost = (float(cell.removeprefix("~").replace(",", "")) for cell in row[3:5])
+    assert row[4].startswith("~")
+    assert cost == pytest.approx(2 * 1.5 * 1e9 / (3600 * speed), rel=0.01)  # three digits are printed
+    assert "1B tokens" not in say(*TWO).out

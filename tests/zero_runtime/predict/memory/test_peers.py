@@ -1,0 +1,125 @@
+"""The byte rules of other engines are sums of the terms that their sources allocate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.predict.memory.paper_formulas import paper_bytes_per_param
+from zero_runtime.predict.memory.peers import (
+    DeepSpeedSettings,
+    Moment,
+    PeerMemory,
+    PeerModel,
+    PeerTerm,
+    ddp_autocast,
+    deepspeed,
+    fsdp2,
+    megatron,
+    nanotron,
+)
+
+BLOCK = (6_000_000, 2_000_000, 4_000)
+MODEL = PeerModel((BLOCK,) * 4, (8_000_000,))
+WORLD = 8
+NUMEL = MODEL.numel  # a multiple of WORLD
+PLANS = {stage: ZeroPlan.from_stage(stage) for stage in range(4)}
+NO_BUCKETS = DeepSpeedSettings(contiguous_gradients=False, param_persistence_threshold=0)
+
+
+def test_the_model_adds_up() -> None:
+    assert NUMEL == 4 * 8_004_000 + 8_000_000
+    assert MODEL.largest_block == 8_004_000
+    assert NUMEL % WORLD == 0
+
+
+def test_the_peak_is_that_of_the_worst_moment() -> None:
+    memory = PeerMemory(
+        "an engine",
+        (
+            PeerTerm("parameters", 100),
+            PeerTerm("gradients", 10, Moment.GRADIENTS),
+            PeerTerm("bucket", 5, Moment.COMPUTE),
+            PeerTerm("temporaries", 30, Moment.STEP),
+        ),
+    )
+    assert memory.resting == 110
+    assert memory.peak() == memory.peak(35) == 140
+    assert memory.peak(36) == 141
+    assert memory.peak(36, micro_batches=2) == 151
+
+
+@pytest.mark.parametrize("stage", PLANS)
+def test_without_buckets_deepspeed_has_the_papers_bytes(stage: int) -> None:
+    memory = deepspeed(MODEL, PLANS[stage], WORLD, NO_BUCKETS)
+    assert memory.resting == paper_bytes_per_param(PLANS[stage], WORLD) * NUMEL
+
+
+def test_deepspeed_keeps_small_parameters_and_the_bucket_where_parameters_are_sharded() -> None:
+    memory = deepspeed(MODEL, PLANS[3], WORLD)
+    persistent, bucket = 4 * 4_000 * 2, 500_000_000 * 2
+    assert memory.resting == 16 * NUMEL // WORLD + persistent + bucket
+
+
+def test_weights_kept_for_backward_are_the_complete_model() -> None:
+    settings = replace(NO_BUCKETS, memory_efficient_linear=False)
+    memory = deepspeed(MODEL, PLANS[3], WORLD, settings)
+    assert memory.at(Moment.COMPUTE) == 2 * NUMEL
+
+
+def test_live_parameters_are_limited_by_the_model_and_by_the_setting() -> None:
+    assert deepspeed(MODEL, PLANS[3], WORLD, NO_BUCKETS).at(Moment.COMPUTE) == 2 * NUMEL
+    few = replace(NO_BUCKETS, max_live_parameters=1, prefetch_bucket_size=100)
+    assert deepspeed(MODEL, PLANS[3], WORLD, few).at(Moment.COMPUTE) == 2 * (MODEL.largest_block + 100)
+
+
+def test_two_buckets_with_overlapping_communication() -> None:
+    one = deepspeed(MODEL, PLANS[2], WORLD)
+    two = deepspeed(MODEL, PLANS[2], WORLD, DeepSpeedSettings(overlap_comm=True))
+    assert one.at(Moment.COMPUTE) == 2 * NUMEL  # the model is smaller than a bucket
+    assert two.at(Moment.COMPUTE) == 4 * NUMEL
+
+
+def test_a_bucket_holds_the_largest_parameter() -> None:
+    memory = deepspeed(MODEL, PLANS[2], WORLD, DeepSpeedSettings(reduce_bucket_size=1))
+    assert memory.at(Moment.COMPUTE) == 2 * 8_000_000
+
+
+def test_offloaded_states_are_not_on_the_device() -> None:
+    away = replace(NO_BUCKETS, optimizer_on_host=True)
+    assert deepspeed(MODEL, PLANS[3], WORLD, away).resting == 2 * NUMEL // WORLD
+    assert deepspeed(MODEL, PLANS[3], WORLD, replace(away, params_on_host=True)).resting == 0
+
+
+def test_fp32_gradients_cost_two_more_bytes() -> None:
+    settings = replace(NO_BUCKETS, fp32_gradients=True)
+    assert deepspeed(MODEL, PLANS[2], WORLD, settings).resting == (2 + 16 / WORLD) * NUMEL
+    assert deepspeed(MODEL, PLANS[1], WORLD, settings).resting == (8 + 12 / WORLD) * NUMEL
+
+
+def test_fsdp2_shards_sixteen_bytes() -> None:
+    memory = fsdp2(MODEL, WORLD)
+    assert memory.resting == 16 * NUMEL // WORLD
+    block, root = MODEL.largest_block, 8_000_000
+    next_gather = 2 * (block + -(-block // WORLD))
+    assert memory.at(Moment.COMPUTE) == 2 * root + 2 * block + next_gather + 2 * block + 4 * block
+    kept = fsdp2(MODEL, WORLD, reshards=False)
+    assert kept.at(Moment.COMPUTE) - memory.at(Moment.COMPUTE) == 2 * 3 * block
+
+
+def test_megatron_has_eighteen_bytes_or_six_and_twelve_shared() -> None:
+    assert megatron(MODEL, WORLD, distributed_optimizer=False).resting == 18 * NUMEL
+    assert megatron(MODEL, WORLD, distributed_optimizer=True).resting == (6 + 12 / WORLD) * NUMEL
+
+
+def test_nanotron_has_twenty_bytes_or_eight_and_twelve_shared() -> None:
+    assert nanotron(MODEL, PLANS[0], WORLD).resting == 20 * NUMEL
+    assert nanotron(MODEL, PLANS[1], WORLD).resting == (8 + 12 / WORLD) * NUMEL
+
+
+def test_ddp_with_autocast_has_twenty_bytes_and_two_in_forward() -> None:
+    memory = ddp_autocast(MODEL)
+    assert memory.resting == 20 * NUMEL
+    assert memory.at(Moment.COMPUTE) == 2 * NUMEL

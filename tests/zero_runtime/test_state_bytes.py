@@ -1,0 +1,185 @@
+"""The memory model agrees with the ZeRO paper (arXiv 1910.02054): figure 1, table 1 and the volumes of section 7."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.state_bytes import (
+    CollectiveCounts,
+    StateBytes,
+    UnitSize,
+    collective_elements,
+    collective_formula,
+    formula,
+)
+from zero_runtime.state_bytes import model_state_bytes as predict
+
+STAGES = (0, 1, 2, 3)
+PAPER = MixedPrecision("bf16", reduce="bf16")
+FP32 = MixedPrecision()
+DEFAULT_BF16 = MixedPrecision("bf16")
+GB = 10**9
+
+# By stage: bytes per element that every rank holds, and bytes per element that are split over the ranks.
+CLOSED_FORMS = {
+    PAPER: [(16, 0), (4, 12), (2, 14), (0, 16)],
+    FP32: [(16, 0), (8, 8), (4, 12), (0, 16)],
+    DEFAULT_BF16: [(18, 0), (6, 12), (2, 16), (0, 18)],
+}
+ROWS = [(precision, stage) for precision in CLOSED_FORMS for stage in STAGES]
+IDS = [f"{'-'.join(dtype for dtype in vars(precision).values() if dtype)}_stage{stage}" for precision, stage in ROWS]
+
+
+def whole(numel: int) -> UnitSize:
+    """A trainable unit that needs no padding."""
+    return UnitSize(numel, numel, trainable=True)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 64, 1024])
+@pytest.mark.parametrize(("precision", "stage"), ROWS, ids=IDS)
+def test_predicted_bytes_equal_the_closed_form(precision: MixedPrecision, stage: int, world: int) -> None:
+    units = [whole(1024 * 7), whole(1024 * 3)]
+    found = predict(ZeroPlan.from_stage(stage), precision, units, world=world)
+    full, split = CLOSED_FORMS[precision][stage]
+    assert Fraction(found.total) == 10240 * (full + Fraction(split, world))
+    assert found.padding == 0
+
+
+@pytest.mark.parametrize(("precision", "stage"), ROWS, ids=IDS)
+def test_the_formula_prints_the_closed_form(precision: MixedPrecision, stage: int) -> None:
+    full, split = CLOSED_FORMS[precision][stage]
+    terms = ([f"{full}Ψ"] if full else []) + ([f"{split}Ψ/N"] if split else [])
+    assert formula(ZeroPlan.from_stage(stage), precision) == " + ".join(terms)
+
+
+def test_the_formulas_read_as_in_the_paper() -> None:
+    texts = [formula(ZeroPlan.from_stage(stage), PAPER) for stage in STAGES]
+    assert texts == ["16Ψ", "4Ψ + 12Ψ/N", "2Ψ + 14Ψ/N", "16Ψ/N"]
+
+
+def test_accumulated_gradients_are_kept_in_the_accumulate_dtype() -> None:
+    texts = [formula(ZeroPlan.from_stage(stage), PAPER, micro_batches=2) for stage in STAGES]
+    assert texts == ["18Ψ", "6Ψ + 12Ψ/N", "2Ψ + 16Ψ/N", "18Ψ/N"]
+    found = predict(ZeroPlan.from_stage(1), PAPER, [whole(64)], world=2, micro_batches=2)
+    assert found == StateBytes(params=2 * 64, grads=4 * 64, optimizer=12 * 32, padding=0)
+
+
+# Table 1's exact values in GB; the paper prints them rounded (7.5B) or cut (1T). By ranks: stages 1, 2, 3.
+TABLE_1 = {
+    7_500_000_000: {
+        1: (120, 120, 120),
+        4: (52.5, 41.25, 30),
+        16: (35.625, 21.5625, 7.5),
+        64: (31.40625, 16.640625, 1.875),
+        256: (30.3515625, 15.41015625, 0.46875),
+        1024: (30.087890625, 15.1025390625, 0.1171875),
+    },
+    1_000_000_000_000: {
+        1: (16000, 16000, 16000),
+        4: (7000, 5500, 4000),
+        16: (4750, 2875, 1000),
+        64: (4187.5, 2218.75, 250),
+        256: (4046.875, 2054.6875, 62.5),
+        1024: (4011.71875, 2013.671875, 15.625),
+    },
+}
+
+
+@pytest.mark.parametrize("numel", TABLE_1)
+def test_predictions_equal_table_1_of_the_paper(numel: int) -> None:
+    for world, row in TABLE_1[numel].items():
+        unit = UnitSize.of(FlatLayout.build([("all", (numel,))], shard_count=world, world=world), trainable=True)
+        for stage, gigabytes in zip((1, 2, 3), row, strict=True):
+            found = predict(ZeroPlan.from_stage(stage), PAPER, [unit], world=world)
+            # Tolerance of half a byte: padding is reported in whole bytes. The table's values are exact in binary.
+            wanted = Fraction(gigabytes) * GB
+            assert abs(found.total - found.padding - wanted) <= Fraction(1, 2), f"stage {stage} over {world}"
+
+
+def test_predictions_equal_figure_1_of_the_paper() -> None:
+    totals = [predict(ZeroPlan.from_stage(s), PAPER, [whole(7_500_000_000)], world=64).total / GB for s in STAGES]
+    assert [round(total, 1) for total in totals] == [120.0, 31.4, 16.6, 1.9]
+
+
+def test_bytes_at_stage_0_do_not_depend_on_the_number_of_ranks() -> None:
+    plan = ZeroPlan.from_stage(0)
+    assert len({predict(plan, PAPER, [whole(7680)], world=world).total for world in (1, 2, 3, 64)}) == 1
+
+
+def test_a_master_of_the_same_dtype_as_the_parameters_costs_nothing() -> None:
+    plan = ZeroPlan.from_stage(0)
+    assert predict(plan, FP32, [whole(32)], world=1).optimizer == 32 * 8
+    assert predict(plan, DEFAULT_BF16, [whole(32)], world=1).optimizer == 32 * 12
+    assert predict(plan, MixedPrecision("bf16", master="bf16"), [whole(32)], world=1).optimizer == 32 * 8
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_units_have_parameters_only(stage: int) -> None:
+    plan = ZeroPlan.from_stage(stage)
+    frozen = UnitSize(128, 128, trainable=False)
+    found = predict(plan, PAPER, [frozen], world=2)
+    assert found == StateBytes(params=128 * 2 // (2 if stage == 3 else 1), grads=0, optimizer=0, padding=0)
+    both = predict(plan, PAPER, [frozen, whole(64)], world=2)
+    assert both.total == found.total + predict(plan, PAPER, [whole(64)], world=2).total
+
+
+@pytest.mark.parametrize(("precision", "stage"), ROWS, ids=IDS)
+def test_padding_is_reported_separately_to_the_nearest_byte(precision: MixedPrecision, stage: int) -> None:
+    units = [UnitSize(70, 96, trainable=True), UnitSize(91, 96, trainable=True)]
+    found = predict(ZeroPlan.from_stage(stage), precision, units, world=3)
+    full, split = CLOSED_FORMS[precision][stage]
+    assert found.total == 192 * full + 64 * split
+    # Below half a byte: padding is reported in whole bytes; 161 elements over 3 ranks never fall half-way between two.
+    assert abs(found.total - found.padding - 161 * (full + Fraction(split, 3))) < Fraction(1, 2)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 7])
+def test_collective_counts_follow_section_7_of_the_paper_for_each_number_of_micro_batches(micro_batches: int) -> None:
+    counts = [CollectiveCounts.of(ZeroPlan.from_stage(stage), micro_batches) for stage in STAGES]
+    assert [(one.gathers, one.reductions) for one in counts] == [
+        (0, 1),  # an all-reduce, which is both
+        (1, 1),
+        (1, micro_batches),
+        (2 * micro_batches, micro_batches),
+    ]
+
+
+def test_reducing_at_the_boundary_leaves_one_reduction_per_step() -> None:
+    for stage, gathers in ((2, 1), (3, 8)):
+        counts = CollectiveCounts.of(ZeroPlan.from_stage(stage), 4, reduces_at_boundary=True)
+        assert (counts.gathers, counts.reductions) == (gathers, 1)
+
+
+def sent(stage: int, *, world: int, micro_batches: int = 1, shard_ranks: int | None = None) -> int:
+    plan = ZeroPlan.from_stage(stage, shard_ranks=shard_ranks)
+    counts = CollectiveCounts.of(plan, micro_batches)
+    return collective_elements(counts, 960, world=world, shard_count=plan.shard_count(world))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_collective_sends_all_elements_except_the_ranks_own(stage: int) -> None:
+    assert sent(stage, world=1) == 0
+    assert sent(stage, world=2) == (960, 960, 960, 1440)[stage]
+    assert sent(stage, world=3, micro_batches=4) == (1280, 1280, 3200, 7680)[stage]
+
+
+def test_shard_groups_add_a_reduction_across_their_replicas() -> None:
+    # Groups of 2 in a world of 4: 1/2 of 960 per collective within a group, 2 x 1/2 of the shard's 480 per reduction
+    # across groups.
+    assert sent(1, world=4, shard_ranks=2) == 2 * 480 + 480
+    assert sent(3, world=4, shard_ranks=2) == 3 * 480 + 480
+    assert sent(3, world=4, shard_ranks=4) == 3 * 720
+    assert sent(3, world=4, shard_ranks=1) == 2 * 720
+
+
+def test_the_formula_of_the_collectives_prints_the_volume_with_and_without_groups() -> None:
+    def told(stage: int, shard_count: int) -> str:
+        return collective_formula(CollectiveCounts.of(ZeroPlan.from_stage(stage)), world=4, shard_count=shard_count)
+
+    assert [told(0, 1), told(1, 4), told(2, 4), told(3, 4)] == [f"{n}Ψ·(N-1)/N" for n in (2, 2, 2, 3)]
+    assert told(3, 2) == "3Ψ·(G-1)/G + 2Ψ/G·(N/G-1)/(N/G)"

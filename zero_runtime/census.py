@@ -1,0 +1,111 @@
+"""Counts bytes of the tensors that are alive, by distinct storages and independently of the layouts."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zero_runtime.accounting import host_tensors, state_tensors
+from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.state_bytes import ONE_NUMBER_BYTES
+
+
+@dataclass(frozen=True)
+class Census:
+    """Bytes of distinct live storages. `host`: held in host memory by offload. `other`: every other live tensor that
+    is neither a model state nor a buffer."""
+
+    params: int
+    grads: int
+    optimizer: int
+    buffers: int
+    other: int
+    host: int = 0
+
+    @property
+    def states(self) -> int:
+        return self.params + self.grads + self.optimizer
+
+
+def take_census(runtime: ZeroRuntime) -> Census:
+    """Count the live storages. A storage that several components use counts once, for the first that names it."""
+    seen: set[int] = set()
+    by_component = {name: _count_new(tensors, seen) for name, tensors in state_tensors(runtime).items()}
+    host = _count_new((tensor for found in host_tensors(runtime).values() for tensor in found), seen)
+    buffers = _count_new(runtime.model.buffers(), seen)
+    other = _count_new(_live_tensors(runtime.device.type), seen)
+    return Census(**by_component, buffers=buffers, other=other, host=host)
+
+
+def live_storages(device_type: str) -> dict[int, int]:
+    """The sizes in bytes of all storages of Python's tensors on devices of this kind, by address."""
+    storages = list(_storages(_live_tensors(device_type)))
+    return {one.data_ptr(): one.nbytes() for one in storages if one.nbytes()}
+
+
+class ActivationCensus:
+    """Context around one forward that counts the bytes it leaves alive for backward, in storages that it created.
+
+    Counts tensors that autograd saves and tensors that Python still holds (such as the kept inputs of recomputed
+    blocks), except storages of one number (see activation_count.py, which predicts the same).
+    """
+
+    def __init__(self, runtime: ZeroRuntime) -> None:
+        self.bytes = 0
+        self._runtime = runtime
+        # Weak references reserve the addresses: no new storage gets the address of a freed one.
+        self._there: list[StorageWeakRef] = []
+        self._saved: list[torch.Tensor] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> ActivationCensus:
+        runtime = self._runtime
+        states, host = state_tensors(runtime).values(), host_tensors(runtime).values()
+        named = [one for tensors in (*states, *host) for one in tensors]
+        found = [*named, *runtime.model.buffers(), *_live_tensors(runtime.device.type)]
+        self._there = [StorageWeakRef(one) for one in _storages(found)]
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+        seen = {one.cdata for one in self._there}
+        left = {
+            one._cdata: one.nbytes() for one in _storages([*self._saved, *_live_tensors(self._runtime.device.type)])
+        }
+        self.bytes = sum(size for key, size in left.items() if key not in seen and size > ONE_NUMBER_BYTES)
+        self._saved.clear()
+        self._there.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._saved.append(tensor)
+        return tensor
+
+
+def _count_new(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
+    total = 0
+    for storage in _storages(tensors):
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += storage.nbytes()
+    return total
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
+    for tensor in tensors:
+        if not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta:
+            yield tensor.untyped_storage()
+
+
+def _live_tensors(device_type: str) -> list[torch.Tensor]:
+    # type(), not isinstance: some libraries keep lazy objects whose __class__ imports modules when it is read.
+    found = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    return [tensor for tensor in found if tensor.device.type == device_type and tensor.layout is torch.strided]

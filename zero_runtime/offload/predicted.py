@@ -1,0 +1,27 @@
+"""The bytes in host memory and in the scratch file that a runtime's settings lead to, before anything is allocated."""
+
+from __future__ import annotations
+
+from zero_runtime.offload.memory import Moves, Units, host_bytes, nvme_bytes
+from zero_runtime.offload_plan import OffloadBytes, Tier
+from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, OptimizerConfig
+from zero_runtime.settings import RuntimeSettings
+
+
+def predicted_bytes(settings: RuntimeSettings, config: OptimizerConfig, units: Units, shard_count: int) -> OffloadBytes:
+    """The bytes of one rank."""
+    moves = moves_of(settings, config, shard_count)
+    return (nvme_bytes if settings.offload.uses_nvme else host_bytes)(units, moves)
+
+
+def moves_of(settings: RuntimeSettings, config: OptimizerConfig, shard_count: int) -> Moves:
+    """The settings that decide how many offload copies are under way at the same time."""
+    offload = settings.offload
+    return Moves(
+        shard_count,
+        settings.prefetch,
+        settings.micro_batches,
+        tuple(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in config.held_states),
+        1 if offload.scratch is None else offload.scratch.ahead,
+        offload.params is Tier.NVME,
+    )

@@ -1,0 +1,1 @@
+"""Axes beside that of the data: tensor (slices of layers) and sequence (parts of sequences)."""

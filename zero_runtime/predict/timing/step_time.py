@@ -1,0 +1,97 @@
+"""The predicted time of a training step: the runtime's schedule replayed with a clock. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.memory.activation_count import Trace
+from zero_runtime.predict.memory.counted_unit import CountRules
+from zero_runtime.predict.memory.step_memory import StepReplay
+from zero_runtime.predict.timing.costs import StepCosts
+from zero_runtime.predict.timing.step_clock import StepClock
+from zero_runtime.predict.timing.timed_unit import timed_units
+from zero_runtime.state_bytes import UnitSize
+
+STEPS = 3  # the first records the order of the units; the gathers at the end of the second run beside the third
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of one step of a rank.
+
+    model_s: the model's own forward, backward and recomputation; slowed_s: by how much more that took beside
+    collectives; runtime_s: copies, casts and the beginning of collectives; exposed_s: waiting for collectives;
+    update_s: the optimizer's step; control_s: sums over the ranks, which block; surplus_s: what a real step takes in
+    addition to all of these (`StepCosts.surplus_s`).
+    """
+
+    model_s: float
+    slowed_s: float
+    runtime_s: float
+    exposed_s: float
+    update_s: float
+    control_s: float
+    surplus_s: float
+
+    @property
+    def total_s(self) -> float:
+        return sum(astuple(self))
+
+
+def step_time(
+    trace: Trace,
+    units: Sequence[tuple[UnitSize, MixedPrecision]],
+    rules: CountRules,
+    segments: Sequence[float],
+    costs: StepCosts,
+    *,
+    prefetch: int,
+) -> StepSeconds:
+    """The time of a steady step.
+
+    trace: of one micro-batch. segments: seconds of the model's own work before each mark of the trace and after the
+    last, see segments.py.
+    """
+    clock = StepClock(costs.compute_slowdown, costs.link_slowdown)
+    replay = StepReplay(
+        trace,
+        units,
+        rules,
+        prefetch=prefetch,
+        reached=lambda place: clock.compute(segments[place]),
+        make_unit=timed_units(clock, costs),
+        at_most=rules.micro_batches,
+    )
+    for _ in range(STEPS - 1):
+        replay.step()
+    computed_s, exposed_s, plain_s, meetings = clock.computing_s, clock.exposed_s, clock.plain_s, clock.meetings
+    replay.step()
+    model_s = sum(segments) * rules.micro_batches
+    plain_s = clock.plain_s - plain_s
+    numel = sum(size.padded_numel // rules.shard_count for size, _ in units if size.trainable)
+    return StepSeconds(
+        model_s=model_s,
+        slowed_s=max(clock.computing_s - computed_s - plain_s, 0.0),  # differences of sums, which are rounded
+        runtime_s=max(plain_s - model_s, 0.0),
+        exposed_s=clock.exposed_s - exposed_s,
+        update_s=costs.update.at(numel) if numel else 0.0,
+        control_s=2 * costs.control_s,  # the number of tokens, and the norm
+        surplus_s=costs.surplus_s * (clock.meetings - meetings or rules.micro_batches),
+    )
+
+
+def surplus_s(
+    step_s: float,
+    trace: Trace,
+    units: Sequence[tuple[UnitSize, MixedPrecision]],
+    rules: CountRules,
+    segments: Sequence[float],
+    costs: StepCosts,
+    *,
+    prefetch: int,
+) -> float:
+    """`StepCosts.surplus_s` from a real step that took step_s, and its prediction without it; never negative."""
+    alone = step_time(trace, units, rules, segments, replace(costs, surplus_s=1.0), prefetch=prefetch)
+    return max(step_s - (alone.total_s - alone.surplus_s), 0.0) / alone.surplus_s

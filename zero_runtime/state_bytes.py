@@ -1,0 +1,363 @@
+"""Bytes of model states per rank, from the plan and the layouts, by the same arithmetic as the runtime's allocations.
+
+Bytes are counted between the last backward and the step, when every state exists, as in arXiv 1910.02054, section 3.1
+(2Ψ + 2Ψ + 12Ψ for mixed-precision Adam). Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any, TypedDict
+
+from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.optim.config_base import OptimizerConfig
+from zero_runtime.plan import Partition, ZeroPlan
+from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.wire import Wire
+
+# Storages of one number count for no activations: losses, counts, and Python numbers, which torch may or may not wrap.
+ONE_NUMBER_BYTES = 8
+ADAM_BYTES = 8.0  # bytes per element of exp_avg and exp_avg_sq in fp32; other states: see OptimizerConfig.state_bytes
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """Size of one unit in elements, and which of its states are offloaded."""
+
+    numel: int
+    padded_numel: int
+    trainable: bool
+    is_root: bool = False  # parameters that no block, embedding or head owns; unsharded for a complete pass
+    params_offloaded: bool = False  # offloaded between their uses, as far as the plan shards them
+    optimizer_offloaded: bool = False  # the same for a separate master and the optimizer's states
+    separate_memory: bool = False  # offloaded to memory that the device cannot compute in: gradients go there too
+    state_bytes: float | None = None  # of the optimizer's states per element, if not those of the other units
+
+    @classmethod
+    def of(cls, layout: FlatLayout, **others: Any) -> UnitSize:
+        """The size of a layout; `others`: the other fields."""
+        return cls(layout.numel, layout.padded_numel, **others)
+
+    def is_away(self, component: str) -> bool:
+        """Whether this component of the model states is off the device between backward and step."""
+        if component == "params":
+            return self.params_offloaded
+        return self.optimizer_offloaded and (component == "optimizer" or self.separate_memory)
+
+
+class ElementBytes(TypedDict):
+    """Bytes of a trained element: of the optimizer's states, and what every rank has for all elements: the error
+    feedback of quantised reductions, and what the optimizer keeps besides its states."""
+
+    state_bytes: float
+    error_bytes: int
+    kept_bytes: float
+
+
+def element_bytes(plan: ZeroPlan, optimizer: OptimizerConfig, wire: Wire, *, world: int) -> ElementBytes:
+    """The bytes of an element in a run; with one shard nothing is reduced, so that there are no errors."""
+    shards = plan.shard_count(world)
+    return ElementBytes(
+        state_bytes=optimizer.state_bytes,
+        error_bytes=wire.error_bytes(plan) if shards > 1 else 0,
+        kept_bytes=optimizer.kept_bytes(shard_count=shards, world=world),
+    )
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of one rank by component; `padding` is the part of their sum that exceeds the closed form (`formula`).
+
+    `padding` is the mean over the ranks, to the nearest byte: the padding itself is at the end of the last shards.
+    """
+
+    params: int
+    grads: int
+    optimizer: int
+    padding: int
+
+    @property
+    def total(self) -> int:
+        return self.params + self.grads + self.optimizer
+
+
+_DIVISOR = {Partition.REPLICATED: "", Partition.GROUP: "/G", Partition.SHARDED: "/N"}
+Term = tuple[float, Partition]  # bytes per element, and the ranks that they are split over
+
+
+@dataclass(frozen=True)
+class BytesPerElement:
+    """Bytes of one trainable element on a rank; each component is a sum of terms."""
+
+    params: tuple[Term, ...]
+    grads: tuple[Term, ...]
+    optimizer: tuple[Term, ...]
+
+    @classmethod
+    def of(
+        cls,
+        plan: ZeroPlan,
+        precision: MixedPrecision,
+        micro_batches: int,
+        state_bytes: float,
+        error_bytes: int = 0,
+        kept_bytes: float = 0.0,
+    ) -> BytesPerElement:
+        """The sums of terms; the bytes are those of `ElementBytes`."""
+        # If master and param dtype agree, the master is the parameter (see UnitParameters) and costs nothing.
+        master = 0 if precision.master == precision.param else ITEMSIZE_BYTES[precision.master]
+        return cls(
+            params=_param_terms(plan, precision),
+            grads=(
+                (ITEMSIZE_BYTES[precision.grad(micro_batches)], plan.grads),
+                *(((error_bytes, Partition.REPLICATED),) if error_bytes else ()),
+            ),
+            optimizer=(
+                (master + state_bytes, plan.optimizer),
+                *(((kept_bytes, Partition.REPLICATED),) if kept_bytes else ()),
+            ),
+        )
+
+
+def _param_terms(plan: ZeroPlan, precision: MixedPrecision) -> tuple[Term, ...]:
+    size = precision.stored_bytes
+    if precision.stores_as_computed or plan.params is Partition.SHARDED:
+        return ((size, plan.held_params),)
+    # The full copy is a cast of the gathered parameters, so the shard that is gathered cannot be a slice of it.
+    return ((ITEMSIZE_BYTES[precision.compute or precision.param], plan.params), (size, plan.optimizer))
+
+
+def model_state_bytes(
+    plan: ZeroPlan,
+    precision: MixedPrecision,
+    units: Sequence[UnitSize],
+    *,
+    world: int,
+    micro_batches: int = 1,
+    state_bytes: float = ADAM_BYTES,
+    error_bytes: int = 0,
+    kept_bytes: float = 0.0,
+) -> StateBytes:
+    """Predicted bytes of model states on each rank. Frozen units have parameters only."""
+    of_states = {
+        size: asdict(BytesPerElement.of(plan, precision, micro_batches, size, error_bytes, kept_bytes))
+        for size in {state_bytes, *(unit.state_bytes for unit in units if unit.state_bytes is not None)}
+    }
+    ranks = {partition: plan.ranks_of(partition, world) for partition in Partition}
+    totals = dict.fromkeys(of_states[state_bytes], 0)
+    exact = 0.0
+    for unit in units:
+        components = of_states[state_bytes if unit.state_bytes is None else unit.state_bytes]
+        for component, terms in components.items():
+            if component != "params" and not unit.trainable:
+                continue
+            if unit.is_away(component):
+                continue
+            for size_bytes, partition in terms:
+                totals[component] += round(unit.padded_numel // ranks[partition] * size_bytes)
+                exact += unit.numel * size_bytes / ranks[partition]
+    return StateBytes(**totals, padding=round(sum(totals.values()) - exact))
+
+
+def total_state_bytes(
+    plan: ZeroPlan,
+    units: Iterable[tuple[UnitSize, MixedPrecision]],
+    *,
+    world: int,
+    micro_batches: int = 1,
+    state_bytes: float = ADAM_BYTES,
+    error_bytes: int = 0,
+    kept_bytes: float = 0.0,
+) -> StateBytes:
+    """`model_state_bytes` for units of several precisions."""
+    by_kind: dict[MixedPrecision, list[UnitSize]] = {}
+    for size, kind in units:
+        by_kind.setdefault(kind, []).append(size)
+    parts = [
+        model_state_bytes(
+            plan,
+            kind,
+            sizes,
+            world=world,
+            micro_batches=micro_batches,
+            state_bytes=state_bytes,
+            error_bytes=error_bytes,
+            kept_bytes=kept_bytes,
+        )
+        for kind, sizes in by_kind.items()
+    ]
+    return StateBytes(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
+
+
+@dataclass(frozen=True)
+class StepPeak:
+    """Upper bound on a rank's bytes during a step: model states plus the units that are unsharded at the same time.
+
+    states: as in `StateBytes`. params, grads: of the units that are unsharded at the same time, if the plan shards
+    them, and of offloaded shards and gradients while they are on the device.
+    """
+
+    states: int
+    params: int
+    grads: int
+
+    @property
+    def total(self) -> int:
+        return self.states + self.params + self.grads
+
+
+def step_peak_bytes(
+    plan: ZeroPlan,
+    units: Iterable[tuple[UnitSize, MixedPrecision]],
+    *,
+    world: int,
+    prefetch: int,
+    micro_batches: int = 1,
+    state_bytes: float = ADAM_BYTES,
+    error_bytes: int = 0,
+    kept_bytes: float = 0.0,
+) -> StepPeak:
+    """The peak of a step, without activations and the collectives' own buffers; `units` in the order of registration.
+
+    Unsharded at the same time are the root, whose parameters are used at both ends of the model; the parameters of
+    1 + prefetch neighbouring units; and the gradients of the unit being filled and of the one before it, which is being
+    reduced. Shards from the host are on the device for one more neighbour.
+    """
+    units = list(units)
+
+    def states_of(size: UnitSize, kind: MixedPrecision) -> StateBytes:
+        return model_state_bytes(
+            plan,
+            kind,
+            [size],
+            world=world,
+            micro_batches=micro_batches,
+            state_bytes=state_bytes,
+            error_bytes=error_bytes,
+            kept_bytes=kept_bytes,
+        )
+
+    away = [states_of(size, kind).total for size, kind in units]
+    # Gradients that go to the host are on the device before that: count them as if they stayed.
+    states = [states_of(replace(size, separate_memory=False), kind) for size, kind in units]
+    leaving = sum(one.total for one in states) - sum(away)
+    params = [int(size.padded_numel * _whole_param_bytes(kind)) for size, kind in units]
+    grads = [size.padded_numel * ITEMSIZE_BYTES[kind.reduce] * size.trainable for size, kind in units]
+    roots = [size.is_root for size, _ in units]
+    shards = [
+        int(size.padded_numel // plan.shard_count(world) * kind.stored_bytes)
+        * (size.params_offloaded and size.separate_memory)
+        for size, kind in units
+    ]
+    brought = _neighbours_peak(shards, roots, 2 + prefetch)
+    return StepPeak(
+        sum(away),
+        _neighbours_peak(params, roots, 1 + prefetch) + brought if plan.params is Partition.SHARDED else 0,
+        leaving
+        + (_backward_peak(grads, [one.grads for one in states], roots) if plan.grads is Partition.SHARDED else 0),
+    )
+
+
+def _neighbours_peak(whole: list[int], roots: list[bool], count: int) -> int:
+    others = [size for size, root in zip(whole, roots, strict=True) if not root]
+    return sum(whole) - sum(others) + max((sum(others[at : at + count]) for at in range(len(others))), default=0)
+
+
+def _backward_peak(whole: list[int], shards: list[int], roots: list[bool]) -> int:
+    """Bytes that full gradients add to the sum of the gradient shards. Backward fills the units in reverse order, and
+    each unit's reduction allocates its shard, the root's last."""
+    root = sum(size for size, is_root in zip(whole, roots, strict=True) if is_root)
+    others = [(size, shard) for size, shard, is_root in zip(whole, shards, roots, strict=True) if not is_root]
+    peak = kept = before = 0
+    for size, shard in reversed(others):
+        peak = max(peak, kept + before + size + root)
+        kept, before = kept + shard, size
+    peak = max(peak, kept + before + root)
+    return max(peak - sum(shards), 0)
+
+
+def _whole_param_bytes(precision: MixedPrecision) -> float:
+    gathered = 0 if precision.stores_as_computed else precision.stored_bytes
+    return ITEMSIZE_BYTES[precision.compute or precision.param] + gathered
+
+
+def formula(
+    plan: ZeroPlan,
+    precision: MixedPrecision,
+    *,
+    micro_batches: int = 1,
+    state_bytes: float = ADAM_BYTES,
+    error_bytes: int = 0,
+    kept_bytes: float = 0.0,
+    with_frozen: bool = False,
+    matrix_state_bytes: float | None = None,
+) -> str:
+    """The closed form of `model_state_bytes` in Ψ (parameters) and N (ranks that share one copy), such as `4Ψ + 12Ψ/N`.
+
+    With outer sharding, N are all ranks and G those of a shard group.
+
+    `with_frozen`: Ψ are the trained parameters, Φ the frozen ones. matrix_state_bytes: of the trained matrices, M, if
+    the optimizer keeps other states for them.
+    """
+    of = BytesPerElement.of(plan, precision, micro_batches, state_bytes, error_bytes, kept_bytes)
+    trained = _closed_form([term for component in asdict(of).values() for term in component], "Ψ")
+    if matrix_state_bytes is not None:
+        whole = BytesPerElement.of(plan, precision, micro_batches, matrix_state_bytes, error_bytes, kept_bytes)
+        terms = [term for component in asdict(whole).values() for term in component]
+        trained = f"{_closed_form(terms, 'M')} (M in matrices) + {trained}"
+    return f"{trained} + {_closed_form(of.params, 'Φ')} (Φ frozen)" if with_frozen else trained
+
+
+def _closed_form(terms: Iterable[Term], letter: str) -> str:
+    terms = list(terms)
+    sums = {one: sum(size for size, partition in terms if partition is one) for one in Partition}
+    return " + ".join(f"{size:.10g}{letter}{_DIVISOR[one]}" for one, size in sums.items() if size)
+
+
+@dataclass(frozen=True)
+class CollectiveCounts:
+    """How many times each trainable element is gathered and reduced in one steady training step."""
+
+    gathers: int
+    reductions: int
+    exchanges: int | None = None  # gathers across the shard groups, of a plan with outer sharding
+
+    @classmethod
+    def of(cls, plan: ZeroPlan, micro_batches: int = 1, *, reduces_at_boundary: bool = False) -> CollectiveCounts:
+        """Counts as in arXiv 1910.02054, section 7. Gathers: one per step if parameters are replicated and the
+        optimizer is not, two per micro-batch if parameters are sharded. Reductions: one per step, or one per
+        micro-batch if gradients are sharded and are not kept unsharded until the last micro-batch (`no_sync`)."""
+        gathers = 2 * micro_batches if plan.params is Partition.SHARDED else int(plan.optimizer is Partition.SHARDED)
+        every = plan.reduces_every_backward and not reduces_at_boundary
+        return cls(gathers, micro_batches if every else 1, None if plan.outer_sharding is None else 1)
+
+    @property
+    def across(self) -> int:
+        """How often an element is sent across the shard groups: an all-reduce sends it twice, as a reduce-scatter and
+        an all-gather do."""
+        return 2 * self.reductions if self.exchanges is None else self.reductions + self.exchanges
+
+
+def collective_elements(counts: CollectiveCounts, numel: int, *, world: int, shard_count: int) -> int:
+    """Elements that one rank sends in one steady step for `numel` trainable elements.
+
+    With groups of G = shard_count ranks and N/G replicas of each shard: a gather or reduce-scatter of P elements sends
+    (G-1)/G P, and the all-reduce of a shard over its replicas sends 2 (N/G - 1)/(N/G) P/G. For G = N that is (N-1)/N P
+    per collective; for G = 1 only the all-reduce remains, 2 (N-1)/N P. With outer sharding, half of that all-reduce is
+    sent in each reduction (a reduce-scatter), and as much in each exchange. Exact if numel is a multiple of `world`,
+    otherwise rounded down.
+    """
+    replicas = world // shard_count
+    within = (counts.gathers + counts.reductions) * numel * (shard_count - 1) // shard_count
+    return within + counts.across * numel * (replicas - 1) // world
+
+
+def collective_formula(counts: CollectiveCounts, *, world: int, shard_count: int) -> str:
+    """The closed form of `collective_elements`, in Ψ, N (ranks) and G (ranks of a shard group, if fewer)."""
+    if shard_count == 1:
+        return f"{counts.across}Ψ·(N-1)/N"
+    within = counts.gathers + counts.reductions
+    if shard_count == world:
+        return f"{within}Ψ·(N-1)/N"
+    return f"{within}Ψ·(G-1)/G + {counts.across}Ψ/G·(N/G-1)/(N/G)"

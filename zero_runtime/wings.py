@@ -1,0 +1,49 @@
+"""The table of the runtime's wings: what each adds to the trunk, by name.
+
+A wing is a folder here that may import the rest of the runtime (the trunk), and that the trunk never imports: it asks
+this table for a name, and the wing's module is imported when the name is used.
+"""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import Any
+
+BEGIN_INFERENCE = "zero_runtime.generation.inference:begin_inference"
+REFUSE_TRAINING = "zero_runtime.generation.inference:refuse_training"
+STORED_CODES = "zero_runtime.quantised.codes:StoredCodes"
+TURNS = "zero_runtime.generation.gather_turns:GatherTurns"
+WRAP_GENERATE = "zero_runtime.generation.generate:wrap_generate"
+HEAD_OF = "zero_runtime.parallel.tensor.division:head_of"
+REFUSED_OPTIMIZER = "zero_runtime.parallel.tensor.refusals:refused_optimizer"
+QUANTISED_SUMS = "zero_runtime.quantised.sums:QuantisedSums"
+SENT_CODES = "zero_runtime.quantised.codes:SentCodes"
+SPLIT = "zero_runtime.parallel.tensor.slices:Split"
+# The checkpoints of a run that saves or resumes.
+RUN_CHECKPOINTS = "zero_runtime.checkpoint.of_run:RunCheckpoints"
+# What opens another library's checkpoint in a folder, or None, and what loads it into a runtime.
+FOREIGN_READER = "zero_runtime.deepspeed.foreign_checkpoints.formats:foreign_reader"
+LOAD_FOREIGN = "zero_runtime.deepspeed.foreign_checkpoints.source:load_foreign"
+# A folder of weights as a source for a model, and the writer of one.
+READ_WEIGHTS_FOLDER = "zero_runtime.checkpoint.hugging_face.names:weights_for"
+WRITE_WEIGHTS_FOLDER = "zero_runtime.checkpoint.hugging_face.gathered:save_gathered_weights"
+# The update rule of an optimizer by its kind, if it is not element-wise; what compiles kernels before the first step.
+UPDATE_RULES = {
+    "lamb": "zero_runtime.optim.lamb:LambRule",
+    "muon": "zero_runtime.optim.muon:MuonRule",
+    "onebitadam": "zero_runtime.optim.onebit:OneBitRule",
+    "torch": "zero_runtime.optim.torch_rule:TorchRule",
+}
+REHEARSE = "zero_runtime.optim.rehearsal:rehearse"
+
+# States that are not on the device: room for them, their tier, their bytes; activations, and memory for quick copies.
+CHECK_OFFLOAD = "zero_runtime.offload.preflight:check_offload"
+OPEN_TIER = "zero_runtime.offload.open:open_tier"
+OFFLOAD_BYTES = "zero_runtime.offload.predicted:predicted_bytes"
+ACTIVATIONS_ON_HOST = "zero_runtime.activations.on_host:open_memory"
+PAGE_LOCKED = "zero_runtime.offload.copy_streams:PageLocked"
+
+
+def load(place: str) -> Any:
+    """The object that "package.module:attribute" names."""
+    return resolve_name(place)
