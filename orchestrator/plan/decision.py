@@ -1,4 +1,4 @@
-"""Decides about each point that breaks no rule: run it, keep its existing answer, or leave it out because it cannot fit.
+"""Decides about each point that breaks no rule: run it, keep its answer, or leave it out because it cannot fit.
 
 Apart from its arguments, a decision depends only on the records and on the contents of the files that a point reads;
 whether kept rows are of an earlier day, and one of them is measured once more, also on today's date.
