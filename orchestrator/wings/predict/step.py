@@ -31,10 +31,10 @@ from zero_runtime.predict.memory.step_memory import (
     StepPeaks,
     replay_states,
 )
+from zero_runtime.predict.messages import CollectiveCounts, exchanged, gathered, reduced, signs_bytes
 from zero_runtime.predict.timing.segments import SegmentTable
 from zero_runtime.predict.timing.work import LinearWork, Work
-from zero_runtime.state_bytes import CollectiveCounts, ElementBytes, UnitSize, element_bytes
-from zero_runtime.wire import exchanged, gathered, reduced, signs_bytes
+from zero_runtime.state_bytes import ElementBytes, UnitSize, element_bytes
 
 Answers = Mapping[str, Mapping[str, Any]]
 Units = list[tuple[UnitSize, MixedPrecision]]
