@@ -12,14 +12,13 @@ number of ranks. With error feedback a rank keeps what the rounding took from ea
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from zero_runtime.errors import PlanError
 from zero_runtime.limits import Limits, keyed
 from zero_runtime.plan import Partition, ZeroPlan
-from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
+from zero_runtime.precision import MixedPrecision
 
 BITS = {"int8": 8, "int4": 4}
 BLOCK_NUMEL = 256  # elements of a scale
@@ -87,13 +86,6 @@ class Wire:
         are rounded alike. (For slices themselves it would not matter.)
         """
         return BLOCK_NUMEL if tensor_degree > 1 and self != EXACT else 1
-
-    def block_numel(self, precision: MixedPrecision, of_states: int, tensor_degree: int) -> int:
-        """Elements of the blocks that must not be split between shards: of codes of the weights, or of the optimizer's
-        states (`of_states`) and of messages."""
-        if precision.weights is not None:
-            return WEIGHT_BLOCK_NUMEL
-        return math.lcm(of_states, self.aligned_numel(tensor_degree))
 
     def error_bytes(self, plan: ZeroPlan) -> int:
         """Bytes of error feedback for each element of the model on every rank."""
