@@ -25,6 +25,7 @@ from zero_runtime.census import take_census  # noqa: E402
 from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
+from zero_runtime.predict import messages  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
 from zero_runtime.world import join_world, leave_world  # noqa: E402
 
@@ -88,10 +89,10 @@ def count(name: str, precision: MixedPrecision, stage: int, micro_batches: int) 
     world, shard_count = runtime.collectives.world, runtime.collectives.shard_count
     sizes = unit_sizes(runtime)
     numel, padded = sum(unit.numel for unit in sizes), sum(unit.padded_numel for unit in sizes)
-    counts = memory_model.CollectiveCounts.of(plan, micro_batches)
+    counts = messages.CollectiveCounts.of(plan, micro_batches)
 
     def elements(of: int) -> int:
-        return memory_model.collective_elements(counts, of, world=world, shard_count=shard_count)
+        return messages.collective_elements(counts, of, world=world, shard_count=shard_count)
 
     padding = elements(padded) - elements(numel)
     predicted = predicted_state_bytes(runtime)
@@ -103,7 +104,7 @@ def count(name: str, precision: MixedPrecision, stage: int, micro_batches: int) 
         "formula": memory_model.formula(plan, precision, micro_batches=micro_batches),
         "counted": census.states - predicted.padding,
         "exact": predicted.total - predicted.padding,
-        "factor": memory_model.collective_formula(counts, world=world, shard_count=shard_count),
+        "factor": messages.collective_formula(counts, world=world, shard_count=shard_count),
         "sent": (runtime.reset_ledger().data_elements - padding) * world / (world - 1) / numel,
     }
     runtime.close()

@@ -14,7 +14,7 @@ import torch
 BLOCK_NUMEL = 256
 LEVELS = {8: 127, 4: 7}
 # Elements that are converted at a time, by type of device: multiples of BLOCK_NUMEL, which change no bits. They bound
-# the memory that a conversion takes (counted by zero_runtime/wire.py).
+# the memory that a conversion takes (counted by zero_runtime/predict/messages.py).
 CHUNK_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}
 
 

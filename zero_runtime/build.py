@@ -11,7 +11,7 @@ from torch import nn
 from zero_runtime.agreement import agree, trouble_of
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import PlanError
-from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.flat_layout import FlatLayout, LayoutRules
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels.registration import VARIABLE, Chosen, chosen
 from zero_runtime.optim.configs import OptimizerConfig, SgdConfig
@@ -23,7 +23,7 @@ from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.settings import RuntimeSettings
-from zero_runtime.shard_location import OffloadedShards, offloaded_shards
+from zero_runtime.shard_location import offloaded_shards
 from zero_runtime.slices import WHOLE, Slices
 from zero_runtime.state_tier import NOTHING_OFFLOADED, StateTier, is_offloaded, residence
 from zero_runtime.tensor_source import TensorSource
@@ -76,11 +76,6 @@ def check_kernels(found: Sequence[Chosen | None]) -> None:
         f"kernels: expected the same implementation on every rank, found {' and '.join(parts)}; repair the machines of "
         f"the ranks that use the reference, or set {VARIABLE}=reference on all ranks"
     )
-
-
-def _block_numel(spec: UnitSpec, config: OptimizerConfig, settings: RuntimeSettings) -> int:
-    of_states = config.block_numel if spec.trainable else 1
-    return settings.wire.block_numel(spec.precision, of_states, settings.tensor_parallel.degree)
 
 
 def check_together(
@@ -164,19 +159,22 @@ class UnitBuilder:
         for spec in specs:
             settings.wire.check_precision(self._plan, spec.precision)
         offloaded = offloaded_shards(settings.offload, specs, self._device.type)
-        self._check_room(specs, offloaded, config)
+        layouts = self._lay_out(specs, config)
+        if any(shards.params or shards.optimizer for shards in offloaded):
+            planned = list(zip(specs, layouts, offloaded, strict=True))
+            load(CHECK_OFFLOAD)(planned, settings, config, self._plan, self._collectives, self._device.type)
         units = [
             Unit(
                 spec,
+                layout,
                 self._plan,
                 self._collectives,
                 self._device,
                 micro_batches=settings.micro_batches,
                 offloaded=shards,
-                block_numel=_block_numel(spec, config, settings),
                 wire=settings.wire,
             )
-            for spec, shards in zip(specs, offloaded, strict=True)
+            for spec, layout, shards in zip(specs, layouts, offloaded, strict=True)
         ]
         optimizer = ShardedOptimizer(units, config, self._collectives, lazy_states=settings.lazy_states)
         self._agree_on_kernels()
@@ -190,6 +188,12 @@ class UnitBuilder:
             tier.close()
             raise
         return BuiltUnits(units, optimizer, tier)
+
+    def _lay_out(self, specs: Sequence[UnitSpec], config: OptimizerConfig) -> list[FlatLayout]:
+        aligned = self._settings.wire.aligned_numel(self._settings.tensor_parallel.degree)
+        collectives = self._collectives
+        rules = LayoutRules(collectives.shard_count, collectives.data_world, config.block_numel, aligned)
+        return [rules.layout(spec.shapes, spec.precision, trainable=spec.trainable) for spec in specs]
 
     def _agree_on_kernels(self) -> None:
         """Refuse different kernels on different ranks. Those for CPUs all have the reference's bits."""
@@ -250,23 +254,3 @@ class UnitBuilder:
                     unit.read_values(source, given)
 
         agree(self._collectives, trouble_of(read_all))
-
-    # ---- room for offloaded shards ---------------------------------------------------------------------------------
-
-    def _check_room(
-        self, specs: Sequence[UnitSpec], offloaded: Sequence[OffloadedShards], config: OptimizerConfig
-    ) -> None:
-        """Refuse an offload plan that does not fit into this machine's memory or onto its disk, before allocating."""
-        if not any(shards.params or shards.optimizer for shards in offloaded):
-            return
-        layouts = [
-            FlatLayout.build(
-                spec.shapes,
-                shard_count=self._collectives.shard_count,
-                world=self._collectives.data_world,
-                block_numel=_block_numel(spec, config, self._settings),
-            )
-            for spec in specs
-        ]
-        planned = list(zip(specs, layouts, offloaded, strict=True))
-        load(CHECK_OFFLOAD)(planned, self._settings, config, self._plan, self._collectives, self._device.type)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeVar
 
+from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
+
 # A shard's size is a multiple of this, so that every shard starts at a 64-byte boundary in dtypes of 16 bits or more.
 SHARD_ALIGNMENT_NUMEL = 32
 READ_NUMEL = 4 << 20  # elements read from a source at a time: bounds the memory needed in addition to the shards
@@ -122,3 +124,26 @@ class FlatLayout:
             if start < stop:
                 found.append(Piece(segment.name, start - segment.offset, stop - segment.offset, start - low))
         return tuple(found)
+
+
+@dataclass(frozen=True)
+class LayoutRules:
+    """What decides the layouts of a run's units, besides their parameters. The runtime and the predictions both lay
+    units out by it.
+
+    world: the ranks of the data axis. state_block_numel: elements of a block of the optimizer's states. aligned_numel:
+    elements at whose multiples parameters begin, whatever their states (`Wire.aligned_numel`).
+    """
+
+    shard_count: int
+    world: int
+    state_block_numel: int = 1
+    aligned_numel: int = 1
+
+    def layout(
+        self, shapes: Iterable[tuple[str, tuple[int, ...]]], precision: MixedPrecision, *, trainable: bool
+    ) -> FlatLayout:
+        """The layout of a unit: blocks of codes of its weights, or of states and messages, stay in one shard."""
+        of_states = self.state_block_numel if trainable else 1
+        blocks = WEIGHT_BLOCK_NUMEL if precision.weights is not None else math.lcm(of_states, self.aligned_numel)
+        return FlatLayout.build(shapes, shard_count=self.shard_count, world=self.world, block_numel=blocks)

@@ -35,13 +35,13 @@ class Unit:
     def __init__(
         self,
         spec: UnitSpec,
+        layout: FlatLayout,
         plan: ZeroPlan,
         collectives: Collectives,
         device: torch.device,
         *,
         micro_batches: int,
         offloaded: OffloadedShards | None = None,
-        block_numel: int = 1,
         wire: Wire = EXACT,
     ) -> None:
         self.name = spec.name
@@ -55,19 +55,14 @@ class Unit:
         self.uses = 0  # running calls of modules that read the parameters
         self.slices = spec.slices
         self.full_shapes = {name: tuple(param.shape) for name, param in spec.params}
-        self.layout = FlatLayout.build(
-            spec.shapes,
-            shard_count=collectives.shard_count,
-            world=collectives.data_world,
-            block_numel=block_numel,
-        )
+        self.layout = layout
         self._plan = plan
         self._collectives = collectives
         self.parameters = parameters = UnitParameters(
-            spec, self.layout, plan, collectives, device, offloaded or OffloadedShards(), wire
+            spec, layout, plan, collectives, device, offloaded or OffloadedShards(), wire
         )
         self.gradients = UnitGradients(
-            spec, self.layout, plan, collectives, device, spec.precision.grad(micro_batches), wire
+            spec, layout, plan, collectives, device, spec.precision.grad(micro_batches), wire
         )
         self.params: list[nn.Parameter] = parameters.params
         # Whether a step discards a write to the full parameters, because updates start from another tensor.

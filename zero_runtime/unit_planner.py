@@ -6,8 +6,8 @@ that of the innermost unit module that contains all its users. All parameters of
 and the same precision.
 
 A tied embedding therefore belongs to the root and stays unsharded during a complete pass. If it were released between
-its two uses, each micro-batch would need a third gather of it, and the closed forms of the traffic (state_bytes.py)
-would not hold.
+its two uses, each micro-batch would need a third gather of it, and the closed forms of the traffic
+(predict/messages.py) would not hold.
 
 [Note: unit size]
 `unit_numel` bounds the number of elements of a unit. A larger unit is split into those of its submodules that have

@@ -1,4 +1,4 @@
-"""Which collectives send block-quantised values, and their bytes. Standard library only.
+"""Which collectives send block-quantised values. Standard library only.
 
 [Note: quantised collectives]
 Values are sent as codes of 8 or 4 bits with one fp32 scale for each 256 elements (kernels/wire_format.py), codes and
@@ -12,23 +12,16 @@ number of ranks. With error feedback a rank keeps what the rounding took from ea
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from zero_runtime.errors import PlanError
 from zero_runtime.limits import Limits, keyed
 from zero_runtime.plan import Partition, ZeroPlan
-from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
+from zero_runtime.precision import MixedPrecision
 
 BITS = {"int8": 8, "int4": 4}
 BLOCK_NUMEL = 256  # elements of a scale
-SCALE_BYTES = 4
-# What a conversion between values and codes holds while it runs, as in kernels/wire_format.py: a few tensors of fp32
-# for each of the elements that are converted at a time.
-CONVERTED_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}
-CONVERTED_BYTES = 17  # values in fp32, their padded copy, quotients and codes in fp32, and a mask
-SIGNS_BYTES = 8  # of an element of the unit whose signs are averaged: two tensors of fp32
 ERROR_BYTES = 4  # of an element's error feedback
 _EXACT_WORDS = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
 
@@ -94,25 +87,12 @@ class Wire:
         """
         return BLOCK_NUMEL if tensor_degree > 1 and self != EXACT else 1
 
-    def block_numel(self, precision: MixedPrecision, of_states: int, tensor_degree: int) -> int:
-        """Elements of the blocks that must not be split between shards: of codes of the weights, or of the optimizer's
-        states (`of_states`) and of messages."""
-        if precision.weights is not None:
-            return WEIGHT_BLOCK_NUMEL
-        return math.lcm(of_states, self.aligned_numel(tensor_degree))
-
     def error_bytes(self, plan: ZeroPlan) -> int:
         """Bytes of error feedback for each element of the model on every rank."""
         return ERROR_BYTES if self.error_feedback and plan.optimizer is Partition.SHARDED else 0
 
 
 EXACT = Wire()
-
-
-def packed_bytes(numel: int, dtype: str) -> int:
-    """Bytes of `numel` quantised elements with their scales; `numel` is a multiple of 8, as every shard's is."""
-    assert numel % 8 == 0
-    return numel * BITS[dtype] // 8 + SCALE_BYTES * -(-numel // BLOCK_NUMEL)
 
 
 def check_scaled(wire: Wire, *, scales_loss: bool) -> None:
@@ -123,52 +103,3 @@ def check_scaled(wire: Wire, *, scales_loss: bool) -> None:
             "that are kept would have another scale than the next gradients; use precision=bf16, or "
             "zero.error_feedback=false"
         )
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What one rank sends of one unit in a step: `elements` as the ledger counts them, where a quantised element counts
-    as its bytes, and `nbytes`."""
-
-    elements: int
-    nbytes: int
-
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(self.elements + other.elements, self.nbytes + other.nbytes)
-
-
-def gathered(
-    wire: Wire, plan: ZeroPlan, shard_numel: int, shard_count: int, itemsize: float, *, trainable: bool
-) -> Sent:
-    """One gather: this rank's shard to every other rank of its group, in total (G - 1) shards."""
-    others = shard_count - 1
-    if wire.gather is not None and wire.gathers(plan, trainable=trainable):
-        packed = others * packed_bytes(shard_numel, wire.gather)
-        return Sent(packed, packed)
-    return Sent(others * shard_numel, others * int(shard_numel * itemsize))
-
-
-def reduced(
-    wire: Wire, shard_numel: int, shard_count: int, replicas: int, itemsize: int, *, stays_split: bool = False
-) -> Sent:
-    """One reduction: to every other rank of the group its shard, then an all-reduce of the shard over its replicas, or
-    a reduce-scatter if the sum `stays_split` between them (outer sharding)."""
-    others, across = shard_count - 1, (2 - stays_split) * shard_numel * (replicas - 1) // replicas
-    exact = Sent(across, across * itemsize)
-    if wire.reduce is not None:
-        packed = others * packed_bytes(shard_numel, wire.reduce)
-        return Sent(packed, packed) + exact
-    return Sent(others * shard_numel, others * shard_numel * itemsize) + exact
-
-
-def exchanged(held_numel: int, groups: int, itemsize: float) -> Sent:
-    """One exchange of parameters between shard groups with outer sharding: this rank's part of the `held_numel`
-    elements that it holds for its group, to the other ranks at its position."""
-    sent = held_numel * (groups - 1) // groups
-    return Sent(sent, int(sent * itemsize))
-
-
-def signs_bytes(padded_numel: int, world: int) -> int:
-    """Bytes that a rank sends to average a unit's signs (optim/onebit.py): its part of them to each other rank, and its
-    part of the average, each with one scale."""
-    return 2 * (world - 1) * (padded_numel // world // 8 + SCALE_BYTES)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zero_runtime.plan import Partition, ZeroPlan
+from zero_runtime.predict.messages import CollectiveCounts
 from zero_runtime.runtime import ZeroRuntime
-from zero_runtime.state_bytes import CollectiveCounts
 
 FP32_BYTES = 4
 Sent = dict[str, tuple[int, int]]  # (calls, bytes) by kind of message

@@ -31,6 +31,7 @@ PURE = (
     "checkpoint.files",
     "dtype_rules",
     "state_bytes",
+    "predict.messages",
     "predict.memory.activation_count",
     "predict.memory.allocator_blocks",
     "predict.memory.caching_allocator",

@@ -7,7 +7,8 @@ import torch
 
 from zero_runtime.kernels import wire_format
 from zero_runtime.kernels.wire_format import BLOCK_NUMEL, LEVELS, dequantise_, packed_numel, quantise_
-from zero_runtime.wire import BITS, CONVERTED_NUMEL, packed_bytes
+from zero_runtime.predict.messages import CONVERTED_NUMEL, packed_bytes
+from zero_runtime.wire import BITS
 from zero_runtime.wire import BLOCK_NUMEL as PURE_BLOCK_NUMEL
 
 LENGTHS = (8, 32, 256, 264, 1024 + 96)

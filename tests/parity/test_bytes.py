@@ -17,8 +17,9 @@ from zero_runtime.accounting import predicted_state_bytes
 from zero_runtime.census import ActivationCensus, take_census
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.messages import CollectiveCounts, collective_elements
 from zero_runtime.runtime import ZeroRuntime
-from zero_runtime.state_bytes import CollectiveCounts, collective_elements, formula
+from zero_runtime.state_bytes import formula
 
 STAGES = (0, 1, 2, 3)
 PAPER = MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="fp32")

@@ -31,9 +31,9 @@ from zero_runtime.parallel.tensor.division import TensorParallel
 from zero_runtime.parallel.tensor.plan import SplitPlan
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.messages import CollectiveCounts, gathered, reduced
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.state_bytes import CollectiveCounts
-from zero_runtime.wire import BLOCK_NUMEL, Wire, gathered, reduced
+from zero_runtime.wire import BLOCK_NUMEL, Wire
 
 DEGREE, DATA_WORLD = 2, 2
 BOTH = Wire("int8", "int4", error_feedback=True)

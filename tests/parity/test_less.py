@@ -23,8 +23,9 @@ from orchestrator.workloads.models import token_losses
 from zero_runtime.census import take_census
 from zero_runtime.optim.configs import AdamWConfig, LionConfig, MuonConfig, OneBitAdamConfig, OptimizerConfig
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.messages import CONVERTED_BYTES, SIGNS_BYTES
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.wire import CONVERTED_BYTES, EXACT, SIGNS_BYTES, Wire
+from zero_runtime.wire import EXACT, Wire
 
 WORLD, SEQ, STEPS = 2, 16, 4
 ADAMW = AdamWConfig(beta2=0.95)

@@ -18,8 +18,8 @@ from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.optim.matrix_owners import most_sent_elements, owned_matrices, sent_elements, working_bytes
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.messages import CollectiveCounts, collective_elements
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.state_bytes import CollectiveCounts, collective_elements
 
 MUON = MuonConfig()
 STEPS = 3

@@ -22,8 +22,9 @@ from zero_runtime.limits import ConfigError
 from zero_runtime.optim.configs import OneBitAdamConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.messages import signs_bytes
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.wire import Wire, signs_bytes
+from zero_runtime.wire import Wire
 
 WARMUP, STEPS = 3, 7
 ONEBIT = OneBitAdamConfig(ADAMW.beta1, ADAMW.beta2, ADAMW.eps, ADAMW.weight_decay, warmup_updates=WARMUP)

@@ -31,8 +31,9 @@ from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import AdamW8bitConfig, LambConfig, MuonConfig, OptimizerConfig, SgdConfig
 from zero_runtime.plan import OuterSharding, ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.messages import CollectiveCounts, collective_elements, collective_formula
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.state_bytes import CollectiveCounts, collective_elements, collective_formula, formula
+from zero_runtime.state_bytes import formula
 from zero_runtime.wire import Wire
 
 KINDS: tuple[OuterSharding, ...] = ("optim",)

@@ -16,8 +16,8 @@ from zero_runtime.optim.configs import AdamWConfig, MuonConfig
 from zero_runtime.parallel.tensor.division import TensorParallel
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.messages import CollectiveCounts, collective_elements
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.state_bytes import CollectiveCounts, collective_elements
 
 STAGES = (0, 1, 2, 3)
 

@@ -22,10 +22,10 @@ from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise
 from zero_runtime.limits import ConfigError
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.messages import CollectiveCounts, gathered, reduced
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.state_bytes import CollectiveCounts
 from zero_runtime.unit import Unit
-from zero_runtime.wire import BITS, Wire, gathered, reduced
+from zero_runtime.wire import BITS, Wire
 
 BF16 = MixedPrecision("bf16")
 BOTH = Wire("int8", "int8")

@@ -23,8 +23,8 @@ from zero_runtime.optim.configs import (
 from zero_runtime.optim.loss_scaler import LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.predict.messages import CollectiveCounts, collective_elements
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.state_bytes import CollectiveCounts, collective_elements
 
 WORLD = 64
 STAGES = (0, 1, 2, 3)

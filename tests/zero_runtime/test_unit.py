@@ -18,6 +18,7 @@ from torch import nn
 
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import UnitStateError
+from zero_runtime.flat_layout import LayoutRules
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import Phase, ZeroPlan
@@ -54,7 +55,9 @@ def make_unit(stage: int, precision: MixedPrecision = FP32, micro_batches: int =
     collectives = Collectives(plan.shard_count(dist.get_world_size()), PhaseClock(device))
     model = Odd()
     (spec,) = plan_units(model, UnitRules(precision))
-    unit = Unit(spec, plan, collectives, device, micro_batches=micro_batches)
+    rules = LayoutRules(collectives.shard_count, collectives.data_world)
+    layout = rules.layout(spec.shapes, precision, trainable=True)
+    unit = Unit(spec, layout, plan, collectives, device, micro_batches=micro_batches)
     unit.materialize(InitialValues(model, seed=0))
     unit.wait_unshard()  # as in a forward; a plan that shards parameters leaves every new unit sharded
     collectives.ledger.reset()

@@ -18,7 +18,8 @@ from zero_runtime.plan import Partition
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.predict.memory.counted_unit import GATHERED, GRADS, OPTIMIZER, PARAMS, TRANSFERS, WHOLE_GRADS
 from zero_runtime.predict.memory.step_memory import TOKEN_BYTES
-from zero_runtime.state_bytes import BytesPerElement, Term, collective_formula, total_state_bytes
+from zero_runtime.predict.messages import collective_formula
+from zero_runtime.state_bytes import BytesPerElement, Term, total_state_bytes
 from zero_runtime.wire import EXACT
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.wings.predict.memory_cache import activations_key, hash_of, recalled, trace_prefix, units_key
 from orchestrator.wings.predict.tensor_messages import TensorMessages, TensorSent, messages_in
-from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.flat_layout import FlatLayout, LayoutRules
 from zero_runtime.offload.memory import Moves, host_bytes, nvme_bytes
 from zero_runtime.offload_plan import OffloadBytes, Tier
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, whole_itemsize
@@ -31,10 +31,10 @@ from zero_runtime.predict.memory.step_memory import (
     StepPeaks,
     replay_states,
 )
+from zero_runtime.predict.messages import CollectiveCounts, exchanged, gathered, reduced, signs_bytes
 from zero_runtime.predict.timing.segments import SegmentTable
 from zero_runtime.predict.timing.work import LinearWork, Work
-from zero_runtime.state_bytes import CollectiveCounts, ElementBytes, UnitSize, element_bytes
-from zero_runtime.wire import exchanged, gathered, reduced, signs_bytes
+from zero_runtime.state_bytes import ElementBytes, UnitSize, element_bytes
 
 Answers = Mapping[str, Mapping[str, Any]]
 Units = list[tuple[UnitSize, MixedPrecision]]
@@ -73,13 +73,11 @@ def held_plan(config: RunConfig) -> ZeroPlan:
 
 
 def _layout(config: RunConfig, shapes: Mapping[str, Any], unit: Mapping[str, Any]) -> FlatLayout:
-    of_states, precision = int(shapes["block_numel"]) if unit["trainable"] else 1, MixedPrecision(**unit["precision"])
-    return FlatLayout.build(
-        [(name, tuple(shape)) for name, shape in unit["shapes"]],
-        shard_count=held_plan(config).shard_count(config.data_ranks),
-        world=config.data_ranks,
-        block_numel=config.zero.wire.block_numel(precision, of_states, config.parallel.tp),
-    )
+    shards = held_plan(config).shard_count(config.data_ranks)
+    aligned = config.zero.wire.aligned_numel(config.parallel.tp)
+    rules = LayoutRules(shards, config.data_ranks, int(shapes["block_numel"]), aligned)
+    named = [(name, tuple(shape)) for name, shape in unit["shapes"]]
+    return rules.layout(named, MixedPrecision(**unit["precision"]), trainable=unit["trainable"])
 
 
 def matrices_of(config: RunConfig, shapes: Mapping[str, Any]) -> list[OwnedMatrix]:

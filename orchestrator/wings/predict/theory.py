@@ -10,8 +10,15 @@ from orchestrator.wings.predict.step import ConfigMemory, Units, held_plan
 from orchestrator.wings.predict.tensor_messages import words
 from zero_runtime.optim.matrix_owners import sent_elements
 from zero_runtime.precision import ITEMSIZE_BYTES
-from zero_runtime.state_bytes import CollectiveCounts, collective_elements, collective_formula
-from zero_runtime.wire import EXACT, gathered, reduced, signs_bytes
+from zero_runtime.predict.messages import (
+    CollectiveCounts,
+    collective_elements,
+    collective_formula,
+    gathered,
+    reduced,
+    signs_bytes,
+)
+from zero_runtime.wire import EXACT
 
 
 def theory_of(memory: ConfigMemory, *, updates: int, unread: Collection[int]) -> dict[str, Any]:

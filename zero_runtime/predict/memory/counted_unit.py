@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.predict.messages import CONVERTED_BYTES, CONVERTED_NUMEL, SIGNS_BYTES, packed_bytes
 from zero_runtime.state_bytes import UnitSize
-from zero_runtime.wire import CONVERTED_BYTES, CONVERTED_NUMEL, ERROR_BYTES, EXACT, SIGNS_BYTES, Wire, packed_bytes
+from zero_runtime.wire import ERROR_BYTES, EXACT, Wire
 
 HELD_SOURCES = 2  # as in offload/copy_streams.py: sources of copies to the host that are held at a time
 # What a tensor is for, in the order of a report.

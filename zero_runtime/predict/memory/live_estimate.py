@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.flat_layout import LayoutRules
 from zero_runtime.offload.memory import Moves, host_bytes
 from zero_runtime.plan import Partition, ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -47,11 +47,10 @@ def needed_bytes(
 ) -> NeededBytes:
     """Bytes to train the model in bf16 with Adam, with fp32 masters and gradients; parameters need no values."""
     world, prefetch = ranks_per_node * nodes, RuntimeSettings().prefetch
-    units = []
+    units, layouts = [], LayoutRules(plan.shard_count(world), world)
     for spec in plan_units(model, UnitRules(_PRECISION)):
-        shapes = [(name, tuple(param.shape)) for name, param in spec.params]
         size = UnitSize.of(
-            FlatLayout.build(shapes, shard_count=plan.shard_count(world), world=world),
+            layouts.layout(spec.shapes, spec.precision, trainable=spec.trainable),
             trainable=spec.trainable,
             is_root=model in spec.modules,
             params_offloaded=params_on_host,
