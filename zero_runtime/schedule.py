@@ -116,6 +116,8 @@ class Schedule:
         # backward, and all full gradients would exist at its end.
         used = [unit for unit in reversed(self._order[Phase.FORWARD]) if unit.trainable]
         order = dict.fromkeys((*used, *self._reduction_order))
+        # Optional modules last: a rank that uses one has its gradients at another time than a rank that knows only at
+        # the end that there are none.
         return [self._units.index(unit) for unit in sorted(order, key=lambda unit: unit in self.reduced_last)]
 
     def reduce_in(self, order: list[int]) -> None:
