@@ -6,7 +6,6 @@ what is here reaches them by the names in wings.py alone.
 
 Attributes import their modules lazily, so the pure parts (plan, layout, memory model) can be imported without torch.
 
-[Note: the link to kernels]
 `zero_runtime/kernels` is a link to the folder `kernels/` at the top. Hugging Face publishes a package with the name
 `kernels`, which transformers imports if it is installed: an installed package of ours with that name would overwrite
 its files, and a checkout would shadow it. A module with a `__path__` of its own would work without a link, but would

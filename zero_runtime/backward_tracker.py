@@ -1,11 +1,7 @@
 """Decides which units are done at which event of a backward. Pure: units are opaque keys; standard library only.
 
-[Note: when a unit is done in backward]
-A trained unit is done when the last of its own gradients has arrived. A frozen unit has no gradients. It is done when
-every call that read it has either received no output gradient yet or received all its input gradients, and when the
-trained units with parameters inside the same modules (its companions) are done too, because their gradients may read
-the frozen unit outside of that path (as in DoRA). It may be read again after that, by a call further up in the forward.
-Units that are not done by the end of the backward are done then.
+A trained unit is done when the last of its own gradients has arrived. A frozen unit has none: it is done when no
+backward of a call that read it is under way. Units that are not done by the end of the backward are done then.
 
 [Note: done on every rank]
 A parameter that the forward did not use gets no gradient. If only one rank leaves a parameter unused, its unit would be
@@ -13,11 +9,6 @@ done later there than on the other ranks. The other ranks would wait for the uni
 that the first rank waits for: a deadlock. So a trained unit is also done when the gradients of the inputs of all its
 calls have arrived. The unit's own gradients have arrived by then: autograd runs the nodes that were recorded last
 first, and the nodes of a call are newer than the nodes that produced its inputs.
-
-[Note: gradients that come again]
-A backward inside the backward (reentrant checkpointing) delivers a gradient for each use of a parameter. So if several
-calls read a unit, or several modules share one of its parameters, a gradient that arrives there may not be the last,
-and the unit is done when one arrives outside, or at the end.
 """
 
 from __future__ import annotations
@@ -46,8 +37,8 @@ class BackwardTracker(Generic[Key]):
 
     Forwards report `read`. Then come `begin_backward`, any number of `open`, `close` and `take`, and `end_backward`.
 
-    trained: number of parameters of each trained unit; every other unit is frozen. companions: by frozen unit, see
-    [Note: when a unit is done in backward]. shared: units with a parameter that several modules use.
+    trained: number of parameters of each trained unit; every other unit is frozen. companions: by frozen unit, the
+    trained units with parameters inside the same modules. shared: units with a parameter that several modules use.
     """
 
     def __init__(
@@ -139,13 +130,15 @@ class BackwardTracker(Generic[Key]):
     def take(self, unit: Key, index: int, *, inner: bool) -> Sequence[Key]:
         """The gradient of parameter `index` of a trained unit has arrived. Returns the units that are done, in order.
 
-        inner: it arrived in a backward inside the backward, see [Note: gradients that come again].
+        inner: it arrived in a backward inside the backward.
         """
         arrived = self._arrived[unit]
         arrived.add(index)
         if len(arrived) < self._trained[unit]:
             return ()
         self._complete.add(unit)
+        # A backward inside the backward (reentrant checkpointing) delivers a gradient for each use of a parameter: with
+        # several uses this one may not be the last. The unit is done when one arrives outside, or at the end.
         if inner and (unit in self._shared or self._calls[unit] > 1):
             return ()
         return self._finish(unit)
@@ -156,6 +149,8 @@ class BackwardTracker(Generic[Key]):
         return [unit, *(frozen for frozen in self._kept_for[unit] if self._frozen_is_done(frozen))]
 
     def _frozen_is_done(self, unit: Key) -> bool:
+        # A call further up in the forward may read it again. Its companions must be done too, because their gradients
+        # may read the frozen unit outside of the path of the calls (as in DoRA).
         return (
             unit not in self._trained
             and unit not in self._lent

@@ -74,11 +74,9 @@ class Collectives(CollectiveIssuer):
     `tensor_degree`-th rank, and `data_world` is its size. With sequence parallelism, `sequence_degree` consecutive
     ranks of the data axis hold the parts of the same sequences, so there are `batch_world` different batches.
 
-    [Note: outer sharding]
-    With `group_ranks` G below `shard_count`, which is then `data_world` N, a shard group is G consecutive ranks, and
-    each of the N/G groups holds all parameters. The ranks at one position of all groups hold the same G-th of a unit,
-    of which each owns one part, a shard of N: the rank at position p of group g owns shard p * N/G + g. So the shards
-    of the ranks at one position are consecutive, and what these ranks hold is gathered from their shards in place.
+    Outer sharding: with `group_ranks` G below `shard_count`, which is then `data_world` N, a shard group is G
+    consecutive ranks, and each of the N/G groups holds all parameters. The ranks at one position of all groups hold the
+    same G-th of a unit, of which each owns one part, a shard of N.
     """
 
     def __init__(
@@ -109,6 +107,7 @@ class Collectives(CollectiveIssuer):
         self._shards_across = self.group_ranks < shard_count
         if self._shards_across:
             assert shard_count == self.data_world, "outer sharding is over all ranks of the data axis"
+            # The shards of the ranks at one position are consecutive, so what these ranks hold is gathered in place.
             self.shard_rank = self._group_place * self.group_count + self.group
         self.groups = RankGroups.make(
             self.group_ranks, tensor_degree, sequence_degree, gathers_across=self._shards_across
@@ -117,7 +116,7 @@ class Collectives(CollectiveIssuer):
         if self.world > 1 and dist.get_backend() == "gloo":
             self._messages = {group: Messages(group) for group in self.groups if group is not None}
         self.places: dict[str, int] = {}  # of the units by name, from 1, the same on all ranks; see gloo.py
-        self._side_streams: dict[str, torch.cuda.Stream] = {}  # see [Note: one collective behind another]
+        self._side_streams: dict[str, torch.cuda.Stream] = {}  # see `_behind`
         self.ledger = Ledger()
 
     def holds_shard_of(self, rank: int) -> bool:
@@ -163,7 +162,7 @@ class Collectives(CollectiveIssuer):
 
     def gather_across(self, held: torch.Tensor, shard: torch.Tensor, unit: str = "") -> Pending:
         """Fill `held` [P / G] from the `shard` [P / N] of every rank at this position of a shard group, which is that
-        rank's slice of it; see [Note: outer sharding]."""
+        rank's slice of it with outer sharding."""
         self.ledger.record("outer_all_gather", unit, (self.group_count - 1) * shard.numel(), shard.dtype)
         start = self.gathering(held, shard, self.groups.outer, self.places.get(unit, 0))
         return Pending(self.issue("outer_all_gather", unit, held, start, polled=True))
@@ -286,13 +285,13 @@ class Collectives(CollectiveIssuer):
     def _behind(self, kind: str, wait_first: Wait, start: Start, device: torch.device) -> Start:
         """Issues a collective behind another of its `kind`, for whose end `wait_first` lets the current stream wait.
 
-        [Note: one collective behind another]
-        A collective of NCCL starts behind the work of the stream that is current at its issue. On a side stream that
-        has waited for the reduce-scatter, the all-reduce starts when the reduce-scatter ends, and the compute stream
-        waits for both only when the unit's gradient is needed. After the side stream's wait torch no longer holds the
-        reduce-scatter's tensors, whose memory the compute stream may reuse when they are freed: Pending holds them.
-        Gathers have a side stream of their own, since they need not wait for reductions.
+        After the side stream's wait torch no longer holds the first collective's tensors, whose memory the compute
+        stream may reuse when they are freed: the caller's Pending must hold them.
         """
+        # A collective of NCCL starts behind the work of the stream that is current at its issue. On a side stream that
+        # has waited for the reduce-scatter, the all-reduce starts when the reduce-scatter ends, and the compute stream
+        # waits for both only when the unit's gradient is needed. Gathers have a side stream of their own, since they
+        # need not wait for reductions.
         if kind not in self._side_streams:
             self._side_streams[kind] = torch.cuda.Stream(device)
         side_stream = self._side_streams[kind]
@@ -318,7 +317,7 @@ class Collectives(CollectiveIssuer):
         return Pending(wait, then=lambda: self.issue("all_reduce", unit, shard, self.gathering(shard, own, group))())
 
     def _counted_all_reduce(self, shard: torch.Tensor, unit: str) -> Start:
-        elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count
+        elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count  # a ring's, see ledger.py
         self.ledger.record("all_reduce", unit, elements, shard.dtype)
         return self.reducing(shard, self.groups.replica)
 

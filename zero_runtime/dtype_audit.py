@@ -1,11 +1,9 @@
 """Compares the dtypes of one step's real tensors and messages with those that the configuration asks for.
 
-[Note: precision that nobody asked for]
 A tensor in the wrong dtype raises no error. A master in bf16 loses small updates, a reduction in bf16 loses small
 gradients, and the loss still falls. So a run counts once what its tensors are: parameters, masters, optimizer states
 and gradients between the last backward of a step and its update, wherever they are stored; sums over micro-batches
-before the next one begins; messages by the dtype of the tensor that was sent. Parameters of modules that are called
-under torch.autocast count as `autocast`, since they are cast to its dtype.
+before the next one begins; messages by the dtype of the tensor that was sent.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ class DTypeAudit:
             for count in _sums_now(self._runtime.units):
                 self._accumulated[count.unit, count.dtype] = count
         device = self._runtime.device.type
-        if torch.is_autocast_enabled(device):
+        if torch.is_autocast_enabled(device):  # which casts the parameters that the module reads
             self._note_autocast(module, torch.get_autocast_dtype(device))
 
     def _note_autocast(self, module: nn.Module, dtype: torch.dtype) -> None:

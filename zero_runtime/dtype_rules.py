@@ -3,7 +3,6 @@
 The rules are those of docs/runtime.md. They are written here apart from the code that allocates and sends, which would
 repeat its own mistake. Standard library only.
 
-[Note: what is counted]
 A tensor counts under each name that it serves: a master that is the parameter shard itself is in `master` and in
 `params`. So the bytes need no rule for aliases; the bytes of memory are counted in census.py.
 """

@@ -18,14 +18,7 @@ PLACES = 2**15  # of what is gathered; a tag, which is 31 bits, has both
 
 
 class Messages:
-    """The collectives over one group, whose ranks must all call them in the same order.
-
-    [Note: gathers of different units]
-    Ranks that call different modules gather different units. gloo would abort a rank that receives more than it
-    expects, and one unit's weights would fill another of equal size. So the tag of a gather's messages names its unit:
-    messages of different units do not meet, no rank uses what it gathered, and the ranks wait until the watch compares
-    their journals and names both units. This sends nothing more.
-    """
+    """The collectives over one group, whose ranks must all call them in the same order."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group or dist.group.WORLD
@@ -36,7 +29,7 @@ class Messages:
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, place: int = 0) -> Callable[[], None]:
         """Start filling `full` [P] from every rank's `shard` [S], which may be its own slice of `full`.
 
-        place: of the unit, see [Note: gathers of different units]. Returns a function that waits for the result.
+        place: of the unit, which the messages' tag names. Returns a function that waits for the result.
         """
         slices = full.chunk(len(self._peers) + 1)
         wait = self._exchange(dict.fromkeys(self._peers, shard), {peer: slices[peer] for peer in self._peers}, place)
@@ -55,6 +48,7 @@ class Messages:
 
         def wait_and_add() -> None:
             wait()
+            # In rank order, whichever came first: so all plans give the same bits.
             terms = [received.get(rank, slices[self._rank]) for rank in range(len(slices))]
             _add_in_order(terms, self._rank, shard)
 
@@ -74,6 +68,9 @@ class Messages:
         self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor], place: int = 0
     ) -> Callable[[], None]:
         self._count += 1
+        # Ranks that call different modules gather different units. gloo would abort a rank that receives more than it
+        # expects, and one unit's weights would fill another of equal size. With the unit in the tag their messages do
+        # not meet: the ranks wait until the watch compares their journals and names both units. Nothing more is sent.
         tag = place % PLACES * TAGS + self._count % TAGS
         works = [
             *(dist.irecv(tensor, group_src=peer, group=self._group, tag=tag) for peer, tensor in received.items()),

@@ -1,10 +1,7 @@
 """Finds where the backward of a loss enters the calls of a model, by the numbers of autograd's nodes.
 
-[Note: entries]
 The nodes of a call are those numbered from its beginning to its end. A loss enters a call at the nodes that are reached
-from it through nodes outside of all calls, which are few: the loss's own. If it does not enter at the call's last node
-(a script takes features that a hook or an attribute kept, and drops the output), no gradient of an output may arrive
-before inner nodes read parameters.
+from it through nodes outside of all calls.
 """
 
 from __future__ import annotations
@@ -29,6 +26,9 @@ def units_entered(node: Any, spans: Sequence[CallNodes], found: Collection[int])
 
     found: the numbers of the nodes of outputs, whose gradients are heard.
     """
+    # A script may take features that a hook or an attribute kept, and drop the output: then no gradient of an output
+    # may arrive before inner nodes read parameters. The nodes outside of all calls, which are followed, are few: the
+    # loss's.
     outer = [span for span in spans if span.is_outermost]
     entries, nodes, seen = set(), [node], set()
     while nodes:

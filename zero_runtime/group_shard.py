@@ -1,4 +1,4 @@
-"""What a rank holds of one unit for its shard group, of which it owns a part: see [Note: outer sharding]."""
+"""What a rank holds of one unit for its shard group, of which it owns a part: see `Collectives`."""
 
 from __future__ import annotations
 

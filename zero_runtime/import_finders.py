@@ -1,10 +1,4 @@
-"""What Python's import asks here: the short names of DeepSpeed's modules, and whether its own engine is taken.
-
-[Note: the Trainer's own engine]
-`import zero_runtime as deepspeed` changes what a script calls, not what transformers' Trainer and accelerate import:
-with `deepspeed=` in its arguments they take the package deepspeed, if it is installed. Just before, accelerate sets a
-variable and looks for the package. The finder hears of it there, and finds nothing itself.
-"""
+"""What Python's import asks here: the short names of DeepSpeed's modules, and whether its own engine is taken."""
 
 from __future__ import annotations
 
@@ -30,6 +24,9 @@ class OtherEngineFinder(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         """Always None: the module is found by others."""
+        # `import zero_runtime as deepspeed` changes what a script calls, not what transformers' Trainer and accelerate
+        # import: with `deepspeed=` in its arguments they take the package deepspeed, if it is installed. Just before,
+        # accelerate sets a variable and looks for the package.
         if fullname == "deepspeed" and os.environ.get(TOLD, "").lower() == "true":
             if self in sys.meta_path:
                 sys.meta_path.remove(self)

@@ -1,9 +1,7 @@
 """Initial values of meta parameters and buffers, drawn one parameter at a time from the seed and the parameter's name.
 
-[Note: values by name]
 A parameter's initial value depends only on (seed, name) and on the initialisation rule of its modules, not on other
-draws. So it is the same for every plan, world size, unit size and device. It deliberately differs from torch's
-sequential order, which would require drawing the full model on every rank. The modules' own rules are applied by
+draws. So it is the same for every plan, world size, unit size and device. The modules' own rules are applied by
 running them: the one parameter gets real memory, all others stay on the meta device (where drawing costs nothing and
 advances no generator), and the initialisers of its module and of every enclosing module run from the inside out, as
 `model.apply` would run them.
@@ -105,6 +103,7 @@ class InitialValues:
 
     def _run_rules(self, name: str, paths: list[str], param: nn.Parameter | None) -> None:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
+            # By name, not in torch's sequential order, which would require drawing the full model on every rank.
             # torch.manual_seed would also seed every GPU, and fork_rng(devices=[]) does not restore those.
             torch.default_generator.manual_seed(seed_of(self._seed, name))
             try:

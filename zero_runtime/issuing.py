@@ -46,7 +46,7 @@ class CollectiveIssuer:
         self.journal = Journal() if watch is None else watch.journal
         # Ranks that gather different units do not notice it by themselves, and the watch can say which ones differ.
         self.mixes_units = watch is not None and not waits_on_host
-        # See [Note: waits of a device] in watch/device_progress.py.
+        # Where the host waits itself, its own progress shows that of the collectives; see watch/device_progress.py.
         self._progress = None if watch is None or waits_on_host else watch.progress
         if not waits_on_host:
             self.journal.keep_one_order()

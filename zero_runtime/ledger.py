@@ -1,7 +1,6 @@
 """The ledger of the messages and bytes that one rank sends.
 
-[Note: algorithmic volume]
-The ledger counts the bytes that a ring algorithm sends, which is also the minimum for any algorithm: an all-gather or
+It counts the bytes that a ring algorithm sends, which is also the minimum for any algorithm: an all-gather or
 reduce-scatter of P elements over G ranks sends (G-1)/G * P from each rank, an all-reduce twice that. The bytes on the
 wire depend on the backend.
 """

@@ -1,6 +1,5 @@
 """Settings that check themselves: their keys, and the limits of their values. Standard library only.
 
-[Note: settings and keys]
 A settings class is a frozen dataclass that can be built from a file: each field is a key, which has the field's name
 unless its metadata (`keyed`) gives another. A field with NO_KEY is set from Python only. The class checks all values
 when it is made and raises one ConfigError with every broken limit, each with the key and a value that is in range.

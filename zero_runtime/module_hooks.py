@@ -110,7 +110,7 @@ class ModuleHooks:
         # See [Note: hidden outputs].
         self._finds_hidden = schedule.releases_in_forward
         self._hiding: set[Unit] = set()  # kept for hidden outputs, and not needed by the backward so far
-        self._spans: list[CallNodes] = []  # see [Note: entries] in graph_entries.py; since the last backward
+        self._spans: list[CallNodes] = []  # see graph_entries.py; since the last backward
         self._found: set[int] = set()  # the nodes of their outputs
         self._kept_by: dict[nn.Module, list[Unit]] = {}  # the units that a call of the module only keeps gathered
         self._keepers: Counter[Unit] = Counter()  # running calls that keep the unit

@@ -41,7 +41,7 @@ class ScratchSettings:
     folder: an existing folder on the disk to use. block_bytes: size of one request, a multiple of ALIGN_BYTES.
     requests: number of reads, and of writes, in flight together. ahead: number of units that are read ahead of the one
     being updated, and that are written behind it. verify: compare what is read back with the checksum of what was
-    written; see [Note: checksums] in scratch_file.py.
+    written.
     """
 
     folder: Path

@@ -1,9 +1,4 @@
-"""Which GPU a rank computes on, and the refusal of ranks that would share one.
-
-[Note: the current device]
-CUDA has one current device per thread, GPU 0 at first. Triton launches its kernels there, whatever device their tensors
-are on, and every call without a device takes memory there. So a rank's GPU is made current where it is chosen.
-"""
+"""Which GPU a rank computes on, and the refusal of ranks that would share one."""
 
 from __future__ import annotations
 
@@ -63,5 +58,7 @@ def make_current(device: torch.device) -> torch.device:
         return device
     if device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
+    # CUDA has one current device per thread, GPU 0 at first. Triton launches its kernels there, whatever device their
+    # tensors are on, and every call without a device takes memory there.
     torch.cuda.set_device(device)
     return device

@@ -1,17 +1,7 @@
 """Identifies processes despite pid reuse and clock changes, and the creators of files. Standard library only.
 
-[Note: clock steps]
-Pids are reused, so a process is identified by its pid and its start time. The wall clock cannot give the start time:
-NTP, a resumed virtual machine or an operator may shift it by seconds or hours while processes run, and values derived
-from it (psutil's create_time on Linux) change with it. The kernel keeps the start time in ticks since the machine
-booted (proc(5), stat field 22), which never changes; together with the boot id it identifies a process of this machine
-permanently.
-
-[Note: owners of files]
-A file that only its creator can complete or remove has the creator's `mark` in its name. A later process removes the
-file if the creator `has_ended`: it was a process of this machine that is gone, or one from before this machine's last
-boot. Files from another machine, another container or an unknown program are kept, because it cannot be determined here
-whether their creators are still running.
+Pids are reused, so a process is identified by its pid and its start time. A file that only its creator can complete or
+remove has the creator's `mark` in its name; a later process removes it if the creator `has_ended`.
 """
 
 from __future__ import annotations
@@ -60,6 +50,9 @@ def process_stat(pid: int) -> ProcessStat | None:
 
 def started(pid: int) -> str | None:
     """A token that is unique to the process and constant while it runs; None if it has ended."""
+    # The wall clock cannot give the start time: NTP, a resumed virtual machine or an operator may shift it by seconds
+    # or hours while processes run, and what is derived from it (psutil's create_time on Linux) changes with it. The
+    # kernel's ticks since the boot never change.
     stat = process_stat(pid)
     return None if stat is None or stat.has_ended else f"{stat.ticks}@{boot_id()}"
 
@@ -88,7 +81,7 @@ def own_age_s() -> float:
 
 
 def mark(pid: int | None = None) -> str:
-    """An identifier of this process, or of the one with this pid, for file names. See [Note: owners of files]."""
+    """An identifier of this process, or of the one with this pid, for file names."""
     pid = os.getpid() if pid is None else pid
     stat = process_stat(pid)
     return f"{_host()}.{_short(boot_id())}.{_namespace()}.{pid}.{0 if stat is None else stat.ticks}"
@@ -120,6 +113,7 @@ def remove_left_behind(paths: Iterable[Path]) -> list[Path]:
 
 
 def _is_gone(found: re.Match[str]) -> bool:
+    # Whether a creator on another machine or in another container still runs cannot be determined here.
     if found["host"] != _host():
         return False
     if found["boot"] != _short(boot_id()):

@@ -1,6 +1,5 @@
 """Parameters without memory: they remember the operations that gave them their values, and repeat them when asked.
 
-[Note: recorded values]
 Inside `recording()` a module that registers a parameter of uninitialised memory, as all layers of torch do, loses that
 memory. Its parameter becomes a RecordedTensor: each operation that writes to it runs as it would anywhere, which also
 advances the random generator, and is remembered with the generator's state and copies of its other operands. A read
@@ -44,7 +43,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # missing i
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Record the parameters of the modules that are built inside. See [Note: recorded values]."""
+    """Record the parameters of the modules that are built inside."""
     blank = _BlankMemory()
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

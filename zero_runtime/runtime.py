@@ -62,6 +62,8 @@ class ZeroRuntime:
         settings: RuntimeSettings,
         device: torch.device,
     ) -> None:
+        # Before process groups are made: a rank that refuses and ends while another one still connects would leave it
+        # with an error of the connection.
         plan = checked_plan(model, plan, precision, optimizer, settings, device.type)
         self.trains = optimizer is not None
         self.model = model
@@ -255,7 +257,7 @@ class ZeroRuntime:
             load(REFUSE_TRAINING)("step")
         self._check_step(lr)
         self.collectives.journal.begin("step")
-        self.optimizer.begin_step()
+        self.optimizer.begin_step()  # an offload tier may read meanwhile
         report, norm = self._agree()
         # Both numbers are sums over all ranks, so every rank takes the same branches from here on.
         overflow = not math.isfinite(report.grad_norm)
@@ -272,7 +274,7 @@ class ZeroRuntime:
             self._schedule.after_step()
         self.scaler = self.scaler.after(overflow=overflow)
         self.collectives.journal.next_step()
-        self.renew()
+        self.renew()  # not in the next forward: a parameter that is read between two steps must have its new value
         return report
 
     def renew(self) -> None:
@@ -292,6 +294,7 @@ class ZeroRuntime:
         """The same factor as a CPU tensor, from the norm in the report; None if no unit is offloaded."""
         if self.tier is NOTHING_OFFLOADED:
             return None
+        # From the number that the host has already: a copy of the device's would wait for the device once more.
         return self._grad_scale(torch.tensor(report.grad_norm, dtype=torch.float64))
 
     def _check_step(self, lr: float | Rates) -> None:
@@ -309,6 +312,7 @@ class ZeroRuntime:
         """
         squares = local_sum_of_squares(self.units, self.device)
         asked = self.settings.stop_asked
+        # The ranks of a tensor-parallel group compute the same loss, which counts once.
         loss = self._loss if self.collectives.tensor_rank == 0 else torch.zeros_like(self._loss)
         batch = [] if self._batch is None else [self._batch.difference(self.device)]
         numbers = [*self.collectives.fingerprint(), *([] if asked is None else [float(asked())])]
@@ -384,7 +388,7 @@ class ZeroRuntime:
         try:
             hand_back(self.units, self.tier, self.optimizer)
         finally:
-            self.collectives.free()
+            self.collectives.free()  # after the gathers of what is handed back
         retire(
             self,
             "expected an open runtime, found a closed one; make another",

@@ -3,16 +3,8 @@
 Prefetching means calling a unit's `unshard` earlier, and overlapping a reduction means waiting for it later, so neither
 changes any bits of the result. The order of the units is recorded in the first forward and the first backward.
 
-[Note: one order of reductions]
-Units need not complete in the same order on all ranks: a rank that uses only part of a unit completes it later than the
-other ranks. If each rank issued a reduction as soon as a unit completes, ranks could reduce different units with each
-other, without an error if the sizes are equal. So every rank issues the reductions in the same order, each when its
-unit and all units before it are complete: in the reverse of the order in which the forwards before the first backward
-used the units on rank 0. Units complete in about that order, and a unit that the forward did not use comes last. (The
-reverse of registration would make the other units wait for one that is registered last and used first, such as the
-embedding of some models: no reduction would overlap with the backward, and all full gradients would exist at its end.)
-The order changes no bits, since a reduction involves one unit only. Reductions run over a separate process group,
-because they may fall between different gathers on different ranks. Standard library only.
+Every rank issues the reductions in one order, that in which rank 0 used the units, reversed. They run over a process
+group of their own, because they may fall between different gathers on different ranks. Standard library only.
 """
 
 from __future__ import annotations
@@ -76,10 +68,10 @@ class Schedule:
         self._reducing: ScheduledUnit | None = None
         self.in_backward = False  # a forward during a backward is a recomputation
         self.sums_locally = False  # this backward leaves its gradients unreduced, for a later one to add to and reduce
-        # See [Note: one order of reductions].
+        # Until `reduce_in` replaces it, before the first backward.
         self._reduction_order = [unit for unit in reversed(units) if unit.trainable]
         self._has_agreed = False
-        self.reduced_last: Collection[ScheduledUnit] = ()  # see [Note: optional modules] in skipped_modules.py
+        self.reduced_last: Collection[ScheduledUnit] = ()  # those of optional modules, see skipped_modules.py
         self._complete: set[ScheduledUnit] = set()
         self._reduced = 0
         self._boundary = False
@@ -98,7 +90,7 @@ class Schedule:
 
     def after_forward(self, unit: ScheduledUnit) -> None:
         """Called when the unit's parameters have been read: release them, except in a recomputation during backward."""
-        if not self.in_backward:
+        if not self.in_backward:  # after a recomputation the backward of the same block reads the unit next
             self._in_use.discard(unit)
             unit.reshard(Phase.FORWARD)
 
@@ -119,8 +111,13 @@ class Schedule:
         the others last; None after `reduce_in`."""
         if self._has_agreed:
             return None
+        # Units complete in about this order. The reverse of registration would make the others wait for a unit that is
+        # registered last and used first, such as the embedding of some models: no reduction would overlap with the
+        # backward, and all full gradients would exist at its end.
         used = [unit for unit in reversed(self._order[Phase.FORWARD]) if unit.trainable]
         order = dict.fromkeys((*used, *self._reduction_order))
+        # Optional modules last: a rank that uses one has its gradients at another time than a rank that knows only at
+        # the end that there are none.
         return [self._units.index(unit) for unit in sorted(order, key=lambda unit: unit in self.reduced_last)]
 
     def reduce_in(self, order: list[int]) -> None:
@@ -225,12 +222,16 @@ class Schedule:
         if phase in self._ahead:
             return
         order = self._order[phase]
+        # Shards that are copied to the device come one unit earlier than the gather that sends them.
         gathers = [order[place : place + self._prefetch] for place in range(1, len(order) + 1)]
         fetches = [order[place : place + 1] for place in range(1 + self._prefetch, len(order) + 1 + self._prefetch)]
         self._ahead[phase] = {unit: Ahead(*ahead) for unit, *ahead in zip(order, gathers, fetches, strict=True)}
 
     def _reduce_in_order(self) -> None:
-        """Start the reductions whose turn has come; see [Note: one order of reductions]."""
+        """Start the reductions whose turn has come: those of complete units with only such units before them."""
+        # Not as soon as a unit completes: a rank that uses only part of a unit completes it later than the others, and
+        # ranks would reduce different units with each other, without an error if the sizes are equal. The order itself
+        # changes no bits, since a reduction involves one unit only.
         while self._reduced < len(self._reduction_order):
             unit = self._reduction_order[self._reduced]
             if unit not in self._complete:
@@ -246,6 +247,6 @@ class Schedule:
     def _wait_reduce(self) -> None:
         if self._reducing is not None:
             self._reducing.wait_reduce()
-            if self._boundary:
+            if self._boundary:  # before the last backward of a step more would be added to the shard
                 self._reducing.send_grad()
             self._reducing = None

@@ -1,12 +1,9 @@
 """Declares the modules that some ranks skip in some batches, such as a tower for images.
 
-[Note: optional modules]
 A gather needs every rank of a shard group. So the units of a declared module are read by each call of the model, on
 every rank: gathered at its beginning, before the module is reached, released at its end, and gathered again at the
-beginning of its backward. A rank that skips the module has no gradients for it, which count as zero. They are reduced
-last, because a rank that uses the module has its gradients at another time than one that knows only at the end that
-there are none. The price is memory: the declared modules are whole during the forward and, on ranks that skip them,
-during the backward.
+beginning of its backward. A rank that skips the module has no gradients for it, which count as zero. The price is
+memory: the declared modules are whole during the forward and, on ranks that skip them, during the backward.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ _DECLARED: WeakSet[nn.Module] = WeakSet()  # of this process; a model does not k
 
 
 def optional_modules(model: nn.Module, modules: Iterable[nn.Module]) -> None:
-    """Declare that ranks may skip these modules of the model in any batch: see [Note: optional modules].
+    """Declare that ranks may skip these modules of the model in any batch.
 
     Every rank calls it with the same modules, before `initialize` or ZeroRuntime; PlanError if that is too late or the
     model has no such module. It has an effect where parameters are sharded.

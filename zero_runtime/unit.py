@@ -1,6 +1,5 @@
 """A unit: parameters that are gathered, reduced and released together, and what the rest of the runtime does with it.
 
-[Note: flat tensors]
 P = elements of the unit, padded; S = P / shard count. The flat tensors, in the order in which values pass through them:
 master_shard [S] -> param_shard [S] -> unsharded_param [P] -> unsharded_grad [P] -> grad_shard [S] -> master_shard.
 unit_parameters.py owns those of the parameters, unit_gradients.py those of the gradients. Other files only see shards
@@ -216,7 +215,7 @@ class Unit:
                 "released or stale, so something read them without calling the module that owns them; call the "
                 "module, or give the parameter to a module that is called"
             )
-        if name in self.slices.summed:
+        if name in self.slices.summed:  # each rank of the tensor-parallel group computed a term of it
             param.grad = self.slices.axis.sum_(param.grad.contiguous())
         self.gradients.take(index, param.grad, sums_locally=sums_locally)
         param.grad = None
@@ -236,7 +235,7 @@ class Unit:
     def send_grad(self) -> None:
         """Send grad_shard to where the update runs. Call it when grad_shard is complete for this step."""
         if self.parameters.location is not ON_DEVICE:
-            self.gradients.keep_squares()
+            self.gradients.keep_squares()  # for the norm, while the gradient is still on the device
             self.parameters.location.send_grad()
 
     # ---- shards: named as in offload.tier.Shards, which a tier lends in place of a unit ------------------------------

@@ -117,7 +117,7 @@ class UnitGradients:
         """
         if self.state is not GradState.REDUCED or self.grad_shard is None:
             return
-        self._squares = None
+        self._squares = None  # of the sum so far, which grows
         if not self.sums_over_ranks:
             self._filled.update(range(len(self._flats)))
         elif self._keeps_full:
@@ -200,7 +200,7 @@ class UnitGradients:
         # Kept full gradients are reduced once a step. Sharded ones may be reduced in each backward, so they accumulate.
         if self._keeps_full:
             self.grad_shard = self._own_slice(self.unsharded_grad)
-            if self.grad_dtype != self._reduce_dtype:
+            if self.grad_dtype != self._reduce_dtype:  # else `out` is this slice itself
                 self.grad_shard.copy_(out)
             if self.earlier is not None:
                 self.grad_shard.add_(self.earlier)

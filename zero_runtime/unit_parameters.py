@@ -315,7 +315,7 @@ class UnitParameters:
             with torch.no_grad():
                 self._codec.decode(self.unsharded_param, self.gather.full)
         self.gather = None
-        self.location.drop()
+        self.location.drop()  # not before: the message was sent from the fetched shard
         self.move(DataState.UNSHARDED)
 
     def join_gather(self) -> None:

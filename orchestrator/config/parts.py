@@ -1,10 +1,7 @@
 """Groups of conf/ whose keys are fields of the runtime's settings classes.
 
-[Note: parts]
 A field with the metadata `part` holds settings of the runtime, whose keys are keys of the group. If the part has
-`kinds`, the group's key `kind` chooses the class. A configuration that is written down has the keys of all kinds, so
-that its form does not depend on the kind: the keys of other kinds are null, or an empty mapping. When a configuration
-is read, they must be so (strict.py).
+`kinds`, the group's key `kind` chooses the class.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ class GroupKey(NamedTuple):
 
 
 def part(kinds: Mapping[str, type] | None = None) -> Mapping[str, Any]:
-    """Metadata of a field of a group whose keys are keys of the group; see [Note: parts]."""
+    """Metadata of a field of a group whose keys are keys of the group; kinds: its classes, if there are several."""
     return {"part": kinds or {}}
 
 
@@ -99,6 +96,7 @@ def unset(hint: Any) -> Any:
 def plain(group: Any) -> dict[str, Any]:
     """The group as plain data for JSON, with the keys of all kinds; enums become their names."""
     cls: type = type(group)
+    # All kinds, so that the form of a written configuration does not depend on its kind. strict.py expects it too.
     values = {key: unset(hint) for key, hint in hints_of(cls).items()}
     for one in fields(group):
         value = getattr(group, one.name)

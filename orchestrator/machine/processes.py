@@ -43,7 +43,7 @@ def started(pid: int) -> str | None:
     """A token that identifies the process for as long as it lives; None if there is no such process, or only a zombie.
 
     The pid alone is not enough, since pids are reused. The token does not change when the clock is set: see
-    process_identity [Note: clock steps].
+    process_identity.py.
     """
     if process_identity.has_proc():
         return process_identity.started(pid)

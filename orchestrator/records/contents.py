@@ -1,11 +1,7 @@
 """Hashes the contents of the files that a point reads: the text of data.path, the weights and tokenizer of model.path,
 and the code of resources.code.
 
-[Note: hashed once]
-A file is read if it is new or has changed. Its SHA-256 is kept in the user's cache, together with its path, device,
-inode, size, modification time and change time. Programs cannot set the change time, so a file that was overwritten and
-given its old modification time is read again too. The hash of a file that changed a moment ago is not kept, because
-the file could change again within one tick of the file system's clock.
+A file is read if it is new or has changed: its SHA-256 and its stamp are kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -92,7 +88,7 @@ def _hash_of(name: str, path: Path) -> str:
 
 
 def _digests(name: str, path: Path, files: Sequence[Path]) -> list[str]:
-    """The hash of each file, from the cache if the file has not changed; see [Note: hashed once]."""
+    """The hash of each file, from the cache if the file has not changed."""
     from concurrent.futures import ThreadPoolExecutor  # here: a typo is reported without this import
 
     key = hashlib.sha256(f"{name} {path.absolute()}".encode()).hexdigest()[:16]
@@ -109,6 +105,7 @@ def _digests(name: str, path: Path, files: Sequence[Path]) -> list[str]:
 
     with ThreadPoolExecutor(READERS) as readers:
         digests = dict(zip(map(str, files), readers.map(digest, files), strict=True))
+    # A file that changed a moment ago could change again within one tick of the file system's clock.
     settled = {file: entry for file, entry in digests.items() if max(entry[0][-2:]) < begun - SETTLED_NS}
     if settled != known:
         write_cached("contents", key, settled)
@@ -117,6 +114,8 @@ def _digests(name: str, path: Path, files: Sequence[Path]) -> list[str]:
 
 def _stamp(file: Path | int) -> Stamp:
     stat = os.stat(file)
+    # Programs cannot set the change time, so a file that was overwritten and given its old modification time is read
+    # again.
     return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 

@@ -1,14 +1,8 @@
 """Points compared in pairs: those of two sweeps that are the same, or those of one that differ in one setting. Pure.
 
-[Note: in turns or not]
 Two sweeps share no rounds, and a machine whose speed changes within minutes changes between them too; nothing that a
 sweep records tells how much. Points of one sweep took turns, so what both met is not in their ratio. So two versions of
 the code are compared best as points of one sweep, by `resources.code`.
-
-[Note: the threshold]
-A change as large as the threshold must be found, and no change must not be reported. Both kinds of mistakes are equally
-rare if the line between them is half of the threshold: that much counts as equal in [Note: slower] of
-rounds/comparison.py. Memory has no such noise, and is held against the whole threshold.
 """
 
 from __future__ import annotations
@@ -181,9 +175,12 @@ def _change(before: Measured, after: Measured, matched: str, threshold: float) -
         return Change(before, after, matched, judgement, settings=settings)
     environments = [flat(_environment(result)) for result in (old, new)]
     are_ranked = recorded.is_ranked(old) and recorded.is_ranked(new)
+    # A change as large as the threshold must be found, and no change must not be reported. Both kinds of mistakes are
+    # equally rare if the line between them is half of the threshold. Memory has no such noise, and is held against the
+    # whole threshold.
     time = compare(new, old, equal=threshold / 2) if are_ranked else None
     peak, states = _grown(peak_bytes(old), peak_bytes(new)), _grown(states_bytes(old), states_bytes(new))
-    judgement = Judgement.unjudged if time is None else Judgement[time.verdict.name]  # see [Note: the threshold]
+    judgement = Judgement.unjudged if time is None else Judgement[time.verdict.name]
     if not judgement.is_regression and max(peak or 1.0, states or 1.0) > 1 + threshold:
         judgement = Judgement.larger
     return Change(before, after, matched, judgement, time, peak, states, settings, tuple(_differences(*environments)))

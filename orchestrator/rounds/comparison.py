@@ -1,18 +1,9 @@
 """Whether one point is slower than another: the ratio of their times and the interval in which it lies. Pure.
 
-[Note: slower]
 This is the only rule: for the ties of a sweep, for `compare`, `choose`, costs and anchors. A point is slower if its
 rounds show that it is, and by more than what counts as equal: the interval of the ratio leaves out 1, and the ratio
-itself is above 1 + `equal`. Nobody chooses a setting for a difference of up to EQUAL. The interval is that of Student's
-t for the logarithms of the ratios (Welch's, with his degrees of freedom, for separate measurements): a bootstrap of few
-rounds lies within the rounds that there are. It leaves out a ratio of 1 that is true with the probability MISTAKEN on
-each side. Where several points are held against one, as the rivals of a sweep's best point, each further one is one
-more chance to leave an equal one behind, so each has its part of MISTAKEN (Bonferroni): that is the `family`. Ratios
-under a changing load have longer tails than normal ones, with which t declares less, not more.
-
-[Note: the same rounds]
-Two points that took turns met the same machine in a round. Their ratio in each round is free of what both met, so it is
-taken first. The rounds of separate measurements are independent.
+itself is above 1 + `equal`. The interval is that of Student's t for the logarithms of the ratios (Welch's, with his
+degrees of freedom, for separate measurements).
 
 [Note: equal speed of the cores]
 Within a round the points run one after the other, and cores that are shared with another virtual machine change their
@@ -36,7 +27,7 @@ from typing import Any, NamedTuple
 
 from orchestrator.rounds import recorded, student
 
-EQUAL = 0.01
+EQUAL = 0.01  # nobody chooses a setting for a difference of up to this
 MISTAKEN = 0.01  # probability that a family calls any point slower that is not
 RANGE = f"{100 * (1 - 2 * MISTAKEN):g} % range"  # of a ratio that has no family
 
@@ -51,7 +42,7 @@ class SpeedVerdict(Enum):
 
 
 class Comparison(NamedTuple):
-    """The time of one point by that of another, with its interval. See [Note: slower]."""
+    """The time of one point by that of another, with its interval."""
 
     ratio: float
     low: float
@@ -90,8 +81,9 @@ def compare(
 
     family: how many points are held against one, of which this is one; equal: up to which difference it is none.
     """
+    # Two points that took turns met the same machine in a round: their ratio in each round is free of what both met.
     pair = recorded.in_turns(one, other)
-    if pair is None:
+    if pair is None:  # the rounds of separate measurements are independent
         return _comparison(_welch(*(list(map(math.log, times(result))) for result in (one, other))), family, equal)
     return of_turns(times(pair.one), times(pair.other), pair.reference, family=family, equal=equal)
 
@@ -120,6 +112,9 @@ class _Mean(NamedTuple):
 
 
 def _comparison(found: _Mean, family: int, equal: float) -> Comparison:
+    # Student's t, because a bootstrap of few rounds lies within the rounds that there are. Under a changing load ratios
+    # have longer tails than normal ones, with which t declares less, not more. Each further point of a family is one
+    # more chance to leave an equal one behind, so each has its part of MISTAKEN (Bonferroni).
     spread = student.quantile(1 - MISTAKEN / family, found.freedom) * found.error
     ratio, low, high = (math.exp(found.mean + part * spread) for part in (0, -1, 1))
     return Comparison(ratio, low, high, equal)

@@ -1,10 +1,6 @@
 """The number of a point with few rounds, and the interval in which it lies. Pure, and the same on every machine.
 
-[Note: between rounds]
-The steps of one round share its moment: another program on the machine, a clock, the place of a process in memory. How
-much they differ among themselves does not tell how much the next round differs. So the number of a point is the median
-of its rounds' medians, and the interval is that of medians of rounds drawn with replacement (a bootstrap). With fewer
-than LEAST rounds there is nothing to draw from. Two points are compared by comparison.py.
+The number of a point is the median of its rounds' medians. Two points are compared by comparison.py.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LEAST = 3  # rounds below which nothing is ranked
+LEAST = 3  # rounds below which nothing is ranked: a bootstrap has nothing to draw from
 CONTROLLED = 6  # rounds below which the reference work is not used
 INTERVAL = 0.95
 RESAMPLED = 1000  # bootstrap samples
@@ -41,7 +37,9 @@ def interval(drawn: Sequence[float]) -> tuple[float, float]:
 
 
 def of_rounds(medians: Sequence[float]) -> RoundsEstimate:
-    """The number of a point whose rounds have these medians. See [Note: between rounds]."""
+    """The number of a point whose rounds have these medians."""
+    # Rounds are drawn, not steps: the steps of one round share its moment (another program, a clock, the place of a
+    # process in memory), and how much they differ does not tell how much the next round differs.
     generator = random.Random(SEED)
     drawn = [statistics.median(generator.choices(medians, k=len(medians))) for _ in range(RESAMPLED)]
     low, high = interval(drawn)

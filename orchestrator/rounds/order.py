@@ -1,9 +1,4 @@
-"""Which steps belong to which round, and whose turn it is. Pure.
-
-[Note: turns]
-A machine's speed changes within minutes. Points that are measured one after the other meet different machines; points
-that take turns (A B C, then B C A) meet the same ones, and none is always the first after a pause.
-"""
+"""Which steps belong to which round, and whose turn it is. Pure."""
 
 from __future__ import annotations
 
@@ -46,6 +41,9 @@ class TurnOrder(Generic[Name]):
         """None if all have left."""
         if not self._turns:
             return None
+        # A machine's speed changes within minutes. Points that are measured one after the other meet different
+        # machines; points that take turns (A B C, then B C A) meet the same ones, and none is always the first after a
+        # pause.
         least = min(self._turns.values())
         order = rotated(self._names, least)
         return next(name for name in order if self._turns.get(name) == least)

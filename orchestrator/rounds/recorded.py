@@ -6,10 +6,6 @@ point slower than another. Rounds with a share of at least NOTABLE_SHARE are mea
 at most PASSES of them, and none after one that made no round calm, as next to a load that does not end. Of the
 measurements of a round the one with the smallest share counts. A round that was loaded each time does not count, as
 long as at least CONTROLLED others do. All of this depends on the load alone, never on the speed.
-
-[Note: the first step of a round]
-Between its rounds a point waits while others run, and finds caches and queues of its updates as they left them. So the
-first step of a round of several steps is trained and not counted.
 """
 
 from __future__ import annotations
@@ -60,7 +56,9 @@ class Round:
 
 
 def counted(steps: Sequence[float], rounds: int) -> Sequence[float]:
-    """The steps of a round that count, of a measurement in this many. See [Note: the first step of a round]."""
+    """The steps of a round that count, of a measurement in this many."""
+    # Between its rounds a point waits while others run, and its first step finds the caches and the queues of its
+    # updates as they left them.
     return steps[1:] if rounds > 1 and len(steps) > 1 else steps
 
 
@@ -128,8 +126,7 @@ class InTurns(NamedTuple):
 
 def in_turns(one: Mapping[str, Any], other: Mapping[str, Any]) -> InTurns | None:
     """The rounds that two results share, of which the faster point may have more; None if they took no turns or share
-    too few rounds. See [Note: the same rounds] in comparison.py. With reference work the steps of a round count by
-    their geometric mean, as the reference does: a median of steps at two speeds is one of the two.
+    too few rounds. With reference work the steps of a round count by their geometric mean, as the reference does.
     """
     if not one.get("session") or one["session"] != other.get("session"):
         return None
@@ -149,6 +146,7 @@ def in_turns(one: Mapping[str, Any], other: Mapping[str, Any]) -> InTurns | None
 
 
 def _by_means(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    # A median of steps at two speeds is one of the two.
     return [{**each, "step_ms": [statistics.geometric_mean(each["step_ms"])]} for each in rounds]
 
 

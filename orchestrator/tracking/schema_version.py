@@ -1,6 +1,5 @@
 """Whether MLflow's version that is installed can use a database. Read without importing mlflow, and changes nothing.
 
-[Note: silent migrations]
 MLflow checks the version of a database only if no table is missing. A database of an earlier version lacks tables, so
 that opening it migrates it, also while runs of the earlier version write to it. Hence the version is compared here
 before anything of ours opens a database.

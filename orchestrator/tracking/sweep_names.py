@@ -1,11 +1,8 @@
 """The names of a sweep in MLflow: its experiment, and the settings by which its points differ.
 
-[Note: one experiment for each sweep]
 A page of MLflow shows one experiment, and the name of a run is its only label in a chart. So a sweep has an experiment
 of its own, where each point has one run with its label in this sweep. An answer that was kept from another sweep has a
-copy there, marked as kept: the other sweep named it by what varied there. If tracking.experiment is set, all runs are
-in that one; there the tag of the sweep tells them apart, and each sweep still has a page of its own. Batches that a
-program proposes, as Optuna does, are small sweeps of one study: they share the experiment of their model.
+copy there, marked as kept: the other sweep named it by what varied there.
 """
 
 from __future__ import annotations
@@ -45,10 +42,11 @@ class SweepNames:
 
 
 def experiment_of(config: RunConfig, sweep: SweepPaths | None) -> str:
-    """The name of the experiment of a run; see [Note: one experiment for each sweep]."""
-    if config.tracking.experiment:
+    """The name of the experiment of a run."""
+    if config.tracking.experiment:  # all runs are in this one, where the tag of the sweep tells them apart
         return config.tracking.experiment
-    # A batch that a program proposed has no command.
+    # A batch that a program proposes, as Optuna does, is a small sweep of a study and has no command: batches share the
+    # experiment of their model.
     is_own = sweep is not None and bool((read_or_warn(sweep.sweep, SWEEP) or {}).get("command"))
     return f"zlab/{sweep.name if is_own and sweep is not None else config.model.name}"
 

@@ -1,24 +1,10 @@
 """Times a fixed piece of work next to each measured step: how fast the cores of a rank are at that moment.
 
-[Note: reference work]
 A core of a virtual machine may share its hardware with a neighbour that no counter of the guest shows: the same step
 takes half as long again, and is back within a second. Work that is always the same meets the same
 neighbour. It has the three kinds of work that steps on cores consist of: products of small matrices, sums over arrays,
 and calls of operations that have next to nothing to do. It takes about a millisecond, which is left out of the
 step's time. How it is used is in [Note: equal speed of the cores] of rounds/comparison.py.
-
-[Note: between two steps]
-What a step leaves running when it ends, such as the gathers of new parameters at stages 1 and 2, would proceed during
-the reference work: then it is in the time of neither step, and slows the reference work of these stages alone, so that
-they seem to have met slower cores. So on CPU ranks a step ends when its gathers have ended.
-
-[Note: places in a cache]
-A cache keeps an address by its place in physical memory. Arrays in pages of 4 KiB get other places in every process,
-so the same work could be faster in one process than in another for as long as both live, and the points of a sweep
-would seem to have met different cores. So all arrays are in one huge page, where each has the same place. A virtual
-machine's huge page may lie in small pages of its host. So the arrays together take 0.3 MiB, less than the 0.5 to 2 MiB
-of a core's own cache, which has room for them wherever they lie. Arrays of 1.2 MiB in a cache of 2 MiB had a speed of
-their own in each process: benchmarks/core_speed.py measures that.
 """
 
 from __future__ import annotations
@@ -40,7 +26,10 @@ NUMEL = 16384  # of the arrays: two of them are 128 KiB
 SUMS = 100
 SHAPES = ((SIDE, SIDE), (SIDE, SIDE), (SIDE, SIDE), (NUMEL,), (NUMEL,))
 FEW, CALLS = 64, 100  # elements of a small array, and the operations on it
-PAGE_BYTES = 2 << 20  # the smallest huge page; the arrays take 0.3 MiB of it
+# The smallest huge page. The arrays take 0.3 MiB of it, less than a core's own cache of 0.5 to 2 MiB: a virtual
+# machine's huge page may lie in small pages of its host, and the cache has room for the arrays wherever they lie.
+# Arrays of 1.2 MiB in a cache of 2 MiB had a speed of their own in each process (benchmarks/core_speed.py).
+PAGE_BYTES = 2 << 20
 
 
 def compares_cores(config: RunConfig) -> bool:
@@ -80,6 +69,9 @@ class ReferenceWork:
 
 def huge_page() -> mmap.mmap:
     """Memory that holds one whole huge page, with ones in the arrays. A system without huge pages has small ones."""
+    # A cache keeps an address by its place in physical memory. Arrays in pages of 4 KiB get other places in every
+    # process, so the same work could be faster in one process than in another for as long as both live, and the points
+    # of a sweep would seem to have met different cores. In one huge page each array has the same place.
     memory = mmap.mmap(-1, 2 * PAGE_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # of a kernel that was built without them
@@ -90,8 +82,7 @@ def huge_page() -> mmap.mmap:
 
 
 def arrays_in(memory: mmap.mmap) -> list[torch.Tensor]:
-    """The fp32 arrays of the work, one behind the other from the beginning of the page. See [Note: places
-    in a cache]."""
+    """The fp32 arrays of the work, one behind the other from the beginning of the page."""
     whole = torch.frombuffer(memory, dtype=torch.float32)
     first = -whole.data_ptr() % PAGE_BYTES // whole.itemsize
     sizes = [math.prod(shape) for shape in SHAPES]

@@ -20,13 +20,8 @@ LAST_S = 10.0  # how long a rank that failed waits for its last events to be wri
 class EventWriter:
     """Appends events to a file. On a CPU each is written before `write` returns, except those of short steps.
 
-    [Note: steps written together]
-    A step leaves the caches full of its own data, so that encoding the event that follows it takes several times as
-    long as encoding another one after that. Beside a step of 13 ms, events that were written one by one took 0.9 % of
-    it, and written ten times a second they take 0.3 % (benchmarks/logging_cost.py, two cores of an Intel Xeon). So on a
-    CPU the event of a step that follows the last write within KEEP_S is kept, and written with the next ones. Any other
-    event, `flush` and `end` write what is kept first. A thread writes it if the next step takes longer than LATE_S, so
-    that a run that hangs shows all its steps. A process that is killed loses the steps of its last KEEP_S.
+    The event of a step that follows the last write within KEEP_S is kept, and written with the next ones. Any other
+    event, `flush` and `end` write what is kept first. A process that is killed loses the steps of its last KEEP_S.
 
     An OSError of a write is raised by that call, or with a thread by the next one, so that a full disk ends the run.
     """
@@ -49,6 +44,8 @@ class EventWriter:
                 self._pending.popleft().result()
             self._pending.append(self._thread.submit(self._file.append, line))
             return
+        # A step leaves the caches full of its own data, so that encoding the event that follows it takes several times
+        # as long as encoding another one after that (benchmarks/logging_cost.py): those of short steps wait.
         self._kept.append(line)
         if event != "step" or time.monotonic() - self._written >= KEEP_S:
             self._write_kept()
@@ -65,6 +62,7 @@ class EventWriter:
                 self._written = time.monotonic()
 
     def _write_late(self) -> None:
+        # So that a run that hangs shows all its steps.
         while not self._ended.wait(LATE_S):
             with contextlib.suppress(OSError):  # the rank's next write tries again, and raises it
                 self._write_kept()

@@ -65,7 +65,9 @@ class Loop:
             verdict = runtime.find_non_finite(lambda: self._backwards(batches, tokens, None))
             raise NonFiniteError(f"{error}\n{verdict}") from None
         if runtime.device.type != "cuda":  # there the next step is issued at once, and its clock is read in the stream
-            for unit in runtime.units:  # see [Note: between two steps] in core_speed.py
+            # Gathers of new parameters (stages 1 and 2) that went on between two steps would be in the time of neither.
+            # They would also slow the reference work of these stages alone, as if these had met slower cores.
+            for unit in runtime.units:
                 unit.wait_renewed()
         return report, rates.lr
 

@@ -1,18 +1,9 @@
 """Measures what other processes did to a run: their share of the cores, and how often resources were waited for.
 
-[Note: others' share]
 /proc/stat counts for each core the time in which it worked for any process; the ranks of a machine know their own time.
-The difference, as a share of the cores that the ranks may use and of the elapsed time, is what others took. This
-includes a hypervisor that runs another machine on a core (steal). In a container /proc/stat lists all cores of the
-machine, so only the cores in the ranks' affinity, those of the cpuset, are counted. The command's own processes
-(screen, controller, tracker) also count as others, although they sleep most of the time while a run is measured, and so
-do the kernel's own threads. The ranks of other points of the sweep, which wait for their turns, do not: gloo's threads
-look for messages a hundred times a second, about 1 % of a core for each rank, and measuring once more cannot avoid it.
-
-[Note: pressure]
-Linux also counts the time in which at least one process of the machine (or of the container) was ready to go on and
-waited for a core, for memory or for a drive. Ranks that are more than the cores wait for each other, so this is only
-recorded for the reader.
+The difference, as a share of the cores that the ranks may use and of the elapsed time, is what others took. The
+command's own processes (screen, controller, tracker) also count as others, although they sleep most of the time while a
+run is measured, and so do the kernel's own threads.
 """
 
 from __future__ import annotations
@@ -29,7 +20,8 @@ STAT = Path("/proc/stat")
 PRESSURE = Path("/proc/pressure")
 PROCESSES = Path("/proc")
 RESOURCES = ("cpu", "memory", "io")
-_WORKING = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; guest time is already in user
+# user, nice, system, irq, softirq, steal (a hypervisor runs another machine on the core); guest time is already in user
+_WORKING = (0, 1, 2, 5, 6, 7)
 
 
 class Used(NamedTuple):
@@ -91,6 +83,7 @@ def busy_seconds(stat: Path, cores: Collection[int]) -> dict[int, float]:
     try:
         lines = stat.read_text(encoding="utf-8").splitlines()
         tick = os.sysconf("SC_CLK_TCK")
+        # In a container the file lists all cores of the machine: those of the cpuset are in the ranks' affinity.
         rows = {row[0]: row[1:] for row in (line.split() for line in lines) if row}
         return {core: sum(int(rows[f"cpu{core}"][column]) for column in _WORKING) / tick for core in cores}
     except (OSError, ValueError, KeyError, IndexError):
@@ -120,6 +113,7 @@ def stalled_seconds(pressure: Path) -> dict[str, float]:
 
 def stalled_shares(ranks: Sequence[Used]) -> dict[str, float]:
     """By resource the share of the time in which some process waited for it; the largest over the machines."""
+    # Only recorded for the reader: ranks that are more than the cores wait for each other.
     shares: dict[str, float] = {}
     for rank in ranks:
         for name, stalled_s in (rank.stalled_s or {}).items():
@@ -129,7 +123,7 @@ def stalled_shares(ranks: Sequence[Used]) -> dict[str, float]:
 
 
 def others_share(ranks: Sequence[Used]) -> float | None:
-    """See [Note: others' share]. The largest share over the machines; None if one of them is unknown."""
+    """The largest share over the machines; None if one of them is unknown."""
     shares = [_on_one([rank for rank in ranks if rank.host == host]) for host in {rank.host for rank in ranks}]
     return None if None in shares else max(share for share in shares if share is not None)
 
@@ -143,5 +137,7 @@ def _on_one(ranks: Sequence[Used]) -> float | None:
     # In a sandbox the file may exist but count nothing: at least our own work should be in it.
     if not all(rank.busy_s for rank in ranks) or not sum(busy.values()) or not wall_s:
         return None
+    # Ranks that wait for their turns do not count as others: gloo's threads look for messages a hundred times a second,
+    # about 1 % of a core for each rank, which measuring once more cannot avoid.
     others = sum(busy.values()) - sum(rank.own_s for rank in ranks) - max(rank.beside_s for rank in ranks)
     return min(max(others / (len(busy) * wall_s), 0.0), 1.0)

@@ -73,6 +73,7 @@ class Measurement:
         readings.skipped += report.skipped
         readings.ledger = self._runtime.reset_ledger()
         lap = self._runtime.clock.end()
+        # On a CPU the step has ended, and its time is read at once; on a GPU only when the next step has been issued.
         self._unread = lambda: tell(readings.add_step(lap.seconds()))
         if not self._on_cuda:
             self.read_last_step()
@@ -112,6 +113,7 @@ class Measurement:
     def add_rounds(self, step: Callable[[], None]) -> None:
         """Measures further rounds, and rounds again that were next to a notable load. The run is over: what it
         learned and saved is that of its own steps, and these steps are timed and forgotten."""
+        # Forgotten, because the losses of a sweep are compared after equally many steps.
         if further := self.rounds.further():
             self._tell("extending", rounds=[number for number, _ in further])
             self._time_rounds(further, step)

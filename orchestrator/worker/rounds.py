@@ -41,11 +41,6 @@ class MeasuredRounds:
     gather: gives every rank the values of all ranks, in their order. tell: records an event. waiting: called many times
     a second while the rank waits for a turn. step_s: the seconds of all steps so far, to which the caller adds. energy:
     of this rank's device. reference: does the reference work of core_speed.py and returns its milliseconds, or None.
-
-    [Note: further rounds]
-    How well a speed is known depends on how long it was measured: the speed of a machine wanders within seconds, and
-    60 steps of 50 ms see three of them. The losses of a sweep are those of equally many steps, so the steps of further
-    rounds are timed and forgotten. Each rank decides how many there are from what rank 0 timed, so all agree.
     """
 
     def __init__(
@@ -101,6 +96,7 @@ class MeasuredRounds:
         turn = self._turns.next(lambda turn: self._tell("waiting", turn=turn), self._waiting)
         if turn is not None:
             self._tell("turn", turn=turn)
+        # After the wait, which is in no round.
         self._first, self._begun_at = len(self._step_s), time.time()
         self._reference_ms = []
         self._load.begin(self._turns.beside)
@@ -143,13 +139,16 @@ class MeasuredRounds:
             joules_per_step=per_step,
             reference_ms=list(map(statistics.geometric_mean, by_step)),
         )
+        # One that was measured again replaces its earlier measurement only if it met less load, never by its speed.
         is_repeated = any(earlier.number == number for earlier in self.found)
         self.found = with_repeated(self.found, one) if is_repeated else [*self.found, one]
         self._tell("round", number=number, step_ms=one.median_ms, others_share=one.others_share, again=is_repeated)
 
     def further(self) -> list[tuple[int, int]]:
         """The number and the steps of each round that is missing for measure.min_s, of all rounds so far. A no-op if
-        the attempt is one of several: each would start its ranks again. See [Note: further rounds]."""
+        the attempt is one of several: each would start its ranks again."""
+        # How well a speed is known depends on how long it was measured: the speed of a machine wanders within seconds,
+        # and 60 steps of 50 ms see three of them. All ranks count what rank 0 timed, so they agree on the rounds.
         missing_s = self._min_s - self._counted_s
         if self._asked == 1 or missing_s <= 0 or not self._counted_s:
             return []

@@ -1,10 +1,8 @@
 """The tokens of a run: disjoint windows of text or of synthetic tokens, and the order in which samples are read.
 
-[Note: what a sample is] A source is cut into disjoint windows of seq + 1 tokens: seq inputs and their targets,
-shifted by one. Some windows, evenly spread, are held out for validation, so that no token is in both parts. An
-epoch reads every training window once, in an order that is a function of (seed, epoch) alone. The position
-counts samples since the start; rank r takes the r-th slice of a global batch. The global batch is therefore the
-same for every world size, and a resumed run needs only the position.
+A source is cut into disjoint windows of seq + 1 tokens: seq inputs and their targets, shifted by one. Some windows,
+evenly spread, are held out for validation, so that no token is in both parts. An epoch reads every training window
+once.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ class TokenBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenData:
-    """Training and validation samples over one source; see [Note: what a sample is].
+    """Training and validation samples over one source.
 
     `hash` (12 hex digits of a sha256) covers kind, seq, validation_fraction and every token in a window (for synthetic
     data, the seed and the vocabulary instead of the tokens). The same text with another seq is different data. The hash
@@ -80,6 +78,8 @@ class TokenData:
 
     def train_batch(self, position: int, count: int) -> TokenBatch:
         """Samples position .. position + count - 1 of the endless sequence of epochs."""
+        # The position counts samples since the start, and an order is a function of (seed, epoch) alone: a resumed run
+        # needs only the position, and a global batch is the same for every world size.
         parts, end = [], position + count
         while position < end:
             epoch, start = divmod(position, self.train_samples)

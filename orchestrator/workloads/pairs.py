@@ -1,9 +1,8 @@
 """Prompts and responses as windows of tokens in which only the responses count in the loss.
 
-[Note: a pair as a sample] A sample is the tokens of the prompt, then those of the response with its end, then filling
+A sample is the tokens of the prompt, then those of the response with its end, then filling
 up to seq + 1 tokens. The model reads the first seq of them; the label of a place is the token after it if that one
-belongs to the response, else -100. Filling comes last and attention is causal, so no token that counts attends to it,
-and no attention mask is needed. A longer pair loses its end; if nothing of the response is left, it is left out.
+belongs to the response, else -100. A longer pair loses its end; if nothing of the response is left, it is left out.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def bytes_of_pairs(pairs: Sequence[Pair]) -> list[Example]:
 
 
 class PairWindows:
-    """Windows over pairs; see [Note: a pair as a sample].
+    """Windows over pairs.
 
     `cut`: how many pairs lost their end; `left_out`: how many lost their whole response. ValueError if none is left.
     """
@@ -63,6 +62,7 @@ class PairWindows:
 
     def read(self, indices: IntArray) -> IntArray:
         """A copy of these windows, [len(indices), seq + 1] int64, filled up with token 0."""
+        # Filling comes last and attention is causal, so no token that counts attends to it: there is no attention mask.
         made = np.zeros((len(indices), self._length), dtype=np.int64)
         for row, index in enumerate(indices):
             made[row, : self._sizes[index]] = self._row(int(index))

@@ -1,17 +1,8 @@
 """Activation offload: activations that blocks keep for backward are stored in host memory between the two passes.
 
-[Note: frames]
-A frame is one call of a block. The activations that the call keeps are copied to the host as soon as they are saved,
-one copy per storage: tensors that share a storage share its copy, and are restored as the same views of it, strides
-included, so that backward runs on the same numbers in the same layout, and no element is copied twice. (torch's
-save_on_cpu makes a contiguous copy of each tensor.) When backward asks for the first tensor of a
-frame, the complete frame is fetched, and also the frame created before it, which backward reaches next: copies for one
-block overlap with the computation of another. A fetched storage is freed after its last use. Host memory is allocated
-once and reused. What the device holds of this is bounded: see [Note: memory in program order] in copy_streams.py.
-
-[Note: what stays]
-Parameters stay on the device (the plan of the shards decides where they are stored), and so do activations outside
-blocks. Nothing may write to an activation before its copy has ended, which autograd forbids anyway.
+A frame is one call of a block. The activations that the call keeps are copied to the host as soon as they are saved.
+Host memory is allocated once and reused. What the device holds of this is bounded: see [Note: memory in program order]
+in copy_streams.py. Nothing may write to an activation before its copy has ended, which autograd forbids anyway.
 """
 
 from __future__ import annotations
@@ -113,7 +104,7 @@ class View:
 
 
 class Frame:
-    """The activations that one call of a block keeps. See [Note: frames]."""
+    """The activations that one call of a block keeps."""
 
     def __init__(self, memory: HostMemory, stays: set[int], before: weakref.ref[Frame] | None) -> None:
         self._memory = memory
@@ -129,7 +120,10 @@ class Frame:
         if tensor.device.type != self._memory.device.type or type(tensor) not in (torch.Tensor, FakeTensor):
             return tensor
         if storage.nbytes() == 0 or storage._cdata in self._stays:
-            return tensor
+            return tensor  # where a parameter is stored is the plan's to say
+        # One copy per storage: tensors that share it are restored as the same views, strides included, so that backward
+        # runs on the same numbers in the same layout, and no element is copied twice. (torch's save_on_cpu makes a
+        # contiguous copy of each tensor.)
         key = storage._cdata, tensor._version
         if key not in self._seen:
             with torch.no_grad():
@@ -151,6 +145,7 @@ class Frame:
         if isinstance(packed, torch.Tensor):
             return packed
         self._fetch()
+        # Backward reaches this one next: its copies overlap with the computation of the block here.
         before = self._before() if self._before is not None else None
         if before is not None:
             before._fetch()

@@ -1,10 +1,8 @@
 """Blocks whose activations are stored in host memory between forward and backward.
 
-[Note: what leaves]
 With `offload=cpu` the tensors that blocks keep are stored in host memory (offload.py). For a block that recomputes,
 these are the inputs through which gradients flow (and its products, if it keeps them); for any other block, everything
-that autograd saves in it. Other keyword arguments of a recomputing block (masks, positions) stay on the device, because
-blocks share them.
+that autograd saves in it.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ def open_memory(device: torch.device, copies: Copies | None) -> BlocksOnHost | N
 
 
 class KeptOnHost:
-    """A block's forward whose activations are stored on the host. See [Note: what leaves]."""
+    """A block's forward whose activations are stored on the host."""
 
     def __init__(self, block: nn.Module, memory: HostMemory) -> None:
         self._block, self._memory = block, memory
@@ -71,6 +69,7 @@ class RecomputedFromHost(KeptOnHost):
 
     def _run(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flows = {key: value for key, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+        # Masks and positions stay on the device, because blocks share them.
         rest = {key: value for key, value in kwargs.items() if key not in flows}
         names = tuple(flows)
 

@@ -1,10 +1,6 @@
 """Activation checkpointing: which blocks rerun their forward in backward, what they keep, and where.
 
-[Note: what is wrapped]
-A block's `forward` is wrapped, not the block: the block's hooks then see one forward call and one backward, and the
-recomputation inside is not a call for them. When a block recomputes, its unit has already been gathered, because the
-gradient of the block's output has arrived; so recomputation gathers nothing more. Random states are restored for it, so
-dropout draws the same numbers again.
+Random states are restored for a recomputation, so dropout draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -65,6 +61,8 @@ class Recomputation:
         self._wrapped: Sequence[nn.Module] = blocks if self.memory is not None else self.blocks
         keeps_products = rule.kind == "by_operation"
         for block in self._wrapped:
+            # The forward, not the block: its hooks see one forward call and one backward, and the recomputation inside
+            # is not a call for them. The unit is there already, because the gradient of the block's output has arrived.
             # On the instance, where module.__call__ looks first; the class stays as it is.
             if self.memory is None:
                 block.forward = Recomputed(block.forward, keeps_products=keeps_products)

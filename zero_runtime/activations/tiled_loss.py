@@ -1,9 +1,4 @@
-"""The cross entropy of a linear head, computed tile by tile over the tokens, so that the full logits never exist.
-
-[Note: twice through the head] Forward keeps no logits and no gradients; backward computes each tile's logits again,
-when the gradient of the loss is known. So the loss scale is applied to the gradients before they are rounded to 16
-bits, as it is without tiles, at the cost of one more product with the weight.
-"""
+"""The cross entropy of a linear head, computed tile by tile over the tokens, so that the full logits never exist."""
 
 from __future__ import annotations
 
@@ -63,6 +58,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for part in tiles(hidden, ctx.tile):
+            # Again, instead of gradients that forward has kept: the loss scale is in `grad`, and is applied before they
+            # are rounded to 16 bits, as without tiles, at the cost of one more product with the weight.
             logits = F.linear(hidden[part], weight, bias).float()
             grad_logits = _grad_of_logits(logits, labels[part], ctx.ignored).mul_(grad).to(hidden.dtype)
             if grad_hidden is not None:

@@ -1,10 +1,8 @@
 """The checksum of a file's bytes: the CRC-32 of zlib and gzip, computed while the file is read or written.
 
-[Note: why CRC-32]
-The checksum has to detect errors of disks and networks (a flipped bit, a hole, a block of another file), not attacks,
-and every language has CRC-32. It is several times as fast as the SHA family and BLAKE2; plain sums of words would be
-faster still, but do not detect two exchanged blocks. zlib releases Python's lock, so the checksum of one block is
-computed while the block is being written: it costs a core's time, but no time of the disk.
+It has to detect errors of disks and networks (a flipped bit, a hole, a block of another file), not attacks, and every
+language has it. It is several times as fast as the SHA family and BLAKE2; plain sums of words would be faster still,
+but do not detect two exchanged blocks.
 """
 
 from __future__ import annotations
@@ -40,6 +38,7 @@ class RunningDigest:
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest")
+        # zlib releases Python's lock: the caller writes the block meanwhile, so the checksum costs no time of the disk.
         self._under_way = self._pool.submit(zlib.crc32, block, self._value)
 
     def text(self) -> str:

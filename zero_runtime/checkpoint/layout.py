@@ -1,10 +1,6 @@
 """The file names of a checkpoint's folder, and its index as data classes, with strict reading and canonical writing.
 
 This module is pure: it reads and writes no files.
-
-[Note: the index's own checksum]
-index.json is one JSON object whose first line holds only the checksum of all bytes after that line. So a flipped digit
-in the index is detected like one in a tensor, and the file is still plain JSON.
 """
 
 from __future__ import annotations
@@ -167,7 +163,7 @@ class Index:
         return len(self.ranks) == self.world
 
     def to_text(self) -> str:
-        """The text of index.json; see [Note: the index's own checksum]. CheckpointError if `trainer` is not JSON."""
+        """The text of index.json, one JSON object. CheckpointError if `trainer` is not JSON."""
         try:
             body = json.dumps(_as_json(self), indent=None, separators=(",", ":"), allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -175,6 +171,8 @@ class Index:
                 f"checkpoint of step {self.step}: expected a trainer state of finite numbers, texts, lists and dicts, "
                 f"found one that JSON cannot hold ({error}); give plain values"
             ) from error
+        # The first line holds only the checksum of all bytes after it: a flipped digit in the index is detected like
+        # one in a tensor, and the file is still plain JSON.
         rest = body[1:]
         return f'{{"checksum":"{checksum_text(zlib.crc32(rest.encode()))}",\n{rest}'
 

@@ -1,6 +1,5 @@
 """Opens a committed checkpoint, and fills a runtime of any plan, world, unit size and precision from it.
 
-[Note: nothing half-loaded]
 Before the first byte of the runtime is written, every rank checks that the files are as they were written, that model
 and optimizer are those of the runtime, and that every range that this rank needs exists. After that, only an error of
 the disk itself can make loading fail.
@@ -229,11 +228,12 @@ class StateSource:
 def load_checkpoint(runtime: ZeroRuntime, checkpoint: CheckpointReader) -> dict[str, Any]:
     """Fill the runtime; returns the trainer state that was saved. Every rank calls it, between two steps.
 
-    See [Note: nothing half-loaded]; an error is the same on every rank. Random states are restored only if the world
+    An error is the same on every rank. Random states are restored only if the world
     size is that of the save; otherwise they stay as they are.
     """
     index, collectives = checkpoint.index, runtime.collectives
     runtime.check_between_steps("load_checkpoint")
+    # Both before the first byte is written, so that nothing is half-loaded.
     agree(collectives, trouble_of(lambda: _check(runtime, checkpoint)))
     verify_together(collectives, checkpoint)
     agree(collectives, trouble_of(lambda: _fill_all(runtime, checkpoint, (MASTER, *index.optimizer.states))))
@@ -248,7 +248,7 @@ def load_checkpoint(runtime: ZeroRuntime, checkpoint: CheckpointReader) -> dict[
 def load_weights(runtime: ZeroRuntime, checkpoint: CheckpointReader) -> None:
     """Load only the weights and buffers; optimizer, scaler and random states stay as they are. Every rank calls it.
 
-    The checkpoint may have been saved with another optimizer. See [Note: nothing half-loaded].
+    The checkpoint may have been saved with another optimizer.
     """
     collectives = runtime.collectives
     runtime.check_between_steps("load_weights")

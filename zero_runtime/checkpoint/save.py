@@ -1,6 +1,5 @@
 """Writes a checkpoint: every rank writes its own file in parallel, then one rank commits them all.
 
-[Note: the way of a save]
 1. `begin` (all ranks, collective): ranks exchange counters, random states and errors; the leader of each folder
    creates an empty `.step-….partial`, removing one that an interrupted save left.
 2. `Save.write` (each rank, any thread, no collective): writes the rank's tensors into its file, calls fsync, then
@@ -112,7 +111,7 @@ def begin(
     settings: SaveSettings,
     trouble: str | None = None,
 ) -> Save:
-    """Agree on a save; see [Note: the way of a save].
+    """Agree on a save: the first of its three parts, and the only one with collectives.
 
     `trouble`: the error of this rank's previous save, if any; raised here on every rank.
     """

@@ -1,10 +1,4 @@
-"""The tensors that one rank writes into a checkpoint: its part of every state, as views of the runtime or as a copy.
-
-[Note: every byte once]
-If several ranks that write to the same folder hold the same shard (stage 0, hybrid sharding), the shard is cut into as
-many equal ranges as there are such ranks, and each writes one. So all ranks write the same amount at every stage.
-With tensor parallelism this holds for the slices; replicated parameters are written by the first rank of each group.
-"""
+"""The tensors that one rank writes into a checkpoint: its part of every state, as views of the runtime or as a copy."""
 
 from __future__ import annotations
 
@@ -68,8 +62,11 @@ class StatePart(NamedTuple):
 def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool = True) -> list[StatePart]:
     """This rank's parts as views, widest dtype first, so that each part is aligned to its dtype in the file.
 
-    `members`: the ranks that write to this rank's folder. See [Note: every byte once].
+    `members`: the ranks that write to this rank's folder.
     """
+    # Every byte once: ranks that hold the same shard (stage 0, hybrid sharding) write an equal range of it each, so all
+    # write the same amount at every stage. With tensor parallelism this holds for the slices; replicated parameters are
+    # written by the first rank of each group.
     collectives = runtime.collectives
     alike = [rank for rank in members if collectives.holds_shard_of(rank)]
     place, places = alike.index(collectives.rank), len(alike)

@@ -80,7 +80,7 @@ class GatherTurns:
     def compare(self) -> None:
         """Called when a forward of the full model without gradients has ended, which no step follows that compares the
         ranks. RankError on all of them if they gathered different units, where the backend does not separate these
-        (see [Note: gathers of different units] in gloo.py): before anybody sees the output."""
+        (see `Messages` in gloo.py): before anybody sees the output."""
         if self._collectives.mixes_units and not self._running:
             self._collectives.compare_ranks(self._device)
 

@@ -1,6 +1,5 @@
 """Copies between device memory and host memory that overlap with computation: the CUDA part of offload.
 
-[Note: what waits for what]
 Issuing a copy returns an event. Code that reads the target afterwards makes the device wait for the event
 (`hold_device`: applies to work issued from then on) or makes the host wait (`wait`).
 
@@ -44,7 +43,7 @@ class CopyEvent(Protocol):
 
 
 class Copies(Protocol):
-    """Copies in both directions between one device and the host. See [Note: what waits for what].
+    """Copies in both directions between one device and the host.
 
     `to_host`, `bring`, `release_sources` and `here` belong to the threads that issue the device's computation, one at a
     time; the other methods may be called from any thread that has called `enter_thread`.

@@ -1,8 +1,8 @@
 """Transfers of one unit's gradients and parameters between its device and host memory.
 
 If the update runs on the host, gradients are copied there when their reduction ends, and new parameters are copied
-back when they are ready. Parameters that are offloaded to the host are copied to the device for each gather. See
-[Note: what waits for what] in copy_streams.py.
+back when they are ready. Parameters that are offloaded to the host are copied to the device for each gather. Waits
+are those of copy_streams.py.
 """
 
 from __future__ import annotations

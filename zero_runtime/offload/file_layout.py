@@ -1,6 +1,5 @@
 """Layout of an offloaded unit's shards in the scratch file.
 
-[Note: records]
 Each offloaded unit has a record in the file: the master if it is a separate tensor, then the optimizer's states, each
 at a multiple of ALIGN_BYTES. If parameters are stored in the file too, param_shard follows as a separate part, since
 gathers read it alone. A slot is a host buffer laid out like a record. The shards of a resident unit are views of a

@@ -1,6 +1,5 @@
 """Units whose shards are stored in host memory, separate from the device's memory, and are updated there.
 
-[Note: a step on the host]
 A unit's gradient is copied to the host when its reduction ends. When the norm is known, one host thread updates the
 units in the order of the next forward and sends each unit's parameters back to the device. The forward waits only for
 the unit that it is about to gather. If the parameters are offloaded too, they are copied to the device ahead of their
@@ -44,7 +43,7 @@ class HostTier(StateTier):
         yield
 
     def update(self, units: Sequence[Unit], update: Update) -> None:
-        """Returns before the update is done if the states are offloaded; see [Note: a step on the host]."""
+        """Returns before the update is done if the states are offloaded."""
         self._copies.release_sources()  # gradients; the first update needs the last of them anyway
         for unit in units:
             self._locations[unit.name].begin_update(update)

@@ -1,9 +1,9 @@
 """Units whose shards are stored in a scratch file and read into host buffers while they are used.
 
-See [Note: records] in file_layout.py. On a CPU the unit computes in the memory of those buffers. With a GPU (`copies`)
-a host thread updates the shards, as in host.py, and each unit's next gather waits only for that unit's update. The
-update runs on the host with a GPU too: the disk takes longer than the update, and direct I/O into a GPU's memory needs
-drivers that few machines have.
+file_layout.py has the layout of the file. On a CPU the unit computes in the memory of those buffers. With a GPU
+(`copies`) a host thread updates the shards, as in host.py, and each unit's next gather waits only for that unit's
+update. The update runs on the host with a GPU too: the disk takes longer than the update, and direct I/O into a GPU's
+memory needs drivers that few machines have.
 """
 
 from __future__ import annotations

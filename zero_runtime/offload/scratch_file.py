@@ -3,17 +3,8 @@
 Its content is needed only while the run is alive. So the file is unlinked as soon as it is open, and a run that is
 killed leaves nothing behind. Offsets, sizes and buffer addresses are multiples of ALIGN_BYTES.
 
-[Note: checksums]
-Each block's checksum is kept in memory from the write to the read. The thread that transfers the block computes it, in
-parallel with the other threads' I/O. A block that is read back with another checksum ends the run: otherwise training
-would continue with a silently wrong moment.
-
-[Note: huge pages]
-A request to a disk is a list of pieces of physical memory, and disks accept a few hundred pieces at most. In pages of
-4 KiB a block of 4 MiB has a thousand pieces: it is sent as several requests, and each page is pinned separately. So
-large buffers ask for huge pages, which also saves the update most of its address translations. MADV_HUGEPAGE covers
-memory that has not been touched yet. MADV_COLLAPSE immediately replaces pages that malloc had in use before: jobs keep
-their heap, so none of its pages is new.
+Each block's checksum is kept in memory from the write to the read. A block that is read back with another one ends the
+run: otherwise training would continue with a silently wrong moment.
 """
 
 from __future__ import annotations
@@ -37,7 +28,9 @@ from zero_runtime.offload_plan import ALIGN_BYTES, ScratchSettings, aligned
 from zero_runtime.process_identity import mark, remove_left_behind
 
 HUGE_BYTES = 2 << 20  # the smallest huge page
-HUGE_ADVICE = (14, 25)  # Linux's MADV_HUGEPAGE and, since 6.1, MADV_COLLAPSE
+# Linux's MADV_HUGEPAGE, for memory that has not been touched yet, and, since 6.1, MADV_COLLAPSE, which replaces pages
+# that malloc had in use before: jobs keep their heap, so none of its pages is new.
+HUGE_ADVICE = (14, 25)
 _libc = ctypes.CDLL(None)
 
 
@@ -51,7 +44,10 @@ def aligned_buffer(size: int) -> torch.Tensor:
 
 
 def _ask_for_huge_pages(buffer: torch.Tensor) -> None:
-    """See [Note: huge pages]. Only advice: nothing else changes if the kernel has no huge pages."""
+    """Only advice: nothing else changes if the kernel has no huge pages."""
+    # A request to a disk is a list of pieces of physical memory, and disks accept a few hundred pieces at most. In
+    # pages of 4 KiB a block of 4 MiB has a thousand pieces: it is sent as several requests, and each page is pinned
+    # separately. Huge pages also save the update most of its address translations.
     size = buffer.nbytes // ALIGN_BYTES * ALIGN_BYTES
     if sys.platform != "linux" or size < HUGE_BYTES:
         return
@@ -185,6 +181,7 @@ class ScratchFile:
             rest, place = rest[count:], place + count
         if self._checksum is None:
             return
+        # In the thread that transfers the block, in parallel with the other threads' I/O.
         wanted = self._sums.get((offset, block.nbytes))
         if wanted is not None and self._checksum(block) != wanted:
             raise self._failed("read", offset, block.nbytes, what, "other bytes than were written there")

@@ -2,12 +2,6 @@
 
 Standard library only: the memory model and the command line read these without torch. The learning rate is passed to
 each step.
-
-[Note: bf16 states]
-A bf16 number has 8 significant bits: its neighbour below is at most 2^-7 of it away, and what is less than half of that
-away is rounded back to it. With a factor beta of the state, gradients of zero leave beta * state: if 1 - beta is below
-2^-8, a state may stay for ever where it is, and a second moment that cannot fall stops its weight. So with bf16 states
-every such factor must be at most 1 - 2^-8 (0.99609375): beta2=0.999 is refused, 0.95 and 0.99 are not.
 """
 
 from __future__ import annotations
@@ -27,7 +21,11 @@ CODE_BLOCK_NUMEL = 256  # equals kernels.block_formats.BLOCK_NUMEL, whose module
 STATE_ITEMSIZE_BYTES = {"fp32": 4, "bf16": 2, "uint8": 1}
 FP32_BYTES = 4
 StateDType = Literal["fp32", "bf16"]
-MOST_BETA_BF16 = 1 - 2.0**-8  # see [Note: bf16 states]
+# A bf16 number has 8 significant bits: its neighbour below is at most 2^-7 of it away, and what is less than half of
+# that away is rounded back to it. With a factor beta of the state, gradients of zero leave beta * state: if 1 - beta is
+# below 2^-8, a state may stay for ever where it is, and a second moment that cannot fall stops its weight. So
+# beta2=0.999 is refused, 0.95 and 0.99 are not.
+MOST_BETA_BF16 = 1 - 2.0**-8
 
 
 def scale_name(state: str) -> str:
@@ -49,7 +47,7 @@ class OptimizerConfig:
 
     Constants are settings of the group `optimizer` (see limits.py). Those with the same name have the same limits.
 
-    [Note: states told and states held] Outside the optimizer (in checkpoints, in `full_optimizer_state`) a state has
+    Outside the optimizer (in checkpoints, in `full_optimizer_state`) a state has
     one fp32 number per element and is identified by its name. `held_states` defines how it is stored in memory.
     """
 

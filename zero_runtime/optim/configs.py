@@ -1,9 +1,4 @@
-"""Optimizer configurations without tensors: the constants of each optimizer. Standard library only.
-
-[Note: what torch's optimizers keep]
-`_TORCH_STATES` lists each element-wise optimizer of torch.optim with the states that it keeps for each element, and
-the argument that switches a state on. An optimizer that is not listed cannot run on shards and is refused by name.
-"""
+"""Optimizer configurations without tensors: the constants of each optimizer. Standard library only."""
 
 from __future__ import annotations
 
@@ -31,8 +26,8 @@ class AdamWConfig(OptimizerConfig):
     """AdamW's constants (arXiv 1711.05101): weight decay is decoupled from the gradient.
 
     By default norms and biases are not decayed, unlike in torch.optim.AdamW; `no_decay=False` decays them too.
-    state_dtype: of the moments in memory; bf16 halves them and rounds each once in a step ([Note: bf16 states]).
-    corrects_bias: whether the moments are corrected for their start at 0.
+    state_dtype: of the moments in memory; bf16 halves them and rounds each once in a step (config_base.py: which betas
+    it allows). corrects_bias: whether the moments are corrected for their start at 0.
     """
 
     kind = "adamw"
@@ -247,6 +242,8 @@ class MuonConfig(OptimizerConfig):
 
 _ALWAYS = ""
 _ADAM_STATES = {"exp_avg": _ALWAYS, "exp_avg_sq": _ALWAYS}
+# Each element-wise optimizer of torch.optim with the states that it keeps for each element, and the argument that
+# switches a state on. One that is not listed cannot run on shards and is refused by name.
 _TORCH_STATES: dict[str, dict[str, str]] = {
     "ASGD": {"ax": _ALWAYS},
     "Adadelta": {"square_avg": _ALWAYS, "acc_delta": _ALWAYS},
@@ -278,7 +275,7 @@ TORCH_OURS = ("params", "lr", "weight_decay", "foreach", "fused", "capturable", 
 class TorchConfig(OptimizerConfig):
     """An element-wise optimizer of torch.optim, given by its class name and arguments and run on the shards.
 
-    See [Note: what torch's optimizers keep]. The arguments must not include lr, which is passed to each step, nor
+    The arguments must not include lr, which is passed to each step, nor
     weight_decay, which belongs to the groups.
     """
 

@@ -1,6 +1,5 @@
 """Parameter groups: the hyperparameters that each parameter is updated with. Standard library only.
 
-[Note: groups]
 A group names parameters and gives them a factor of the schedule's learning rate, a weight decay, or both. Parameters
 that no group names form one more group, the last. If a group sets no weight decay, its parameters have the
 optimizer's, but norms and biases have none unless `no_decay` is switched off. A group may be empty or name only frozen
@@ -24,7 +23,7 @@ _NORM_WORD = re.compile(r"^(ln|\w*norm)\d*$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters by name; see [Note: groups]. `lr_scale` multiplies the schedule's rate."""
+    """Parameters by name. `lr_scale` multiplies the schedule's rate."""
 
     names: tuple[str, ...]
     lr_scale: float = 1.0

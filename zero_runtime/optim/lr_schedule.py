@@ -1,6 +1,5 @@
 """Learning rates as functions of the number of updates already made. Standard library only.
 
-[Note: updates]
 `rates(updates)` returns the rates of update number `updates + 1`. A skipped step makes no update, so it does not
 advance a schedule. The parameters of DeepSpeed's five schedules have the names and defaults that DeepSpeed publishes
 (WarmupLR's warmup_max_lr alone is a group's own rate there: zero_runtime/deepspeed/schedule_section.py). Their rates

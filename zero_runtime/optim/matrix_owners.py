@@ -1,18 +1,14 @@
 """Which rank orthogonalises each matrix, and what the ranks send each other for it. Standard library only.
 
-[Note: whole matrices by owner]
 A matrix is split over the shards of its unit, wherever the shards' borders fall. One rank of the shard group, its
 owner, receives the parts of the matrix's direction from the ranks that hold them, orthogonalises the whole matrix and
 sends each part of the result back. A step has two messages from each rank to each other one, over all units: towards
 the owners and back. Every element that its owner does not hold travels once in each direction, in the dtype of the
-orthogonalisation. Owners are chosen by the work: the largest matrix first, each to the rank with the least so far, and
-among those to the one that holds most of it. Every rank computes the same table from the layouts.
+orthogonalisation.
 
-[Note: matrices of slices]
 With tensor parallelism the shards of a group of data ranks hold a slice of a matrix. The owners of its slices, one of
 each such group, then gather the slices from each other, and each of them orthogonalises the whole matrix and keeps the
-slice of the result. That repeats the work, but needs one message of a matrix instead of two. One gather has all
-matrices of an owner; with one shard, where every rank owns all, each matrix has its own.
+slice of the result.
 """
 
 from __future__ import annotations
@@ -75,7 +71,7 @@ def newton_schulz_work(shape: tuple[int, int]) -> int:
 def owned_matrices(
     layouts: Sequence[FlatLayout], shard_count: int, full_shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> list[OwnedMatrix]:
-    """The matrices of these units, in order. See [Note: whole matrices by owner].
+    """The matrices of these units, in order; every rank computes the same ones.
 
     full_shapes: of the matrices of which these units have slices, by name.
     """
@@ -86,6 +82,8 @@ def owned_matrices(
             full_rows, full_columns = (full_shapes or {}).get(segment.name, segment.shape)
             parts = _parts(layout, segment.offset, segment.numel)
             found.append(OwnedMatrix(unit, segment.name, (rows, columns), 0, parts, (full_rows, full_columns)))
+    # By the work: the largest matrix first, each to the rank with the least so far, and among those to the one that
+    # holds most of it.
     work = [0] * shard_count
     owners = {}
     for place in sorted(range(len(found)), key=lambda place: (-newton_schulz_work(found[place].full_shape), place)):

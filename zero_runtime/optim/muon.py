@@ -1,6 +1,6 @@
 """Muon: matrices of the blocks are updated by their orthogonalised momentum, all other parameters by AdamW.
 
-See [Note: whole matrices by owner] in matrix_owners.py and [Note: matrices] in unit_planner.py.
+See matrix_owners.py, and [Note: matrices] in unit_planner.py.
 """
 
 from __future__ import annotations
@@ -80,12 +80,14 @@ class MuonRule(UpdateRule):
         muon_(own.part.master, self._orthogonalised(matrix, whole), own.numbers, own.part.param_out)
 
     def _whole(self, directions: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-        """The directions of whole matrices, flattened, from those of slices; see [Note: matrices of slices].
+        """The directions of whole matrices, flattened, from those of slices.
 
         All ranks call it equally often, and those of a tensor-parallel group with the same matrices.
         """
         if not self._splits:
             return directions
+        # Each owner of a slice orthogonalises the whole matrix: that repeats the work, but needs one message of a
+        # matrix instead of two. One gather has all matrices of an owner; with one shard each matrix has its own.
         own = [direction for name, direction in directions.items() if name in self._splits]
         if not own:  # a rank that owns none: its group takes part, as all groups do in the same order
             nothing = torch.zeros(1, dtype=self._dtype, device=device)

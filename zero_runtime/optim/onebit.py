@@ -1,17 +1,15 @@
 """1-bit Adam (arXiv 2102.02888): after a warm-up of Adam, ranks average signs of their momentum instead of gradients.
 
-[Note: sign-compressed momentum]
 In the warm-up the gradients are summed and AdamW updates as always. After it the second moment stays as it is, and
 gradients are not summed any more. Each rank i of N computes its own momentum m_i = beta1 * m + (1 - beta1) * N * g_i
-from the common m and its own gradient g_i (gradients are summed over ranks, so N * g_i is what the paper averages),
-adds what was lost the last time, and sends each rank its part as signs with one scale, sqrt(sum of squares /
-elements). The rank that owns a part averages what it receives, adds what it lost the last time, and sends the average
-to all as signs with a scale. That is the new m, with the same bits on every rank. Each of the two messages has P/N
-elements of one bit and a scale for each pair of ranks. The bias corrections are Adam's; that of the second moment stays
-with it.
+from the common m and its own gradient g_i, adds what was lost the last time, and sends each rank its part as signs with
+one scale, sqrt(sum of squares / elements). The rank that owns a part averages what it receives, adds what it lost the
+last time, and sends the average to all as signs with a scale. That is the new m, with the same bits on every rank. Each
+of the two messages has P/N elements of one bit and a scale for each pair of ranks. The bias corrections are Adam's;
+that of the second moment stays with it.
 
 Every rank keeps its lost part [P] and that of its average [P/N] in fp32, and where states are sharded the full m [P].
-They are not in checkpoints: m is gathered from its shards, and a resumed run has lost nothing yet.
+They are not in checkpoints.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class _Kept:
 
 
 class OneBitRule(UpdateRule):
-    """AdamW for the first updates, then sign-compressed momentum. See [Note: sign-compressed momentum]."""
+    """AdamW for the first updates, then sign-compressed momentum."""
 
     def __init__(self, config: OneBitAdamConfig, helds: Sequence[Held], collectives: Collectives) -> None:
         self._config = config
@@ -58,7 +56,7 @@ class OneBitRule(UpdateRule):
         return [one for unit in kept for one in (unit.lost, unit.lost_average, *(() if alone else (unit.momentum,)))]
 
     def resume(self, helds: Sequence[Held], counters: Mapping[str, float]) -> None:
-        """Nothing was lost yet, and momenta are gathered again."""
+        """Nothing was lost yet, and momenta are gathered again: a checkpoint has the shards of the momentum alone."""
         self._is_current = False
         for kept in self._kept.values():
             kept.lost.zero_()
@@ -87,6 +85,7 @@ class OneBitRule(UpdateRule):
             self._collectives.all_gather_uncounted(kept.momentum, exp_avg)
         beta1 = self._config.beta1 if numbers.momentum is None else numbers.momentum
         # From here on `lost` is this rank's momentum with what was lost before.
+        # Gradients are summed over the ranks, so `ranks` times this rank's own is what the paper averages.
         kept.lost.add_(kept.momentum * beta1)
         kept.lost.add_(unit.gradients.unsharded_grad.to(torch.float32) * (numbers.grad_scale * ((1 - beta1) * ranks)))
         size = packed_signs_numel(unit.layout.padded_numel // ranks)

@@ -1,6 +1,6 @@
 """Calls the operations of the first step on scratch tensors, so that their kernels are compiled before it.
 
-[Note: variants] Triton compiles a kernel once for each combination of the tensors' dtypes, of addresses that are
+Triton compiles a kernel once for each combination of the tensors' dtypes, of addresses that are
 multiples of 16 bytes or not, of lengths that are multiples of 16 or not, and of its constants. `ops.prepare` compares
 one variant of each kernel with the reference. Without a rehearsal a rank would compile the variants of its own shards
 in its first step, where the other ranks wait for it. A scratch tensor has few elements and the dtype, alignment and
@@ -77,7 +77,7 @@ class _Variant(NamedTuple):
 def rehearse(config: OptimizerConfig, helds: Sequence[Held], collectives: Collectives) -> None:
     """Call every operation of a step in each variant that these units need. Changes no tensor of theirs, sends nothing.
 
-    See [Note: variants]. An offloaded unit has only its gradients on the device.
+    An offloaded unit has only its gradients on the device.
     """
     units = [unit for held in helds if isinstance(unit := held.unit, Unit)]
     updated = [(held, unit) for held, unit in zip(helds, units, strict=True) if not unit.parameters.states_offloaded]

@@ -1,11 +1,7 @@
 """Which collectives a device has completed, for a rank whose backend's `wait` does not block the host.
 
-[Note: waits of a device]
 NCCL's `wait` makes a stream wait and returns, so a host that has issued everything looks idle while its device hangs in
-a collective. The work objects of collectives know whether the device has completed them, without blocking. They also
-hold the collective's output, so only those whose output is small or lives longer than the collective are kept: control
-messages, and gathers into the units' own tensors. That is enough to see a hang in any collective, because the compute
-stream waits for each of them before a later one starts. The device is asked only if the host makes no progress.
+a collective. The device is asked only if the host makes no progress.
 """
 
 from __future__ import annotations
@@ -37,6 +33,9 @@ class DeviceProgress:
 
     def add(self, sequence: int, is_completed: Callable[[], bool]) -> None:
         """Called by the working thread after the issue of a collective."""
+        # A work object holds the collective's output, so only those are added whose output is small or lives longer
+        # than the collective: control messages, and gathers into the units' own tensors. That is enough to see a hang
+        # in any collective, because the compute stream waits for each of them before a later one starts.
         with self._lock:
             self._under_way.append(UnderWay(sequence, is_completed))
 

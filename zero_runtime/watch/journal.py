@@ -1,10 +1,4 @@
-"""Records a rank's current position and its last collectives, in memory that outlives the process.
-
-[Note: a journal that outlives its rank]
-If a rank receives more than it expected, gloo aborts its process from one of gloo's threads; a killed rank cannot
-report anything either. So the journal is a memory-mapped file. Writing it is a few stores to memory without a system
-call, and the other ranks of the machine can read it after the rank's process has ended.
-"""
+"""Records a rank's current position and its last collectives, in memory that outlives the process."""
 
 from __future__ import annotations
 
@@ -106,16 +100,16 @@ class WordIndex(dict[Hashable, int]):
 
 
 class Journal:
-    """A rank's record. Only its working thread writes, except `see_device`; any thread or process may read.
-
-    See [Note: a journal that outlives its rank].
-    """
+    """A rank's record. Only its working thread writes, except `see_device`; any thread or process may read."""
 
     def __init__(self, path: Path | None = None) -> None:
         size = _TABLE + _TABLE_BYTES
         if path is None:
             self._map = mmap.mmap(-1, size)
         else:
+            # A mapped file, which the other ranks of the machine can read after this process has ended: gloo aborts a
+            # rank that receives more than it expected from one of its own threads, and a killed rank reports nothing
+            # either. Writing it is a few stores to memory without a system call.
             with path.open("wb+") as file:
                 file.truncate(size)
                 self._map = mmap.mmap(file.fileno(), size)

@@ -1,17 +1,8 @@
 """Ends all ranks within seconds, with the cause, when one hangs or dies: ranks without progress compare their states.
 
-[Note: rounds]
 In the steady state each rank writes its journal (a few stores to memory), and a separate thread checks the store every
 `poll_s` seconds for the start of a round. A rank starts a round if neither its working thread nor its device has made
-progress for `slow_s`, if a collective raised an error, if the ranks' fingerprints differ, or if it fails. In a round
-the watching thread of every rank writes a note into the store; the first rank to claim the round judges all notes and
-writes the verdict into the store. So all ranks have the same verdict, and no data collective is used, since those may
-be stuck.
-
-[Note: ends]
-A wait in a backend cannot be interrupted from Python (gloo offers no means at all). So if a rank's working thread has
-not raised the verdict `grace_s` after it arrived, the watching thread ends the rank: it calls `on_end`, then exits the
-process with code 1.
+progress for `slow_s`, if a collective raised an error, if the ranks' fingerprints differ, or if it fails.
 """
 
 from __future__ import annotations
@@ -206,7 +197,8 @@ class RankWatch:
         return True
 
     def _compare(self, number: int) -> None:
-        """Run one round. See [Note: rounds]."""
+        """Run one round: write this rank's note, and judge all notes or hear the verdict."""
+        # Over the store, since data collectives may be stuck. One rank judges, so that all have the same verdict.
         self._has_progressed(time.monotonic())
         if self._ended is None:
             self._store.set(f"note/{number}/{self._rank}", self._note(RankStatus.RUNNING).dump())
@@ -295,7 +287,8 @@ class RankWatch:
             self._has_progressed(time.monotonic())
 
     def _end(self) -> None:
-        """See [Note: ends]."""
+        """End the process, unless its working thread raises the verdict within `grace_s`."""
+        # A wait in a backend cannot be interrupted from Python (gloo offers no means at all).
         assert self._verdict is not None
         self._judged.set()
         if self._ended is not None or self._closed.wait(self._settings.grace_s):
