@@ -11,6 +11,9 @@ from benchmarks.published_cases import Comparison, LeftOut, table
 from benchmarks.published_peak import activation_bytes, peer_model, traced
 from benchmarks.published_stages import comparisons, stage_pair
 from benchmarks.published_tutorials import qwen_lines, t0_lines
+from zero_runtime.plan import ZeroPlan
+
+PLANS = [ZeroPlan.from_stage(stage) for stage in range(4)]
 
 
 def disagreeing(rows: object) -> list[Comparison]:
@@ -31,6 +34,40 @@ def disagreeing(rows: object) -> list[Comparison]:
 )
 def test_a_printed_number_is_rounded_or_truncated(value: float, printed: str, agrees: bool) -> None:
     assert closed_forms.prints_as(value, printed) is agrees
+
+
+def test_figure_1_of_the_zero_paper() -> None:
+    # 7.5e9 parameters on 64 GPUs: 120, 31.4, 16.6 and 1.9 GB.
+    exact = [closed_forms.paper_bytes_per_param(plan, 64) * 7.5e9 / 1e9 for plan in PLANS]
+    assert exact == [120, 31.40625, 16.640625, 1.875]
+
+
+@pytest.mark.parametrize(
+    ("world", "exact"),
+    [
+        (1, [16, 16, 16]),
+        (4, [7, 5.5, 4]),
+        (1024, [4 + 12 / 1024, 2 + 14 / 1024, 16 / 1024]),
+    ],
+)
+def test_bytes_per_parameter_of_the_zero_paper(world: int, exact: list[float]) -> None:
+    assert [closed_forms.paper_bytes_per_param(plan, world) for plan in PLANS[1:]] == exact
+
+
+def test_largest_models_of_the_zero_paper() -> None:
+    exact = [closed_forms.largest_numel(plan, 64, 32e9) / 1e9 for plan in PLANS]
+    assert exact == [32e9 / per_param / 1e9 for per_param in (16, 4.1875, 2.21875, 0.25)]
+    assert closed_forms.largest_numel(PLANS[3], 64, 32e9, model_parallel=16) / 1e9 == 2048
+
+
+def test_model_states_of_zero_infinity() -> None:
+    model = closed_forms.InfinityModel(128, 25 * 1024, 256)  # the row of 1.01T parameters
+    assert model.numel == 12 * 128 * 25600**2
+    assert model.state_bytes == 240 * 128 * 25600**2
+    assert f"{model.state_bytes / 2**40:.2f}" == "18.31"
+    assert f"{model.checkpoint_bytes(32, 1024) / 2**40:.2f}" == "0.20"
+    assert f"{model.state_working_bytes / 2**30:.2f}" == "9.77"
+    assert f"{model.activation_working_bytes(4, 1024) / 2**30:.2f}" == "3.56"
 
 
 def test_the_zero_papers_tables_agree_in_every_cell() -> None:

@@ -7,13 +7,14 @@ import sys
 from dataclasses import is_dataclass
 from pathlib import Path
 
-from orchestrator.compose import configuration_page
+from harness import configuration_page
+
 from orchestrator.compose.settable import WHOLE_FILES
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import hints_of
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = "python -m orchestrator.compose.configuration_page > docs/configuration.md"
+COMMAND = "python -m tests.harness.configuration_page > docs/configuration.md"
 
 
 def test_the_committed_page_equals_the_generated_page() -> None:
@@ -33,6 +34,6 @@ def test_no_line_of_text_is_longer_than_the_page_allows() -> None:
 
 
 def test_the_page_is_generated_without_torch_and_mlflow() -> None:
-    code = "import sys; from orchestrator.compose.configuration_page import page; page(); print(*sys.modules)"
+    code = "import sys; from tests.harness.configuration_page import page; page(); print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"torch", "mlflow", "hydra"} & set(run.stdout.split())

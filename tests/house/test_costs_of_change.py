@@ -101,7 +101,8 @@ def test_an_optimizer_touches_four_files(copy: Copy) -> None:
     lines = lion.replace("kind: lion", "kind: signum").splitlines(keepends=True)
     own = "".join(line for line in lines if not line.startswith(("beta2", "state_dtype")))
     copy.new("conf/optimizer/signum.yaml", own)
-    page = copy.python("-m", "orchestrator.compose.configuration_page")
+    shutil.copy2(ROOT / "tests" / "harness" / "configuration_page.py", copy.root)
+    page = copy.python("configuration_page.py")
     copy.new("docs/configuration.md", page.stdout)
     assert "signum" in page.stdout
     assert len(copy.touched) == 4

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.published_closed_forms import paper_bytes_per_param
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.predict.memory.paper_formulas import paper_bytes_per_param
 from zero_runtime.predict.memory.peers import (
     DeepSpeedSettings,
     Moment,

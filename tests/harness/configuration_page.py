@@ -1,6 +1,6 @@
 """Generates the page docs/configuration.md from the schema and the files of conf/.
 
-python -m orchestrator.compose.configuration_page > docs/configuration.md
+python -m tests.harness.configuration_page > docs/configuration.md
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDTH = 120
 HEAD = """\
 # Configuration
 
-<!-- Generated: python -m orchestrator.compose.configuration_page > docs/configuration.md -->
+<!-- Generated: python -m tests.harness.configuration_page > docs/configuration.md -->
 
 A run is composed from groups. `group=option` chooses a file of `conf/GROUP/`, `group.key=value` changes one value, and
 with `-m` a list of either is a sweep: `zero=stage1,stage2 batch.micro=2,4`. `null` means "not set". A folder `conf/` in
