@@ -1,6 +1,8 @@
-"""Measures the rows of docs/tp_vs_zero3.md in rounds, and writes their table into the page.
+"""Measures the rows of docs/tp_vs_zero3.md in rounds, and prints their table.
 
-    python -m benchmarks.tp_vs_zero3 [--print]
+    python -m benchmarks.tp_vs_zero3 [--write]
+
+`--write` writes results/tp_vs_zero3_cpu_DATE.md.
 
 [Note: what is measured]
 Two sweeps for each global batch, of the points of sweeps/tp_vs_zero3.yaml. The rows without offload take turns of ten
@@ -30,8 +32,7 @@ from orchestrator.rounds.comparison import RANGE, compare  # noqa: E402
 from orchestrator.rounds.intervals import of_rounds  # noqa: E402
 from orchestrator.rounds.recorded import ms_per_token, step_medians_ms, used_rounds  # noqa: E402
 
-PAGE = ROOT / "docs" / "tp_vs_zero3.md"
-BEGIN, END = "<!-- table: python -m benchmarks.tp_vs_zero3 -->", "<!-- end of the table -->"
+RESULTS = ROOT / "benchmarks" / "results"
 BATCHES = (4, 32)  # sequences of a step, for all ranks
 COMMON = ("sweeps=tp_vs_zero3", "measure=standard", "measure.validation_batches=0", "seed=0")
 ROWS = (*COMMON, "offload=none")
@@ -107,7 +108,7 @@ def stability(sweeps: Sequence[Sequence[Point]]) -> list[str]:
 
 
 def block(by_batch: Mapping[int, Sequence[Sequence[Point]]], machine: str, today: str) -> str:
-    """The generated part of the page, between its marks."""
+    """The machine, the table and what the rounds say of its rows."""
     lines = [f"{machine}; {today}. A round is ten steps; further ones may be longer or shorter.", "", HEADER]
     for without, offloaded in by_batch.values():
         lines += rows_of(without)
@@ -116,29 +117,19 @@ def block(by_batch: Mapping[int, Sequence[Sequence[Point]]], machine: str, today
     return "\n".join([*lines, "", *stability(sweeps)])
 
 
-def written(page: str, new: str) -> str:
-    """The page with another generated part. ValueError if its marks are missing."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE.name}: expected the marks {BEGIN} and {END}, found one of them missing; restore both")
-    return f"{before}{BEGIN}\n\n{new}\n\n{END}{after}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--print", action="store_true", help="print the table and leave the page as it is")
+    parser.add_argument("--write", action="store_true", help="write results/tp_vs_zero3_cpu_DATE.md")
     asked = parser.parse_args()
     import torch
 
-    page = PAGE.read_text(encoding="utf-8")
-    written(page, "")  # before anything is measured
     machine = f"{cpu_name()}; torch {torch.__version__}, Python {platform.python_version()}"
     new = block({batch: measured(batch) for batch in BATCHES}, machine, date.today().isoformat())
     print(new)
-    if not asked.print:
-        PAGE.write_text(written(page, new), encoding="utf-8")
-        print(f"\nwritten into {PAGE.relative_to(ROOT)}; compare its sentences with the table", file=sys.stderr)
+    if asked.write:
+        path = RESULTS / f"tp_vs_zero3_cpu_{date.today()}.md"
+        path.write_text(f"# Tensor parallelism with stage 1 against stage 3\n\n{new}\n", encoding="utf-8")
+        print(f"\nwritten: {path.relative_to(ROOT)}; compare docs/tp_vs_zero3.md with the table", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""The table of tensor parallelism against stage 3: its rows, and the page that it is written into."""
+"""The table of tensor parallelism against stage 3: its rows, and what its rounds say."""
 
 from __future__ import annotations
 
 from typing import Any
-
-import pytest
 
 from benchmarks import tp_vs_zero3
 
@@ -43,15 +41,7 @@ def test_a_row_has_its_speed_and_its_ratio_to_stage_3_of_the_same_rounds() -> No
     assert "| 0.80 (0.80-0.80) |" in offloaded, "the machine's speed changed between rounds, and the ratio did not"
 
 
-def test_the_page_gets_one_table_between_its_marks() -> None:
-    page = tp_vs_zero3.PAGE.read_text()
+def test_the_table_has_the_rows_of_both_batches_and_the_load_that_they_met() -> None:
     new = tp_vs_zero3.block({4: [WITHOUT, OFFLOADED], 32: [WITHOUT, OFFLOADED]}, "a machine", "today")
     assert len([line for line in new.splitlines() if line.startswith("| 1,000")]) == 2 * 3
     assert "Other processes took 2% of the cores in the median round, 2% at most" in new
-    once = tp_vs_zero3.written(page, new)
-    assert tp_vs_zero3.written(once, new) == once
-    assert new in once
-    assert once.partition(tp_vs_zero3.BEGIN)[0] == page.partition(tp_vs_zero3.BEGIN)[0]
-    assert once.partition(tp_vs_zero3.END)[2] == page.partition(tp_vs_zero3.END)[2]
-    with pytest.raises(ValueError, match="expected the marks"):
-        tp_vs_zero3.written("no marks", new)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 
 import pytest
 from harness.warm_shapes import WarmShapes
 
-from benchmarks.published_tutorials import tutorials
 from orchestrator import cli
 from orchestrator.text.paths import program
 from orchestrator.wings.predict import counting_child
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "fit.md").read_text(encoding="utf-8")
 PROMPT = "$ python run.py "
-GIB = 1 << 30
 
 
 def transcripts(text: str) -> dict[str, str]:
@@ -45,17 +42,3 @@ def printed(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_transcript_is_what_the_command_prints(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     page = transcripts(line)[line]
     assert [one.rstrip() for one in printed(line, capsys).splitlines()] == page.splitlines()
-
-
-def test_the_tutorials_numbers_and_what_they_leave_over_are_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    (line,) = (one for one in transcripts("model=qwen2_5_0_5b") if "--as deepspeed" in one)
-    resting = [row["resting_bytes"] / GIB for row in json.loads(printed(f"{line} --json", capsys))]
-    rows = tutorials()["qwen"]["rows"]
-    assert [row["zero"] for row in rows] == [1, 2]
-    names = {"the tutorial: measured": "measured", "its total": "total"}
-    names |= {part: part for part in ("parameters", "optimizer", "gradients", "activations", "buffers")}
-    expected = {name: [row[key] for row in rows] for name, key in names.items()}
-    expected["`at rest`, from above"] = resting
-    expected["measured, less that"] = [row["measured"] - one for row, one in zip(rows, resting, strict=True)]
-    for name, values in expected.items():
-        assert f"| {name} | {' | '.join(f'{value:.2f}' for value in values)} |\n" in PAGE
