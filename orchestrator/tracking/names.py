@@ -19,7 +19,7 @@ PARAM_LIMIT = 6000
 QUOTED = "%3F"  # a "?" in the path of an address
 OUTCOME, SWEEP, POINT, KIND = "zlab.outcome", "zlab.sweep", "zlab.point", "zlab.kind"
 ATTEMPT, HOST, PID, STARTED = "zlab.attempt", "zlab.host", "zlab.pid", "zlab.pid_started"
-RECONCILED, KEPT = "zlab.reconciled", "zlab.kept"
+KEPT = "zlab.kept"
 COMMAND, COUNTS, RANK_BY, BEST = "zlab.command", "zlab.points", "zlab.rank_by", "zlab.best"
 NOTE = "mlflow.note.content"  # Markdown that MLflow shows above a run and an experiment
 # MLflow has three final states. A point that does not fit in memory is an answer, not a failure.

@@ -15,11 +15,6 @@ from zero_runtime.checkpoint.layout import checksum_text
 _WORTH_A_THREAD_BYTES = 1 << 18  # handing a block to a thread takes as long as the checksum of this many bytes
 
 
-def checksum_of(data: bytes | memoryview) -> str:
-    """The checksum of bytes in memory."""
-    return checksum_text(zlib.crc32(data))
-
-
 class RunningDigest:
     """Computes the checksum of blocks in order, large ones in a thread.
 

@@ -51,13 +51,6 @@ class Skipped(NamedTuple):
     why: str
 
 
-class Survey(NamedTuple):
-    """The newest undamaged checkpoint of a root, and the newer or uncommitted folders that were skipped."""
-
-    checkpoint: CheckpointReader | None
-    skipped: tuple[Skipped, ...]
-
-
 def committed(root: str | Path) -> dict[int, Path]:
     """Folders of committed checkpoints by step, in order; empty if the root does not exist."""
     found = {step_of(path.name): path for path in _entries(root)}
@@ -82,35 +75,10 @@ def _entries(root: str | Path) -> list[Path]:
         ) from error
 
 
-def survey(root: str | Path) -> Survey:
-    """Verify checkpoints from the newest step down, reading every file, until one is undamaged."""
-    skipped = torn(root)
-    for path in reversed(committed(root).values()):
-        found, why = _opened(path)
-        if found is not None:
-            return Survey(found, tuple(skipped))
-        skipped.append(Skipped(path, why))
-    return Survey(None, tuple(skipped))
-
-
-def _opened(path: Path) -> tuple[CheckpointReader | None, str]:
-    try:
-        return CheckpointReader.open(path), ""
-    except CheckpointError as error:
-        return None, str(error)
-
-
-def newest_good(root: str | Path) -> CheckpointReader | None:
-    """The newest checkpoint whose files all match their checksums, or None. Skipped folders are logged."""
-    found = survey(root)
-    _tell(found.skipped)
-    return found.checkpoint
-
-
 def newest_good_together(
     collectives: Collectives, root: str | Path, tell: Callable[[Skipped], None] | None = None
 ) -> CheckpointReader | None:
-    """The same for all ranks together: the newest step that is undamaged in every rank's root. A collective.
+    """The newest checkpoint whose files match their checksums in every rank's root, or None. A collective.
 
     Each file is read by one rank only. Roots may differ, as with checkpoints that are local to a node. `tell` is called
     on rank 0 with each folder that it skips; without `tell`, they are logged.
@@ -128,7 +96,7 @@ def newest_good_together(
             skipped.append(Skipped(own[step], str(error)))
     if collectives.rank == 0:
         for one in skipped:
-            (tell or _tell_one)(one)
+            (tell or _tell)(one)
     return found
 
 
@@ -148,12 +116,7 @@ def open_together(collectives: Collectives, path: str | Path) -> CheckpointReade
     return checkpoint
 
 
-def _tell(skipped: tuple[Skipped, ...]) -> None:
-    for one in skipped:
-        _tell_one(one)
-
-
-def _tell_one(one: Skipped) -> None:
+def _tell(one: Skipped) -> None:
     logger.warning("passed over %s: %s", one.path, one.why)
 
 

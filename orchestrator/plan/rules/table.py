@@ -101,11 +101,6 @@ def _with_absolute_path(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, resume=str(expanded(checkpoint.resume).absolute()))
 
 
-def check_rules(config: AskedConfig, scene: Scene) -> list[Broken]:
-    """All rules that the configuration breaks."""
-    return check_parts(vars(config), scene)
-
-
 def check_parts(parts: Mapping[str, Any], scene: Scene) -> list[Broken]:
     """All rules broken by the groups in `parts`. Only rules that need a missing group are skipped.
 

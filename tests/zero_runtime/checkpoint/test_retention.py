@@ -17,12 +17,11 @@ from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.layout import OWNER, trash_name
 from zero_runtime.checkpoint.retention import (
     Retention,
+    Skipped,
     clear_leftovers,
     committed,
-    newest_good,
     newest_good_together,
     prune,
-    survey,
     trash_path,
 )
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
@@ -91,21 +90,29 @@ def root(original: Path, tmp_path: Path) -> Path:
     return root
 
 
-def test_damaged_and_incomplete_checkpoints_are_skipped_and_reported_by_name(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = survey(root)
-    assert found.checkpoint is not None
-    assert found.checkpoint.index.step == 2
-    assert found.checkpoint.verified
-    whys = {one.path.name: one.why for one in found.skipped}
+def passed_over(root: Path) -> tuple[int | None, list[tuple[str, str]], str]:
+    """The step that is found, what `tell` is called with, and what is logged without it."""
+    collectives = Setting(1, 1).runtime().collectives
+    told: list[Skipped] = []
+    logged: list[str] = []
+    found = newest_good_together(collectives, root, told.append)
+    logging.getLogger("zero_runtime.checkpoint.retention").addFilter(lambda one: not logged.append(one.getMessage()))
+    again = newest_good_together(collectives, root)
+    step = found and found.index.step
+    assert step == (again and again.index.step)
+    assert found is None or found.verified
+    return step, [(one.path.name, one.why) for one in told], "\n".join(logged)
+
+
+def test_damaged_and_incomplete_checkpoints_are_skipped_and_reported_by_name(root: Path) -> None:
+    [(step, told, logged)] = run_ranks(passed_over, 1, root)
+    assert step == 2
+    whys = dict(told)
     assert list(whys) == [".step-00000005.partial", "step-00000004", "step-00000003"]
     assert "not committed" in whys[".step-00000005.partial"]
     assert "expected checksum" in whys["step-00000004"]
     assert "found none" in whys["step-00000003"]
-    with caplog.at_level(logging.WARNING):
-        assert newest_good(root).path == root / "step-00000002"
-    assert all(name in caplog.text for name in whys)
+    assert all(name in logged for name in whys)
 
 
 def together(root: Path) -> int | None:
@@ -125,8 +132,8 @@ def test_all_ranks_select_the_same_newest_good_checkpoint(root: Path) -> None:
 
 
 def test_an_empty_or_absent_folder_has_no_checkpoint(tmp_path: Path) -> None:
-    assert newest_good(tmp_path) is None
-    assert newest_good(tmp_path / "absent") is None
+    for folder in (tmp_path, tmp_path / "absent"):
+        assert run_ranks(passed_over, 1, folder) == [(None, [], "")]
 
 
 def test_leftovers_of_ended_processes_are_removed_and_checkpoints_are_kept(root: Path) -> None:

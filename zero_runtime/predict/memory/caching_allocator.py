@@ -190,10 +190,6 @@ class CachingAllocator:
                 elif block.before is None and block.after is None:
                     self._release(block)
 
-    def reset_peaks(self) -> None:
-        """Sets both peaks to what is allocated and reserved now (`reset_peak_memory_stats`)."""
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
-
     def segments(self) -> tuple[ReservedSegment, ...]:
         """What is reserved, in the order of addresses."""
         blocks = [block for block in self._blocks.values() if block is not None]

@@ -59,11 +59,3 @@ SERIES = (
     SeriesStyle("purple", "down", (4, 4)),
     SeriesStyle("sky", "cross", (12, 4)),
 )
-
-
-def lightness(colour: str) -> float:
-    """CIE L* (0 black, 100 white) of a colour such as "#0072b2", which is what a grey print shows of it."""
-    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in channels)
-    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    return 116 * luminance ** (1 / 3) - 16 if luminance > 216 / 24389 else luminance * 24389 / 27

@@ -19,7 +19,7 @@ from orchestrator.plan.rules import data as data_rules
 from orchestrator.plan.rules import table as rules
 from orchestrator.plan.rules.optimizer import momentum_can_cycle
 from orchestrator.plan.rules.scene import Scene
-from orchestrator.plan.rules.table import check_rules, resolve
+from orchestrator.plan.rules.table import resolve
 from zero_runtime.optim.configs import OptimizerConfig, SgdConfig, TorchConfig
 from zero_runtime.optim.lr_settings import OneCycleSettings
 
@@ -32,6 +32,10 @@ PLANNED = replace(LAPTOP, plan_only=True)
 A100S = Scene(Hardware(cores=16, cpu="cpu", gpus=4, gpu="A100-SXM4-80GB"))
 SLURM = "cluster=slurm resources.device=cpu resources.ranks=4"
 OUTER = "zero=stage3 zero.shard_ranks=2 zero.outer_sharding=optim"
+
+
+def check_rules(config: AskedConfig, scene: Scene) -> list[rules.Broken]:
+    return rules.check_parts(vars(config), scene)
 
 
 def config(line: str = "") -> AskedConfig:
@@ -273,7 +277,7 @@ def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_states_can_be_offloaded_to_a_file_on_every_device() -> None:
     for line in ("offload=optimizer_nvme", "zero=stage3 offload=optimizer_param_nvme"):
         for scene in (LAPTOP, SERVER):
-            assert not rules.check_rules(config(line), scene)
+            assert not check_rules(config(line), scene)
 
 
 def test_the_defaults_break_no_rule_anywhere() -> None:

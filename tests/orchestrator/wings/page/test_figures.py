@@ -25,7 +25,7 @@ from orchestrator.wings.page import figures, page, plane_figures
 from orchestrator.wings.page.charts.bar_data import MOST_STRETCH, Bar, BarChart, BarPart, axis_end
 from orchestrator.wings.page.charts.bars import MOST_ROWS, picture_of
 from orchestrator.wings.page.charts.canvas import WIDTH, AxisUnit, Picture, document, png, shortened, text_width
-from orchestrator.wings.page.charts.palette import DARK, LIGHT, PAINTS, SERIES, lightness
+from orchestrator.wings.page.charts.palette import DARK, LIGHT, PAINTS, SERIES
 from orchestrator.wings.page.charts.planes import padded_range
 from orchestrator.wings.page.checks import drift, warnings
 from orchestrator.wings.page.figures import figures_of, settings_of
@@ -35,6 +35,14 @@ from orchestrator.wings.page.scaling import STRONG, WEAK, baseline_text, scaling
 
 UNIT = AxisUnit("tokens/s")
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+def lightness(colour: str) -> float:
+    """CIE L* (0 black, 100 white) of a colour such as "#0072b2", which is what a grey print shows of it."""
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in channels)
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return 116 * luminance ** (1 / 3) - 16 if luminance > 216 / 24389 else luminance * 24389 / 27
 
 
 def points_on_disk(folder: Path, count: int, failed: range = range(0)) -> list[ReportPoint]:
