@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Collection
 from dataclasses import is_dataclass
@@ -153,6 +154,18 @@ def test_hydra_is_configured_to_create_no_output_folders() -> None:
     settings = yaml.safe_load((CONF / "config.yaml").read_text())["hydra"]
     assert settings["output_subdir"] is None
     assert settings["run"]["dir"] == "."
+
+
+def test_the_package_contains_the_data_files_of_its_code_folders() -> None:
+    """Such as a template: without its line in pyproject.toml it is missing only in installed copies."""
+    text = (ROOT / "pyproject.toml").read_text()
+    lines = re.findall(r'^"([\w.]+)" = (\[[^]]*\])', text.split("[tool.setuptools.package-data]", 1)[1], re.MULTILINE)
+    packed = {package: ast.literal_eval(patterns) for package, patterns in lines}
+    for top in ("zero_runtime", "orchestrator"):
+        for file in (ROOT / top).rglob("*.*"):
+            if file.suffix not in (".py", ".pyc") and not file.is_dir() and "kernels" not in file.parts:
+                package = ".".join(file.parent.relative_to(ROOT).parts)
+                assert any(file.match(pattern) for pattern in packed.get(package, ())), file
 
 
 def test_the_package_contains_every_code_folder_and_both_configuration_folders() -> None:

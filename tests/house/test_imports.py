@@ -288,8 +288,6 @@ def room_of(module: str) -> str:
         return ".".join(inside.split(".")[:2])  # each wing is a room
     if module.startswith("zero_runtime.") and inside in PURE:
         return "pure"
-    if inside.startswith("wings."):
-        return ".".join(inside.split(".")[:2])  # each wing is a room
     return inside.split(".")[0] or module
 
 
