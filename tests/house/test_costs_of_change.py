@@ -94,7 +94,7 @@ def test_an_optimizer_touches_four_files(copy: Copy) -> None:
     config, update = blocks("An optimizer")
     copy.put("zero_runtime/optim/configs.py", "OPTIMIZERS: dict", f"{config}\n\n\n")
     copy.put("zero_runtime/optim/configs.py", "        TorchConfig,\n", "        SignumConfig,\n")
-    copy.put("zero_runtime/optim/rules.py", "UPDATES: dict", f"{update}\n\n\n")
+    copy.put("zero_runtime/optim/rules.py", "_UPDATES: dict", f"{update}\n\n\n")
     copy.put("zero_runtime/optim/rules.py", "    LionConfig: _lion,\n", "    SignumConfig: _signum,\n")
     copy.put("zero_runtime/optim/rules.py", "    SgdConfig,\n)", "    SignumConfig,\n")
     lion = (ROOT / "conf" / "optimizer" / "lion.yaml").read_text(encoding="utf-8")

@@ -61,7 +61,7 @@ WAY = (
     *("schedule", "collectives", "issuing", "gloo", "ledger", "optim.sharded", "optim.grad_norm", "runtime"),
 )
 # The most lines of code: without blank lines, comments and docstrings. A change may lower a number, and raises none.
-TRUNK, RUNTIME_TRUNK, ONE_PARAMETER, PRODUCT = 36_300, 16_400, 3_500, 47_750
+TRUNK, RUNTIME_TRUNK, ONE_PARAMETER, PRODUCT = 21_000, 7_350, 3_170, 47_000
 
 
 @cache

@@ -62,7 +62,8 @@ SURROUNDINGS = {
     "umask 777": shell('umask 777; "$@"', *DOCUMENTED),
     "signals ignored": shell('trap "" HUP TERM INT PIPE; "$@"'),
     "nothing of a user": environ(HOME=None, USER=None, LOGNAME=None, XDG_CACHE_HOME=None, PATH="/nowhere"),
-    "folders that are not there": environ(HOME="/nowhere/at/all", TMPDIR="/nowhere/at/all", XDG_CACHE_HOME="/nowhere"),
+    # Nobody can make a folder in /proc: elsewhere root could, and libraries such as matplotlib would.
+    "folders that are not there": environ(HOME="/proc/no/home", TMPDIR="/proc/no/tmp", XDG_CACHE_HOME="/proc/no"),
     "folders that are files": environ(HOME="/etc/passwd", TMPDIR="/etc/passwd", XDG_CACHE_HOME="/etc/passwd/cache"),
     "folders without names": environ(HOME="", TMPDIR="", XDG_CACHE_HOME=""),
     "a locale of 1980": environ(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0"),

@@ -147,7 +147,7 @@ def test_a_resumed_run_says_which_steps_of_its_curve_are_missing(tmp_path: Path)
     before = first.curve()
     lines = first.paths.metrics.read_text().splitlines()
     kept = [line for line in lines if '"step":1,' not in line and '"step":2,' not in line]
-    changed = [line.replace('"loss":', '"loss":1') if '"event":"step","time"' in line and '"step":4,' in line
+    changed = [line.replace('"loss":', '"loss"') if '"event":"step","time"' in line and '"step":4,' in line
                else line for line in kept]  # fmt: skip
     assert changed != kept != lines
     first.paths.metrics.write_text("\n".join([*changed, "half a li"]))
