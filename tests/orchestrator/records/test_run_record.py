@@ -35,7 +35,6 @@ IDS = {
     "optimizer=torch": "6d7e2bb11c",
     "precision=fp16": "5c61553f48",
     "parallel=tp2": "0d169a5955",
-    "adapter=lora": "91af0bf3a7",
     "measure.rounds=3": "c4727a30b9",
     "zero.reduce_dtype=int4": "a594da09d5",
     "offload=optimizer_cpu": "338f5e3f95",
