@@ -14,7 +14,9 @@ class DeferredTensor(torch.Tensor):
 
     def computed(self, name: str) -> torch.Tensor:
         """The values, which belong to the caller. PlanError tells of elements without a value under this name."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how it is computed"
+        )  # a tensor's class cannot be abstract
 
 
 def values_of(tensor: torch.Tensor, name: str = "") -> torch.Tensor:
