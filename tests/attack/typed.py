@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import program
 from orchestrator.wings.foreign import export_weights as export
 from orchestrator.wings.page.charts import canvas
-from orchestrator.wings.predict import counting_child, fit, memory_cache
+from orchestrator.wings.predict import calibrate, counting_child, fit, memory_cache
 from orchestrator.wings.predict.tensor_messages import TensorMessages
 from orchestrator.wings.scripts import launch_script
 from orchestrator.wings.scripts.script_ranks import ScriptEnd
@@ -129,6 +130,7 @@ class Typist:
         monkeypatch.setattr(doctor, "loopback", lambda: "127.0.0.1")
         monkeypatch.setattr(counting_child.Counting, "answers", _counted)
         monkeypatch.setattr(counting_child, "Child", _no_child)  # which fit starts before it reads its words
+        monkeypatch.setattr(calibrate.rank_job, "run", _no_ranks)  # which `choose` and `calibrate` measure with
         monkeypatch.setattr(sync, "start_sync", _nothing_missing)
         monkeypatch.setattr(subprocess, "run", _no_tool)
         # matplotlib takes a second; odd numbers in pictures: wings/page/test_figures.py.
@@ -201,8 +203,9 @@ def _judge(answer: Answer, words: Sequence[str]) -> None:
 
 
 def _is_progress(line: str, code: int) -> bool:
-    """Whether the line may be progress of a plan, which --json prints to stderr, if nothing is wrong."""
-    return code == 0 and line.isprintable()
+    """Whether the line may be progress of a plan, which --json prints to stderr, if nothing is wrong; `choose` counts
+    its combinations before it finds that no speed can be predicted."""
+    return line.isprintable() and (code == 0 or re.match(r"[\d,]+ combinations?: ", line) is not None)
 
 
 def _is_json(text: str) -> bool:
@@ -233,6 +236,10 @@ def _recorded(point: Point, *, as_json: bool, admission: object) -> int:
     screen.plan(point.label, point.config, "folder")
     print(json.dumps(to_dict(point.config)))
     return 0
+
+
+def _no_ranks(*words: object, **settings: object) -> dict[str, Any]:
+    return {"answers": {}}  # ranks that had no time to measure anything
 
 
 def _no_child() -> NoReturn:
