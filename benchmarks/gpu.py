@@ -1,9 +1,9 @@
 """Tries every claim about GPUs in one command for a borrowed machine, and says which are confirmed and which refuted.
 
-`python benchmarks/gpu.py [--only NAME,..] [--list]`. Needs torch, numpy, safetensors and pytest. A claim that fails or
-does not end within its limit does not stop the others. Writes benchmarks/results/gpu_DATE.md and .json, unless nothing
-could be tried. Exit codes: 0 all claims are confirmed, 1 one is refuted, 2 none could be tried (no CUDA device), 3 some
-could not be tried and the others are confirmed.
+`python benchmarks/gpu.py [--only NAME,..] [--together N] [--limit S] [--list]`. Needs torch, numpy, safetensors and
+pytest. A claim that fails or does not end within its limit does not stop the others. Writes
+benchmarks/results/gpu_DATE.md and .json, unless nothing could be tried. Exit codes: 0 all claims are confirmed, 1 one
+is refuted, 2 none could be tried (no CUDA device), 3 some could not be tried and the others are confirmed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -49,21 +51,30 @@ class Outcome:
         return f"{self.verdict:9}  {self.claim.name:12}  {self.seconds:5.0f} s  {self.claim.expected}{why}"
 
 
-def try_all(claims: Sequence[Claim], gpus: int, say: Callable[[str], None], folder: Path = ROOT) -> list[Outcome]:
-    """The outcome of every claim, in their order. `gpus`: how many this machine has."""
-    outcomes = []
-    for number, claim in enumerate(claims, 1):
+def try_all(
+    claims: Sequence[Claim], gpus: int, say: Callable[[str], None], folder: Path = ROOT, together: int = 1
+) -> list[Outcome]:
+    """The outcome of every claim, in their order. `gpus`: how many this machine has.
+
+    `together`: how many claims whose verdict is no time run at once, before those that measure times one by one.
+    """
+
+    def tried(claim: Claim) -> Outcome:
         if gpus < claim.gpus:
             reason = NO_DEVICE if gpus == 0 else f"needs {claim.gpus} GPUs, found {gpus}"
             outcome = Outcome(claim, NOT_REACHED, reason)
         else:
+            number = claims.index(claim) + 1
             say(f"{number} of {len(claims)}, at most {claim.limit_s:g} s: {shlex.join(claim.command)}")
             outcome = _try(claim, folder)
-        say(outcome.line())
-        if outcome.verdict == REFUTED:
-            say("\n".join(f"    {line}" for line in outcome.tail.splitlines()))
-        outcomes.append(outcome)
-    return outcomes
+        output = [f"    {line}" for line in outcome.tail.splitlines()] if outcome.verdict == REFUTED else []
+        say("\n".join([outcome.line(), *output]))
+        return outcome
+
+    untimed = [claim for claim in claims if not claim.timed]
+    with ThreadPoolExecutor(together) as pool:
+        outcomes = dict(zip(untimed, pool.map(tried, untimed), strict=True))
+    return [outcomes[claim] if claim in outcomes else tried(claim) for claim in claims]
 
 
 def _try(claim: Claim, folder: Path) -> Outcome:
@@ -155,17 +166,21 @@ def gpus_here() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="names of claims, separated by commas")
+    parser.add_argument("--together", type=int, default=1, metavar="N", help="claims that measure no time at once")
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="S", help="the most seconds for each claim")
     parser.add_argument("--list", action="store_true", help="print the claims and try none")
     args = parser.parse_args()
     names = [name for name in args.only.split(",") if name]
     if unknown := set(names) - {claim.name for claim in CLAIMS}:
         parser.error(f"--only: expected names of claims, found {', '.join(sorted(unknown))}; --list shows them")
-    claims = [claim for claim in CLAIMS if not names or claim.name in names]
+    claims = [
+        replace(claim, limit_s=min(claim.limit_s, args.limit)) for claim in CLAIMS if not names or claim.name in names
+    ]
     if args.list:
         for claim in claims:
             print(f"{claim.name:12}  {claim.expected}\n{'':12}  {shlex.join(claim.command)}")
         return 0
-    outcomes = try_all(claims, gpus_here(), lambda text: print(text, flush=True))
+    outcomes = try_all(claims, gpus_here(), lambda text: print(text, flush=True), together=args.together)
     print(summary(outcomes))
     code = exit_code(outcomes)
     if code != 2:

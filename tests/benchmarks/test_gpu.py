@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,19 @@ def test_claims_are_tried_in_order_and_one_that_fails_or_hangs_stops_no_other(tr
         "",
     ]
     assert "set" in outcomes[0].tail
+
+
+def test_claims_that_measure_no_time_run_at_once_and_before_those_that_do(tmp_path: Path) -> None:
+    meets = "import os, time\nopen({own!r}, 'w')\nwhile not os.path.exists({other!r}): time.sleep(0.01)"
+    claims = (
+        replace(claim("alone", "import os; assert os.path.exists('a') and os.path.exists('b')"), timed=True),
+        claim("one", meets.format(own="a", other="b")),
+        claim("other", meets.format(own="b", other="a")),
+    )
+    outcomes = try_all(claims, 1, list[str]().append, tmp_path, together=2)
+    assert [(one.claim.name, one.verdict) for one in outcomes] == [
+        (name, CONFIRMED) for name in ("alone", "one", "other")
+    ]
 
 
 def test_no_process_of_a_claim_that_hangs_is_left(tried: Tried) -> None:
