@@ -110,6 +110,7 @@ def test_no_process_of_a_claim_that_hangs_is_left(tried: Tried) -> None:
 
 def test_each_claim_gets_a_line_with_its_verdict_and_a_refuted_one_the_end_of_its_output(tried: Tried) -> None:
     outcomes, said, _ = tried
+    said = "\n".join(said).splitlines()
     lines = [line for line in said if line.startswith((CONFIRMED, REFUTED, NOT_REACHED))]
     assert [line.split()[:2] for line in lines] == [[outcome.verdict, outcome.claim.name] for outcome in outcomes]
     assert lines[1].endswith("bad works (exit code 1: ValueError: 7 is not 8)")
