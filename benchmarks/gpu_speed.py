@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ STAGES = (0, 1, 2, 3)
 ANCHOR = 2  # the stage whose step shows what real steps take in addition
 SIZES = [1 << power for power in (14, 18, 20, 22, 24, 26)]  # bytes of the tensors of collectives and copies
 UPDATED = [1 << power for power in (14, 18, 20, 22, 24)]  # elements of the shards that are updated
-STEPS, WARM_UP = 10, 3
+TURNS, WARM_UP, STEPS = 5, 3, 3  # turns of the stages, those before, and the timed steps of a stage in a turn
+SEGMENTS = 10  # timed forwards and backwards of the model alone
 LR = 1e-4
 OPTIMIZER = AdamWConfig()
 
@@ -90,13 +92,14 @@ def measured(size: GptSize, kind: MixedPrecision, device: torch.device, watch: R
     ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     marks, segments = _segments(size, kind, repeated, ids, labels)
     costs = {shards: _costs(shards, kind, repeated, device, watch) for shards in {1, collectives.world}}
-    steps, predictions = {}, {}
-    for stage in sorted(STAGES, key=lambda one: one != ANCHOR):
-        runtime = _runtime(size, stage, kind, device, watch)
-        try:
-            steps[stage] = repeated.mean(_step_s(runtime, ids, labels, repeated))
-            predictions[stage] = _Prediction(runtime, collectives.world, marks, segments)
-        finally:
+    runtimes = {stage: _runtime(size, stage, kind, device, watch) for stage in STAGES}
+    try:
+        steps = {stage: repeated.mean(own) for stage, own in _steps_s(runtimes, ids, labels, repeated).items()}
+        predictions = {
+            stage: _Prediction(runtime, collectives.world, marks, segments) for stage, runtime in runtimes.items()
+        }
+    finally:
+        for runtime in reversed(runtimes.values()):
             runtime.close()
     world = collectives.world
     collectives.free()
@@ -121,7 +124,7 @@ def _segments(
     timer = SegmentTimer(model, UnitRules(kind), RecomputeRule("none"), [ids, labels], mean_loss)
     timer.step()  # which may compile and allocate
     steps = []
-    for _ in range(STEPS):
+    for _ in range(SEGMENTS):
         repeated.mean(0.0)  # ranks begin together
         steps.append(timer.step())
     marks = steps[0][0]
@@ -158,17 +161,24 @@ def _runtime(
     return ZeroRuntime(model, ZeroPlan.from_stage(stage), kind, OPTIMIZER, settings, device)
 
 
-def _step_s(runtime: ZeroRuntime, ids: torch.Tensor, labels: torch.Tensor, repeated: Repeated) -> float:
-    """The median time of a step that follows others, as in training."""
+def _steps_s(
+    runtimes: Mapping[int, ZeroRuntime], ids: torch.Tensor, labels: torch.Tensor, repeated: Repeated
+) -> dict[int, float]:
+    """The median times of a step that follows others, as in training. The stages take turns: a machine that becomes
+    faster while it warms up, or slower, does so for all of them."""
 
-    def step() -> None:
+    def step(runtime: ZeroRuntime) -> None:
         tokens = runtime.sum_over_ranks(labels.numel())
         runtime.backward(loss_of(runtime.model, ids, labels) / tokens)
         runtime.step(LR)
 
-    for _ in range(WARM_UP):
-        step()
-    return statistics.median(repeated.once(step) for _ in range(STEPS))
+    times: dict[int, list[float]] = {stage: [] for stage in runtimes}
+    for turn in range(WARM_UP + TURNS):
+        for stage, runtime in runtimes.items():
+            step(runtime)  # whose allocations and caches the timed ones find
+            own = [repeated.once(partial(step, runtime)) for _ in range(STEPS)]
+            times[stage] += own if turn >= WARM_UP else []
+    return {stage: statistics.median(own) for stage, own in times.items()}
 
 
 class _Prediction:

@@ -40,6 +40,22 @@ def _dynamic_values(*, signed: bool) -> tuple[float, ...]:
     return tuple(sorted(values))
 
 
+def code_lines(*, signed: bool) -> tuple[tuple[float, float, float], ...]:
+    """For each decade its least magnitude, and the slope and the offset of a line through its codes.
+
+    Within a decade the borders between codes are equally far apart, so that floor(slope * magnitude + offset) counts
+    the borders above 0 that are below a magnitude, or one more: at the start of a decade the border before its first
+    code is higher than the line says, and the offset has a thousandth of a code more than the line, so that rounding
+    makes the number no smaller. Past the last decade's middle one border is left, before the code of 1.
+    """
+    lines, first = [], 1
+    for decade in range(DECADES):
+        count, end = 2 ** (decade + (0 if signed else 1)), 10.0 ** (decade + 1 - DECADES)
+        lines.append((end / 10, count / (0.9 * end), first - count / 9 + 1e-3))
+        first += count
+    return tuple(lines)
+
+
 def dynamic_codes(device: torch.device, *, signed: bool) -> torch.Tensor:
     """[256] fp32, ascending: the values of the codes. See [Note: dynamic codes]."""
     return torch.tensor(_dynamic_values(signed=signed), dtype=torch.float32, device=device)

@@ -14,7 +14,7 @@ import torch
 
 import triton
 from zero_runtime.kernels import reference
-from zero_runtime.kernels.block_formats import BLOCK_NUMEL, ZERO_CODE, blocks_of, dynamic_codes
+from zero_runtime.kernels.block_formats import BLOCK_NUMEL, ZERO_CODE, blocks_of, code_lines, dynamic_codes
 from zero_runtime.kernels.settings import AdamNumbers
 from zero_runtime.kernels.triton import moments, streams, updates
 
@@ -65,6 +65,8 @@ def adamw8bit_(
         FROM_END=adam.weight1 >= 0.5,
         L2=adam.l2 != 0,
         ZERO=ZERO_CODE,
+        SIGNED_LINES=code_lines(signed=True),
+        UNSIGNED_LINES=code_lines(signed=False),
         ROWS=MOMENT_ROWS,
         PER=BLOCK_NUMEL,
     )

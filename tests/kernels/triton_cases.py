@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from zero_runtime.kernels import reference
-from zero_runtime.kernels.block_formats import blocks_of
+from zero_runtime.kernels.block_formats import BLOCK_NUMEL, blocks_of, dynamic_codes
 from zero_runtime.kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
 from zero_runtime.kernels.triton import operations as compiled
 
@@ -111,6 +111,8 @@ def moments() -> Numbers:
             for dtype in dtypes_at(row, numel, lengths):
                 found, wanted = (moments_after(which, SETTINGS[name], numel, dtype) for which in (compiled, reference))
                 yield f"moments {name} {numel} {dtype}", max(map(excess, found, wanted))
+    for which, wanted in zip(beside_borders(compiled), beside_borders(reference), strict=True):
+        yield f"moments beside borders {len(which)} {which.dtype}", excess(which, wanted)
     codes, scales = torch.zeros(2, 300, dtype=torch.uint8), torch.zeros(2, 2)
     bad = torch.zeros(300)
     bad[299] = torch.nan
@@ -119,6 +121,28 @@ def moments() -> Numbers:
         which.adamw8bit_(torch.zeros(300), bad, *states, torch.tensor(1.0), SETTINGS["adamw"].numbers)
     yield "moments codes of a NaN", excess(codes[0], codes[1])
     yield "moments scale of a NaN", excess(scales[0].nan_to_num(9), scales[1].nan_to_num(9))
+
+
+def beside_borders(which) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+    """The states after gradients that are the borders between codes and between decades, and the numbers beside them.
+
+    Both betas are 0, so that the moments are the gradients and their squares; a 1 in each block is its scale.
+    """
+    edges = [torch.tensor([10.0**-decade for decade in range(1, 8)])]
+    for signed in (True, False):
+        table = dynamic_codes(torch.device("cpu"), signed=signed)
+        middles = ((table[1:] + table[:-1]) / 2).abs()
+        edges += [middles, middles.sqrt()]
+    beside = torch.cat([(edge.view(torch.int32) + away).view(torch.float32) for edge in edges for away in range(-2, 3)])
+    beside = torch.cat([beside, -beside, torch.zeros(-2 * len(beside) % (BLOCK_NUMEL - 1))])
+    grad = torch.nn.functional.pad(beside.view(-1, BLOCK_NUMEL - 1), (0, 1), value=1.0).flatten()
+    codes = torch.zeros(2, len(grad), dtype=torch.uint8).unbind()
+    scales = torch.zeros(2, blocks_of(len(grad))).unbind()
+    settings = AdamW(0.0, 0.0, 0.0, 1e-8, 0.0, 1)
+    which.adamw8bit_(
+        torch.zeros(len(grad)), grad, codes[0], scales[0], codes[1], scales[1], torch.tensor(1.0), settings.numbers
+    )
+    return [*codes, *scales]
 
 
 def moments_after(which, settings, numel, dtype) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
