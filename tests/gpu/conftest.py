@@ -14,6 +14,6 @@ from zero_runtime.world import join_world, leave_world
 def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
     cuda = torch.device("cuda", 0)
     torch.cuda.set_device(cuda)
-    join_world(f"file://{tmp_path_factory.mktemp('world')}/rendezvous", 0, 1, cuda)
-    yield cuda
+    with join_world(f"file://{tmp_path_factory.mktemp('world')}/rendezvous", 0, 1, cuda):
+        yield cuda
     leave_world()

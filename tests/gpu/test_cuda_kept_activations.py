@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from harness.shapes import Base, ids_of
@@ -10,6 +12,16 @@ from zero_runtime.activations.recompute import Recomputation, RecomputeRule
 
 pytestmark = pytest.mark.gpu
 BUSY_CYCLES = 1_000_000_000  # at 2 GHz half a second; the host issues the forward in some milliseconds
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch's backward of an embedding adds with atomics otherwise, in another order in each run."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which torch then asks for
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 def active_bytes() -> int:

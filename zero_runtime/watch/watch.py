@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from types import TracebackType
 from typing import NoReturn, Protocol
 
@@ -42,6 +43,7 @@ class KeyValueStore(Protocol):
     def get(self, key: str) -> bytes: ...
     def add(self, key: str, amount: int) -> int: ...
     def check(self, keys: list[str]) -> bool: ...
+    def set_timeout(self, timeout: timedelta) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,10 @@ class RankWatch:
             stack = "".join(format_frames(traceback.extract_tb(error.__traceback__)))
             note = replace(note, error=told(error, note.place), stack=stack)
         with contextlib.suppress(RuntimeError):  # the store may have ended with the rank that holds it
-            self._store.set(f"end/{self._rank}", note.dump())
+            if self._world > 1:  # nobody reads the note of a single rank
+                # A file store waits for its file, five minutes by default, where its folder has been removed meanwhile.
+                self._store.set_timeout(timedelta(seconds=self._settings.answer_s))
+                self._store.set(f"end/{self._rank}", note.dump())
         self._ended = note
         if standing is RankStatus.FAILED and self._thread.is_alive():
             self._wake.set()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,6 +82,20 @@ def assert_blamed(outcomes: list[Outcome], *words: str) -> str:
         for word in words:
             assert word in outcome.text, f"{word!r} is not in: {outcome.text}"
     return others[0].text
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_rank_ends_also_where_the_file_of_the_rendezvous_is_gone(world: int, tmp_path: Path) -> None:
+    """torch's file store would wait for it for five minutes, at the end of the process."""
+    folder = tmp_path / "world"
+    folder.mkdir()
+    store = dist.FileStore(str(folder / "file"), world)
+    watch = RankWatch(store, 0, world, replace(HASTY, answer_s=0.1))
+    shutil.rmtree(folder)
+    watch.close()
+    assert store.timeout.total_seconds() == (
+        0.1 if world > 1 else 300
+    )  # what the last call waited for, if one was made
 
 
 # ---- ranks that differ -------------------------------------------------------------------------------------------
