@@ -19,7 +19,7 @@ from zero_runtime.kernels.settings import AdamNumbers
 from zero_runtime.kernels.triton import moments, streams, updates
 
 BLOCK = 1024
-MOMENT_ROWS = 4  # blocks of 8-bit moments per program
+MOMENT_ROWS, MOMENT_WARPS = 1, 1  # a block of 8-bit moments in one warp: its largest element needs no shared memory
 FOLD_LEVELS = 11  # a program of the fold adds 2^11 numbers
 GROUP = {"ROWS": reference.GROUP_NUMEL // reference.LANES, "LANES": reference.LANES}
 UNFUSED = {"enable_fp_fusion": False}
@@ -69,6 +69,7 @@ def adamw8bit_(
         UNSIGNED_LINES=code_lines(signed=False),
         ROWS=MOMENT_ROWS,
         PER=BLOCK_NUMEL,
+        num_warps=MOMENT_WARPS,
     )
 
 
