@@ -86,7 +86,9 @@ def narrow_vectors(binary: Binary, launch: Launch) -> list[str]:
     """
     accesses = global_accesses(binary.sass)
     in_rows = binary.name in ROW_KERNELS
-    elements = (binary.arguments["LANES"] if in_rows else 1024) // binary.threads
+    sizes = binary.arguments
+    program = sizes["LANES"] if in_rows else sizes["BLOCK"] if "BLOCK" in sizes else sizes["ROWS"] * sizes["PER"]
+    elements = program // binary.threads
     found = []
     for kind, tensors in (("LDG", launch.reads), ("STG", launch.writes)):
         for size, wanted in expected(tensors, elements).items():
