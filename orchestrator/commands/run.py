@@ -150,6 +150,7 @@ class _OwnRanks:
             try:
                 return _shown_to_the_end(run, screen, tracker)
             finally:
+                # It changes nothing if the run has ended; after an exception or an interrupt it leaves no process.
                 run.cancel("the command was stopped")
                 screen.end()
 
@@ -166,6 +167,7 @@ def _shown_to_the_end(run: PointRun, screen: Screen, tracker: Tracker) -> Verdic
             screen.event(event)
         verdict = run.look()
         if verdict is not None:
+            # What the ranks recorded after the last look, such as their last step.
             for event in run.new_events():
                 screen.event(event)
             return verdict

@@ -196,6 +196,7 @@ def _begin(request: SweepRequest, planned: Sequence[Planned], screen: Screen | N
     check_store(request.config, request.output.absolute())
     queued = _queued_configs(planned)
     told = Preflight()
+    # Before the lock is taken: a scheduler may answer slowly, and other starters of this output would wait for it.
     if queued and request.on_cluster and request.running(planned) is None:
         told = request.cluster.preflight(queued)
     if told.problems:
@@ -323,6 +324,7 @@ def watch(
             if interrupted:
                 sweep_record.ask(sweep, "cancel" if choice is Choice.CANCEL else "drain")
     code = process.wait() if process is not None else 0
+    # Another command's controller took this sweep after it was planned here.
     if code == TAKEN:
         return _joined(sweep, screen)
     if code not in (0, INTERRUPTED):

@@ -18,22 +18,20 @@ class GpuNode:
     GPUs of a node.
 
     `memory_mib`: the memory of one GPU that CUDA can allocate, as `torch.cuda.get_device_properties(0).total_memory`
-    reports it. It bounds allocations, while `memory.total` of nvidia-smi also counts what the driver keeps for itself:
-    81,920 MiB for an A100 of which CUDA can allocate 81,049. It differs by some 100 MiB between drivers. The files have
-    published readings, which their comments name.
+    reports it; `memory.total` of nvidia-smi also counts what the driver keeps for itself.
 
     `fp32_tflops`, `tf32_tflops`, `fp16_tflops`, `bf16_tflops`, `fp8_tflops`: the dense peak of matrix products, 10^12
     operations per second, never with sparsity, and with sums in fp32 where a data sheet distinguishes them; that of
     fp32 is without TF32. null: the GPU has no matrix instructions for the dtype, or, for fp32 alone, the peak is not
     known.
 
-    Of bandwidths, null is one that is not known. `memory_gb_per_s`: of a GPU's memory, in 10^9 bytes per second.
+    Numbers that are null are not known. `memory_gb_per_s`: bandwidth of a GPU's memory, in 10^9 bytes per second.
     `link_gb_per_s`: between GPUs of a node, for one GPU and one direction, in 10^9 bytes per second.
     `network_gb_per_s`: as link_gb_per_s, between nodes. `host_link_gb_per_s`: as link_gb_per_s, to host memory.
-    `host_memory_gib`: host memory of a node; null: not known.
+    `host_memory_gib`: host memory of a node.
 
-    `price_per_hour`: what one GPU costs in an hour, or one machine if the ranks compute on CPUs; null: not known. It
-    may be set for this machine too, as `currency`, the text that is written after amounts, such as EUR.
+    `price_per_hour`: what one GPU costs in an hour, or one machine if the ranks compute on CPUs. It may be set for this
+    machine too, as `currency`, the text that is written after amounts, such as EUR.
     """
 
     name: str = AUTO

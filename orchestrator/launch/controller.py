@@ -154,12 +154,14 @@ class Controller:
             lane.end_turn()
         del lane.runs[label]
         tell(self._sweep, "ended", label=label, attempt=str(run.attempt.paths.root), slots=lane.names)
+        # Where ranks do not stay alive, each turn is an attempt: the point goes on in its next one.
         if verdict.state.measured and lane.goes_on(label, run.attempt):
             lane.attempts[label] = run.attempt
             return
         planned, is_crowded = lane.points[label], bool(lane.runs)
         lane.leave(label)
         if verdict.state in (RunState.oom, RunState.oom_host) and is_crowded:
+            # The ranks that wait hold memory too, so this says nothing of the point alone.
             self._alone.add(label)
             self._waiting.append(planned)
             tell(self._sweep, "warning", text=f"{label} was out of memory beside the ranks of other points, which wait "
@@ -205,6 +207,7 @@ class Controller:
             device = self._configs[planned.label].resources.device
             pool = self._pool_of(device)
             mates, count = self._mates(planned, pool)
+            # Points that need fewer slots overtake one that waits for more: slots that stand idle measure nothing.
             if count >= too_many.get(device, count + 1):
                 continue
             lease = pool.take(count)

@@ -107,6 +107,7 @@ def too_large_together(points: Sequence[Planned]) -> str:
         for one, plan in zip(points, plans, strict=True)
         if plan.params is not Tier.DEVICE or plan.optimizer is not Tier.DEVICE
     ]
+    # Page-locked memory and scratch files of ranks that wait are not in the predicted peaks below.
     if offloaded:
         return f"{offloaded[0]} keeps states in the host's memory or in files"
     needed = [_needed_bytes(point) for point in points]

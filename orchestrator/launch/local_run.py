@@ -43,6 +43,7 @@ class PointRun:
         try:
             attempt.move(RunState.starting, controller=self._job.session)
         except BaseException:
+            # Without a record of its session no other command could end the job.
             self._job.end()
             raise
         limit_s = 60 * resources.time_limit_min
@@ -81,6 +82,7 @@ class PointRun:
             return None
         if verdict.state is RunState.timeout:
             verdict = self._with_stack(verdict)
+        # Before the state is recorded: whoever reads a final state may start the point again at once.
         self._end()
         if verdict.state is not RunState.ok and self._step:
             verdict = verdict._replace(message=f"{verdict.message}, after step {self._step}")
@@ -91,6 +93,7 @@ class PointRun:
         self._end()
         if self.attempt.state.final:
             return
+        # What was measured to the end is an answer, whoever stops the command.
         if self.attempt.paths.result.exists():
             record(self.attempt, Verdict(RunState.ok, note=f"{why} after the result was written"))
         else:

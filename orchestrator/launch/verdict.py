@@ -80,16 +80,20 @@ def judge(sights: Sequence[Sight], *, has_result: bool, controller_alive: bool) 
     """The verdict, or None while the outcome is not decided."""
     failures = [sight for sight in sights if sight.failed]
     over = not controller_alive or all(sight.ended for sight in sights)
+    # The file appears only when it is complete, so what fails afterwards takes nothing from the measurement.
     if has_result:
         note = f"after the result was written: {describe(failures[0])}" if failures else ""
         return Verdict(RunState.ok, note=note) if over or failures else None
     if all(sight.state is RunState.preempted for sight in sights):
         return Verdict(RunState.preempted, 0, sights[0].error) if over else None
+    # The ranks die with their parent: no failure is a rank's own.
     if not controller_alive and failures and all(_ended_unseen(sight) for sight in failures):
         return Verdict(
             RunState.lost, 0, "the process that starts and holds the ranks was killed, and they ended with it"
         )
     if failures:
+        # The first to fail is the cause; the others then find its connections closed. A rank that the others have named
+        # outweighs that order: it may hang, and fail last or never.
         root = min(failures, key=lambda sight: sight.failure_time)
         accuser = next((sight for sight in failures if sight.blamed), None)
         if accuser is not None:

@@ -70,8 +70,10 @@ def _anchored(planned: list[Planned], output: Path, label: str) -> list[Planned]
     kept = [point for point in planned if point.decision is RunState.cached]
     dated = [(point, result) for point in kept if is_ranked(result := result_of(AttemptPaths(Path(point.attempt))))]
     days = {point.label: _date(result["measured_at"]) for point, result in dated if result.get("measured_at")}
+    # An anchor ties rows of two days together: there must be rows of both.
     if not any(point.decision is RunState.queued for point in planned) or set(days.values()) <= {today}:
         return planned
+    # A point that was measured on both days is an anchor already, and nothing has to be measured again.
     for point in (one for one in kept if days.get(one.label) == today):
         if earlier := _of_an_earlier_day(point, output, today):
             return [replace(one, anchor=earlier) if one is point else one for one in planned]
@@ -103,6 +105,8 @@ def _date(when: float) -> str:
 
 def _identified(point: Point, hardware: str, known: contents.Known, prediction: Prediction | None) -> Planned:
     config = to_dict(point.config)
+    # By contents, not by path: changed data would be answered with old measurements. The code is no part of the
+    # identity, or every edit would measure everything again, unasked.
     held = contents.of(config, known)
     identity = point_id(config, point.config.resources.ranks, hardware, held)
     plan = Planned(point.label, point.overrides, RunState.queued, identity, config, contents=held)
@@ -113,6 +117,7 @@ def _identified(point: Point, hardware: str, known: contents.Known, prediction: 
 
 def _decided(plan: Planned, output: Path, wishes: Wishes, prediction: Prediction | None) -> Planned:
     kept = None if wishes.fresh else _kept(output, plan.point, plan.config["measure"].get("rounds", 1))
+    # Records come before predictions: what was measured is not left out because it is predicted not to fit.
     if kept is not None and kept[1] not in wishes.retry:
         attempt, state = kept
         differs = versions.differing(attempt, plan.config)
@@ -136,6 +141,7 @@ def _kept(output: Path, identity: str, rounds: int) -> tuple[AttemptPaths, RunSt
     attempts = [(attempt, settle(attempt)) for attempt in attempts_at(output, identity)]
     measured = (answer for answer in attempts if answer[1].measured and _is_complete(answer[0], rounds))
     answers = (answer for answer in attempts if answer[1].kept and not answer[1].measured)
+    # A failure after an edit or an upgrade does not take back what was measured before.
     return next(chain(measured, answers), None)
 
 
@@ -193,6 +199,7 @@ def is_larger(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def outgrown(planned: Planned, failed: Mapping[str, Any]) -> bool:
     """Whether the point is a larger one of the same family as the configuration `failed`."""
+    # With all else equal only the batch grows, and no part of a step's memory becomes smaller by that.
     return bool(planned.config) and is_larger(planned.config, failed) and family(planned.config) == family(failed)
 
 

@@ -39,8 +39,8 @@ def speed(result: dict[str, Any]) -> RoundsEstimate | None:
     return of_rounds([1e3 / ms for ms in recorded.ms_per_token(result)])
 
 
-# The settings of an evaluation that generation does not have: in part they would contradict its own data.
 OF_TRAINING = "loss_validation"  # the metric of a sweep whose points train to an end
+# The settings of an evaluation that generation does not have: in part they would contradict its own data.
 OF_EVALUATION = ("measure", "data", "batch")
 STANDARD = "measure=standard"
 DEFAULT_METRIC = "tokens_per_second"
@@ -112,6 +112,7 @@ def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]
     values = {id(entry): how.read(entry.result) if entry.result else None for entry in entries}
     measured = [entry for entry in entries if values[id(entry)] is not None]
     measured.sort(key=lambda entry: sign * (values[id(entry)] or 0.0))
+    # The error of 1 % is that of the whole table, and each of these rows is one of its comparisons.
     rivals = sum(recorded.is_ranked(entry.result or {}) for entry in measured) - 1
     ranked: list[Ranked] = []
     leader: Ranked | None = None
@@ -122,6 +123,7 @@ def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]
             continue
         placed += 1
         hidden = None if leader is None else _hidden(leader.entry, entry, how, rivals)
+        # A row is compared with the first of its group: ties of neighbours would chain rows that differ.
         if leader is None or hidden is None:
             leader = Ranked(entry, placed, metric=metric)
             ranked.append(leader)

@@ -92,6 +92,7 @@ class Saving:
             return Progress()
         if self._rank == 0:
             self._checkpoints.clear_leftovers()
+        # A job that was requeued goes on where it stopped, also with checkpoint.resume=none.
         checkpoint = self._own() if self._restarted else None
         if checkpoint is None:
             named = self._config.resume not in (AUTO, NONE)
@@ -225,6 +226,7 @@ class Saving:
 
     def stop(self, progress: Progress) -> bool:
         """Returns once the state is saved and on disk; False if the run saves nothing."""
+        # Nothing is saved twice: the last step may have been due.
         if progress.step > self._last:
             self._save(progress)
         self._wait()
@@ -234,6 +236,7 @@ class Saving:
         """Saves the last state with the result, so that a run that ends before it writes the result loses nothing. Then
         waits for the disk. `result` is a collective: every rank calls it if the run saves."""
         if self._config.kind is not CheckpointKind.none:
+            # A checkpoint's index is strict JSON: a loss that is not finite is null in it.
             self._save(progress, {"result": json.loads(json.dumps(result()), parse_constant=lambda _: None)})
         self._wait()
         self.write_weights()

@@ -80,6 +80,7 @@ def train(run: RankRun) -> Stopped | None:
         loop.advance()
         warms_up = step < first + config.measure.warmup_steps
         measurement.after_step(step, report, partial(writer.tell_step, step + 1, report, lr, warmup=warms_up))
+        # A run that resumes takes its curve from the record, so no checkpoint may be ahead of it.
         if saving.is_due(loop.progress):
             run.tell_all()
         for one in listeners:
@@ -98,6 +99,7 @@ def train(run: RankRun) -> Stopped | None:
         writer.conclude_training(saving, loop.progress, run.examples)
     # The last checkpoint holds the result, so that a run that ends before it writes the result loses nothing.
     saving.finish(loop.progress, partial(writer.result, measurement, saving, first))
+    # Further rounds decide the speed alone. They follow the checkpoint, so that what they train reaches no file.
     measurement.add_rounds(partial(forgotten_step, run, listeners))
     result = writer.result(measurement, saving, first)
     for one in listeners:

@@ -6,6 +6,7 @@ python -m tests.harness.configuration_page > docs/configuration.md
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -28,10 +29,8 @@ with `-m` a list of either is a sweep: `zero=stage1,stage2 batch.micro=2,4`. `nu
 the current folder, or one named by `--config-dir`, adds options of your own in the same layout; one with the name of a
 shipped option is used in its place.
 
-The types and defaults below come from the dataclasses of `orchestrator/config/` and the runtime, and from `conf/`; a
-test fails when this page is older than they are. Each dataclass checks its own limits, and `orchestrator/plan/rules/`
-those between groups. A key that only another `kind` of a group has may be null, and a key that a file leaves out has
-the default below.
+A key that only another `kind` of a group has may be null, and a key that a file leaves out has the default below.
+`python run.py --help OPTION` shows all values of an option.
 """
 
 
@@ -48,12 +47,10 @@ def page() -> str:
 
 
 def _contents(groups: dict[str, type], chosen: dict[str, str]) -> str:
-    lines = ["The groups; the option in bold is the default:", ""]
-    files = {name: _options(name) for name in groups}
-    files |= {name: sorted(folder.glob("*.yaml")) for name, folder in zip(WHOLE_FILES, _whole_folders(), strict=True)}
-    for name, found in files.items():
-        options = [f"**{file.stem}**" if file.stem == chosen.get(name) else file.stem for file in found]
-        lines += _wrapped(f"- [`{name}`](#{name}): {DECIDES[name]}. Options: {', '.join(options)}.")
+    lines = ["The groups, and the option that each has by default:", ""]
+    for name in [*groups, *WHOLE_FILES]:
+        option = "" if name in WHOLE_FILES else f" ({chosen[name]})"
+        lines += _wrapped(f"- [`{name}`](#{name}){option}: {DECIDES[name]}.")
     return "\n".join([*lines, ""])
 
 
@@ -84,7 +81,10 @@ def _section(name: str, cls: type, default: str) -> str:
         sets = ", ".join(
             f"`{key}={help_page.typed_value(value)}`" for key, value in changed.items() if not isinstance(value, dict)
         )
-        lines += _wrapped(f"- `{name}={file.stem}`{mark}: {option_comment(file)}" + (f" Sets {sets}." if sets else ""))
+        comment = option_comment(file)
+        if name == "hardware":  # a dozen numbers of each GPU, and their sources, are in its file
+            comment, sets = re.split(r" Sources?: ", comment)[0], ""
+        lines += _wrapped(f"- `{name}={file.stem}`{mark}: {comment}" + (f" Sets {sets}." if sets else ""))
     return "\n".join([*lines, ""])
 
 
