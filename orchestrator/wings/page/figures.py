@@ -17,8 +17,6 @@ NAMES = (
     "sent",
     "learning",
     "scaling",
-    "main_effects",
-    "what_mattered",
 )
 
 
@@ -32,16 +30,13 @@ def figures_of(points: Sequence[ReportPoint]) -> list[Figure]:
     """The pictures for which there are numbers; none for no points."""
     if not points:
         return []
-    settings = settings_of(points)
     found = (
         bar_figures.speed(points),
         bar_figures.memory(points),
-        plane_figures.speed_and_memory(points, settings),
+        plane_figures.speed_and_memory(points, settings_of(points)),
         bar_figures.phases(points),
         bar_figures.sent(points),
         plane_figures.learning(points),
         plane_figures.scaling(points),
-        plane_figures.main_effects(points, settings),
-        plane_figures.what_mattered(points, settings),
     )
     return [figure for figure in found if figure is not None]

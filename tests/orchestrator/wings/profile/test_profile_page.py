@@ -180,7 +180,7 @@ def test_numbers_that_no_picture_can_show_are_drawn_as_nothing(tmp_path: Path) -
         text = document(figure.picture)
         ElementTree.fromstring(text)
         assert not re.search(r"\b(nan|inf)\b", text), figure.name
-    assert png("odd", [figure.picture for figure in drawn])
+    assert png([figure.picture for figure in drawn])
     assert holders_table(point.profile).rows
     empty = one_point(tmp_path / "empty", timeline={"ms": [], "bytes": {}, "phases": []}, modules=[], outside_ms={})
     for figure in (over_time(empty, 1), by_module(empty, 1)):
