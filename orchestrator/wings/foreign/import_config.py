@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     if path is None and asked.args is None:
         raise Refusal([f"expected FILE or --args      example: {program()} import ds_config.json"])
     try:
-        found, args = source_of(path, asked.args, asked.without)
+        found, args = source_of(path, asked.args)
     except PlanError as error:
         raise Refusal(str(error).splitlines()) from None
     scene = here()
@@ -62,15 +62,12 @@ def parser() -> VerbParser:
         'became of each key, what "auto" stands for and what DeepSpeed does in silence; writes the point as an '
         "experiment file.",
     )
-    parser.usage = (
-        f"{program()} import [-h] [FILE] [--args LINE] [--without KEY] [group=option | key=value ...] [--json]"
-    )
+    parser.usage = f"{program()} import [-h] [FILE] [--args LINE] [group=option | key=value ...] [--json]"
     parser.epilog = f"example: {program()} import ds_config.json --args '--per_device_train_batch_size 4 --bf16'"
     parser.add_argument(
         "file", metavar="FILE", nargs="?", help="ds_config.json, Accelerate's YAML, or a trainer's YAML or TOML"
     )
     parser.add_argument("--args", metavar="LINE", help="TrainingArguments, or the whole command of the script")
-    parser.add_argument("--without", metavar="KEY", action="append", default=[], help="read the file without this key")
     add_json(parser)
     return parser
 

@@ -13,7 +13,7 @@ from orchestrator.wings.foreign.accelerate_file import SECTIONS, is_accelerate, 
 from orchestrator.wings.foreign.accelerate_flags import kind_of, over_file
 from orchestrator.wings.foreign.findings import Foreign
 from orchestrator.wings.foreign.fsdp import read_fsdp, trainer_words
-from orchestrator.wings.foreign.importing import OURS, left_out
+from orchestrator.wings.foreign.importing import OURS
 from orchestrator.wings.foreign.launchers import CommandLine, read_line
 from orchestrator.wings.foreign.training_arguments import GIVE, TRAINER_KEYS, TypedArguments, read_arguments
 from zero_runtime.deepspeed.json_text import load
@@ -27,9 +27,7 @@ _DEFAULT_FILE = (
 _KEYS_SHOWN = 6
 
 
-def source_of(
-    path: Path | None, typed_line: str | None, without: Sequence[str]
-) -> tuple[Foreign, TypedArguments | None]:
+def source_of(path: Path | None, typed_line: str | None) -> tuple[Foreign, TypedArguments | None]:
     """What a file and a command line say, and the arguments of the script where there are any.
 
     Refusal and PlanError if they cannot be read, or if they do not say how the model is divided.
@@ -54,7 +52,6 @@ def source_of(
         found = _of_arguments(args, tool)
     if launcher and args.divided():
         read_counts(launcher.content, found)
-    found.config = left_out(found.config, without) if without else found.config
     if args.known() or args.divided():
         return found, args
     unread = [f"--{name}" for name in args.given] + args.own

@@ -179,8 +179,6 @@ def scaling(points: Sequence[ReportPoint]) -> Figure | None:
     caption = "100 %: each rank is as fast as one of the baseline, which has the fewest ranks. "
     caption += f"{kinds[:1].upper()}{kinds[1:]}."
     caption += f" Not drawn: {len(series) - len(named)} more series." if len(series) > len(named) else ""
-    if any(one.threads_differ for one in named):
-        caption += " The threads of a rank differ between points, which changes the speed of a rank too."
     return Figure("scaling", curves(plane, lines), caption)
 
 
