@@ -15,7 +15,7 @@ from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.state_groups import Zero
 from orchestrator.wings.slurm import jobs as slurm
 from orchestrator.wings.slurm import tools as slurm_tools
-from orchestrator.wings.slurm.site import cautions, problem_of, read_sinfo
+from orchestrator.wings.slurm.site import problem_of, read_sinfo
 from orchestrator.wings.slurm.tools import (
     DENIED,
     UNSEEN,
@@ -170,14 +170,6 @@ def test_a_job_missing_from_the_queue_is_not_considered_ended(monkeypatch: pytes
     assert DENIED.state is JobPhase.unknown
 
 
-def test_if_squeue_does_not_know_the_columns_each_job_is_queried_separately(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tools = Tools(monkeypatch, scontrol_show="AccountingStorageType = accounting_storage/none\n", scontrol_job=SCONTROL)
-    assert slurm.SlurmQueue().look(["6"])["6"].restarts == 3
-    assert tools.asked == ["scontrol_show", "squeue", "scontrol_job"]
-
-
 def test_no_error_is_raised_if_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     Tools(monkeypatch)
     assert slurm.SlurmQueue().look(["1"]) == {"1": UNSEEN}
@@ -287,15 +279,3 @@ def test_a_request_that_a_cluster_cannot_satisfy_is_reported_with_what_it_offers
     found = problem_of(point(tmp_path, **settings), read_sinfo(SINFO))
     assert (found is None) == (told is None)
     assert told is None or told in (found or "")
-
-
-def test_an_output_that_only_this_machine_can_see_causes_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mounts = tmp_path / "mounts"
-    monkeypatch.setattr("orchestrator.wings.slurm.site.MOUNTS", mounts)
-    mounts.write_text(f"/dev/x / ext4 rw 0 0\nserver:/home {tmp_path} nfs4 rw 0 0\n")
-    assert cautions([point(tmp_path / "not" / "yet")]) == []
-    mounts.write_text("/dev/x / ext4 rw 0 0\n")
-    (line,) = cautions([point(tmp_path), point(tmp_path)])
-    assert "is on ext4, which other nodes may not see" in line
