@@ -9,16 +9,6 @@ from orchestrator.wings.page import bar_figures, plane_figures
 from orchestrator.wings.page.bar_figures import Figure
 from orchestrator.wings.page.report_points import ReportPoint
 
-NAMES = (
-    "speed",
-    "memory",
-    "speed_and_memory",
-    "phases",
-    "sent",
-    "learning",
-    "scaling",
-)
-
 
 def settings_of(points: Sequence[ReportPoint]) -> list[Varied]:
     """The settings that vary between the points, with their values in the order of the points."""

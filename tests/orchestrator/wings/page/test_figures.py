@@ -21,7 +21,7 @@ from orchestrator.report import comparison, ranking
 from orchestrator.report.entry import Entry
 from orchestrator.report.varied import varied_settings
 from orchestrator.rounds.intervals import RoundsEstimate
-from orchestrator.wings.page import figures, page, plane_figures
+from orchestrator.wings.page import page, plane_figures
 from orchestrator.wings.page.charts.bar_data import MOST_STRETCH, Bar, BarChart, BarPart, axis_end
 from orchestrator.wings.page.charts.bars import MOST_ROWS, picture_of
 from orchestrator.wings.page.charts.canvas import WIDTH, AxisUnit, Picture, document, png, shortened
@@ -34,6 +34,7 @@ from orchestrator.wings.page.report_points import ReportPoint, StepReading, poin
 from orchestrator.wings.page.scaling import STRONG, WEAK, baseline_text, scalings
 
 UNIT = AxisUnit("tokens/s")
+NAMES = ["speed", "memory", "speed_and_memory", "phases", "sent", "learning", "scaling"]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -203,7 +204,7 @@ def test_a_wide_range_is_reported_as_noise(monkeypatch: pytest.MonkeyPatch) -> N
 def test_every_picture_is_drawn_from_records_and_is_valid_xml(tmp_path: Path) -> None:
     points = points_on_disk(tmp_path, 20, range(15, 18))
     drawn = figures_of(points)
-    assert [figure.name for figure in drawn] == list(figures.NAMES)
+    assert [figure.name for figure in drawn] == NAMES
     for figure in drawn:
         text = document(figure.picture)
         root = ElementTree.fromstring(text)
