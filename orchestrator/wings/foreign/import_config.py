@@ -1,4 +1,4 @@
-"""`zlab import FILE`: a configuration of DeepSpeed, Accelerate or a trainer as an experiment file that runs here."""
+"""`zlab import FILE`: a configuration of DeepSpeed, Accelerate or the Trainer as an experiment file that runs here."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> VerbParser:
     parser = verb_parser(
         "import",
-        "Reads a file of DeepSpeed, Accelerate or a trainer on top of them, or a command line; says what "
+        "Reads a file of DeepSpeed, Accelerate or TrainingArguments, or a command line; says what "
         'became of each key, what "auto" stands for and what DeepSpeed does in silence; writes the point as an '
         "experiment file.",
     )
     parser.usage = f"{program()} import [-h] [FILE] [--args LINE] [group=option | key=value ...] [--json]"
     parser.epilog = f"example: {program()} import ds_config.json --args '--per_device_train_batch_size 4 --bf16'"
     parser.add_argument(
-        "file", metavar="FILE", nargs="?", help="ds_config.json, Accelerate's YAML, or a trainer's YAML or TOML"
+        "file", metavar="FILE", nargs="?", help="ds_config.json, Accelerate's YAML, or TrainingArguments in a file"
     )
     parser.add_argument("--args", metavar="LINE", help="TrainingArguments, or the whole command of the script")
     add_json(parser)
@@ -141,9 +141,7 @@ def _show(
     if idle:
         screen.say(f"without effect here: {', '.join(idle)}")
     if any(one.note.endswith(DEFAULT) for one in acting):
-        screen.say(
-            f"{DEFAULT}: the default of TrainingArguments, or of your tool; --args gives the arguments of your script"
-        )
+        screen.say(f"{DEFAULT}: the default of TrainingArguments; --args gives the arguments of your script")
     for note in result.notes:
         screen.say(f"note: {note}")
     for text in result.silent:
