@@ -18,7 +18,7 @@ from orchestrator.config.cluster import ClusterError, ClusterKind
 from orchestrator.config.schema import RunConfig, TrackingKind, from_dict
 from orchestrator.config.strict import Broken, Refusal
 from orchestrator.exit_codes import BAD_USAGE, INTERRUPTED, OK
-from orchestrator.launch.cluster import Preflight, SentPoints, SweepCluster, cluster, cluster_of
+from orchestrator.launch.cluster import SentPoints, SweepCluster, cluster, cluster_of
 from orchestrator.launch.rank import ENTRY
 from orchestrator.launch.verdict import end_of
 from orchestrator.machine.hardware import Hardware
@@ -195,19 +195,15 @@ def _begin(request: SweepRequest, planned: Sequence[Planned], screen: Screen | N
         raise Refusal(problems)
     check_store(request.config, request.output.absolute())
     queued = _queued_configs(planned)
-    told = Preflight()
     # Before the lock is taken: a scheduler may answer slowly, and other starters of this output would wait for it.
-    if queued and request.on_cluster and request.running(planned) is None:
-        told = request.cluster.preflight(queued)
-    if told.problems:
-        raise NothingSent(told.problems)
+    is_sent = queued and request.on_cluster and request.running(planned) is None
+    if is_sent and (problems := request.cluster.preflight(queued)):
+        raise NothingSent(problems)
     with sweep_record.only_starter(request.output):
         if (running := request.running(planned)) is not None:
             return Begun(running, is_joined=True)
         sweep = sweep_record.open_sweep(request.output, request.name, planned, request.facts())
         if screen is not None:
-            for caution in told.cautions:
-                screen.warn(caution)
             screen.sweep_plan(planned, shown(sweep.root))
             screen.rows(request.cluster.cost(queued))
         if not queued:

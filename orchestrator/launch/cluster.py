@@ -21,13 +21,6 @@ from orchestrator.report.summary import Row
 from orchestrator.wings import CLUSTERS, load
 
 
-class Preflight(NamedTuple):
-    """What a cluster says about points before they are sent. problems: why it can never run them."""
-
-    problems: Sequence[str] = ()
-    cautions: Sequence[str] = ()
-
-
 class SentPoints(NamedTuple):
     """What runs the points: their controller, a process on this machine, or the ids of the jobs of a scheduler."""
 
@@ -42,8 +35,8 @@ class SweepCluster(Protocol):
     def namer(self, hardware: Hardware) -> Callable[[RunConfig], str]:
         """A function that names the hardware in the identity of a point. hardware: of this machine."""
 
-    def preflight(self, configs: Sequence[RunConfig]) -> Preflight:
-        """Checks the points that need a run, before anything is written."""
+    def preflight(self, configs: Sequence[RunConfig]) -> list[str]:
+        """Why it can never run some of the points that need a run; asked before anything is written."""
 
     def cost(self, configs: Sequence[RunConfig]) -> list[Row]:
         """What the points that need a run will take, for the table of the plan."""
@@ -84,8 +77,8 @@ class LocalCluster(SweepCluster):
 
         return name
 
-    def preflight(self, configs: Sequence[RunConfig]) -> Preflight:
-        return Preflight()  # the rules of the plan know this machine
+    def preflight(self, configs: Sequence[RunConfig]) -> list[str]:
+        return []  # the rules of the plan know this machine
 
     def cost(self, configs: Sequence[RunConfig]) -> list[Row]:
         """The slots of this machine. Points on described hardware take none."""

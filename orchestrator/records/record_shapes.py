@@ -104,7 +104,6 @@ RESULT = {
             "peak_flops_per_s": Maybe(NUMBER),
             "mfu": Maybe(NUMBER),
             "hfu": Maybe(NUMBER),
-            "share_of_matrix_peak": Maybe(NUMBER),
             "peak_bytes": NUMBER,
         }
     ),

@@ -134,7 +134,7 @@ class Typist:
         monkeypatch.setattr(sync, "start_sync", _nothing_missing)
         monkeypatch.setattr(subprocess, "run", _no_tool)
         # matplotlib takes a second; odd numbers in pictures: wings/page/test_figures.py.
-        monkeypatch.setattr(canvas, "png", lambda title, pictures, factor: b"")
+        monkeypatch.setattr(canvas, "png", lambda pictures, factor: b"")
         monkeypatch.setattr(canvas, "_shapes", lambda picture: "</svg>")
         monkeypatch.setattr(study, "run_point", _recorded)
         monkeypatch.setattr(export, "_export", lambda path, out, dtype: None)

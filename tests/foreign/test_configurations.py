@@ -27,7 +27,7 @@ REFUSED = [name for name, case in CASES.items() if "refused" in case]
 
 def read(name: str) -> Imported:
     case = CASES[name]
-    found, args = source_of(FOLDER / case["file"] if "file" in case else None, case.get("args"), [])
+    found, args = source_of(FOLDER / case["file"] if "file" in case else None, case.get("args"))
     return imported(found, Line(args, {}, case["ranks"], 64))
 
 
@@ -89,7 +89,7 @@ def test_every_key_of_a_file_is_reported(name: str) -> None:
         return [path]
 
     result = accepted(name)
-    content = source_of(FOLDER / CASES[name]["file"], None, [])[0].config
+    content = source_of(FOLDER / CASES[name]["file"], None)[0].config
     assert set(leaves(content, "")) <= {one.key for one in result.keys}
 
 

@@ -28,7 +28,7 @@ from orchestrator.plan.points import judged
 from orchestrator.plan.rules.scene import here
 from orchestrator.wings.foreign.export_config import WRITERS
 from orchestrator.wings.foreign.importing import Line, imported
-from orchestrator.wings.foreign.point_words import same_point
+from orchestrator.wings.foreign.point_words import words_of_point
 from orchestrator.wings.foreign.sources import source_of
 
 GROUPS = "zero=stage3 zero.shard_ranks=2"
@@ -67,9 +67,9 @@ def test_an_exported_configuration_comes_back_as_the_same_point(line: str) -> No
     config = point(line.split())
     path = Path("ds_config.json")
     path.write_text(WRITERS["deepspeed"](config, "").files["ds_config.json"])
-    words = imported(source_of(path, None, [])[0], Line(None, {}, config.resources.ranks or 1, None)).words
+    words = imported(source_of(path, None)[0], Line(None, {}, config.resources.ranks or 1, None)).words
     typed = [f"{key}={value}" for key, value in sorted(words.items(), key=lambda item: "." in item[0])]
-    assert same_point(point(typed), config)
+    assert words_of_point(point(typed)) == words_of_point(config)
 
 
 def test_deepspeed_accepts_the_exported_sections() -> None:
@@ -131,7 +131,7 @@ def test_accelerate_reads_the_exported_file_and_import_reads_it_back() -> None:
         Path(name).write_text(text)
     read = commands.ClusterConfig.from_yaml_file("accelerate.yaml")
     assert (read.distributed_type.value, read.num_processes) == ("DEEPSPEED", 2)
-    words = imported(source_of(Path("accelerate.yaml"), None, [])[0], Line(None, {}, 1, None)).words
+    words = imported(source_of(Path("accelerate.yaml"), None)[0], Line(None, {}, 1, None)).words
     assert (words["zero"], words["resources.ranks"]) == ("stage3", "2")
 
 

@@ -19,7 +19,7 @@ from orchestrator.records.record_file import EventTail, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.wings.slurm import jobs as slurm
 from orchestrator.wings.slurm import verdict as slurm_verdict
-from orchestrator.wings.slurm.tools import JobSight
+from orchestrator.wings.slurm.tools import JobSight, ask, fields_of
 
 OTHERS = Path(__file__).resolve().parents[1] / "orchestrator"  # its points.py, and its worker without torch
 sys.path.insert(0, str(OTHERS))
@@ -79,6 +79,10 @@ class Sent:
         sights = slurm.SlurmQueue().look(self.ids)
         pairs = zip(self.attempts, self.ids, strict=True)
         return [(sights[job], slurm_verdict.verdict(attempt, self.world, sights[job])) for attempt, job in pairs]
+
+    def restarts(self) -> int:
+        """How often SLURM has requeued the first job."""
+        return int(fields_of(ask(["scontrol", "-o", "show", "job", self.ids[0]])).get("Restarts", "0"))
 
     def ends(self, limit_s: float = 120.0) -> list[Verdict]:
         """Waits until every attempt has a verdict, and returns the verdicts."""

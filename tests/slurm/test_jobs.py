@@ -111,7 +111,7 @@ def test_a_cancelled_training_job_saves_a_checkpoint_and_is_not_requeued(tmp_pat
     assert verdict.state is RunState.cancelled
     assert ", saved; not requeued: job " in verdict.message
     assert [one.name for one in job.attempts[0].checkpoints.iterdir()] == [f"step-{max(job.curve()):08d}"]
-    assert job.look()[0][0].restarts == 0
+    assert job.restarts() == 0
 
 
 def test_a_job_that_exceeds_its_memory_limit_gets_the_state_oom_host(sent: dict[str, Sent]) -> None:

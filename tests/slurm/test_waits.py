@@ -35,7 +35,7 @@ def test_a_job_whose_node_failed_runs_on_another(cluster: Path, tmp_path: Path) 
     node = job.look()[0][0].nodes
     for state in ("drain", "down"):  # a drained node does not come back by itself
         ask(["scontrol", "update", f"nodename={node}", f"state={state}", "reason=test"])
-    until(lambda: job.look()[0][0].restarts == 1, "the job is back in the queue")
+    until(lambda: job.restarts() == 1, "the job is back in the queue")
     (verdict,) = job.ends()
     assert verdict.state is RunState.ok
     first, second = (line for line in job.attempts[0].rank_log(0).read_text().splitlines() if " pid " in line)

@@ -33,15 +33,6 @@ KINDS: dict[str, str] = {
     "fsdp_config": TEXT,
     "model_name_or_path": TEXT,
     "max_seq_length": WHOLE,
-    # Not of TrainingArguments: what other tools and scripts name, under one name of ours.
-    "train_batch_size": WHOLE,
-    "no_decay": BOOL,
-    "recompute": TEXT,
-    "use_peft": BOOL,
-    "lora_r": WHOLE,
-    "lora_alpha": NUMBER,
-    "lora_target_modules": TEXT,
-    "lora_dropout": NUMBER,
 }
 DEFAULTS: dict[str, object] = {
     "per_device_train_batch_size": 8,
@@ -58,7 +49,6 @@ DEFAULTS: dict[str, object] = {
     "bf16": False,
     "lr_scheduler_type": "linear",
     "optim": "adamw_torch",
-    "no_decay": True,
 }
 SAME = {  # names of other versions and of common training scripts
     "deepspeed_config": "deepspeed",
@@ -72,12 +62,21 @@ SAME = {  # names of other versions and of common training scripts
 # What changes the numbers and has no counterpart here, with the values that switch it off.
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "label_smoothing_factor": (("0", "0.0"), "the loss is the plain cross entropy here"),
-    "neftune_noise_alpha": (("None", "none", "0"), "no noise is added to embeddings here"),
+    "neftune_noise_alpha": (("none", "0"), "no noise is added to embeddings here"),
     "auto_find_batch_size": (
-        ("False", "false"),
+        ("false",),
         "the Trainer halves the batch when memory runs out, and so changes the numbers; give the batch that fits",
     ),
-    "optim_target_modules": (("None", "none"), "GaLore's projections are not here"),
+    "optim_target_modules": (("none",), "GaLore's projections are not here"),
+    # TRL and LLaMA-Factory read TrainingArguments with other defaults.
+    **dict.fromkeys(
+        ("dataset_text_field", "packing", "completion_only_loss", "assistant_only_loss", "finetuning_type"),
+        (
+            (),
+            "its tool has other defaults than TrainingArguments; give learning_rate, bf16, gradient_checkpointing and "
+            "what else it sets",
+        ),
+    ),
 }
 IDLE = frozenset(
     [

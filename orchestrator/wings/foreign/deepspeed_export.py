@@ -26,13 +26,7 @@ from zero_runtime.optim.configs import (
     TorchConfig,
 )
 from zero_runtime.optim.loss_scaler import LossScaleRule
-from zero_runtime.optim.lr_settings import (
-    OneCycleSettings,
-    RangeTestSettings,
-    WarmupCosineSettings,
-    WarmupDecaySettings,
-    WarmupSettings,
-)
+from zero_runtime.optim.lr_schedule import Constant, Cosine
 from zero_runtime.wire import EXACT
 
 _DEVICES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.NVME: "nvme"}
@@ -231,38 +225,10 @@ def _lamb(rule: LambConfig) -> dict[str, Any]:
 
 
 def _scheduler(config: RunConfig) -> dict[str, Any]:
-    """DeepSpeed's own schedules; another one is a torch schedule in the script, and none is a constant rate."""
-    curve, lr = config.scheduler.curve, config.optimizer.lr
-    total = config.steps() or 1
-    kind = ""
-    params: dict[str, Any] = {}
-    if isinstance(curve, WarmupCosineSettings):
-        kind = "WarmupCosineLR"
-        params = {"total_num_steps": total, "warmup_min_ratio": curve.start_lr_ratio}
-        params |= {"warmup_num_steps": curve.warmup_steps, "cos_min_ratio": curve.min_lr_ratio}
-        params["warmup_type"] = curve.warmup_type
-    elif isinstance(curve, WarmupSettings):
-        kind = "WarmupDecayLR" if isinstance(curve, WarmupDecaySettings) else "WarmupLR"
-        params = {"warmup_min_lr": lr * curve.start_lr_ratio, "warmup_max_lr": lr}
-        params |= {"warmup_num_steps": curve.warmup_steps, "warmup_type": curve.warmup_type}
-        params |= {"total_num_steps": total} if kind == "WarmupDecayLR" else {}
-    elif isinstance(curve, OneCycleSettings):
-        kind, params = "OneCycle", _one_cycle(curve, lr)
-    elif isinstance(curve, RangeTestSettings):
-        kind = "LRRangeTest"
-        params = {"lr_range_test_min_lr": lr, "lr_range_test_step_size": curve.interval_steps}
-        params |= {"lr_range_test_step_rate": curve.interval_rate, "lr_range_test_staircase": curve.staircase}
-    return {"scheduler": {"type": kind, "params": params}} if kind else {}
-
-
-def _one_cycle(curve: OneCycleSettings, lr: float) -> dict[str, Any]:
-    params: dict[str, Any] = {"cycle_min_lr": lr * curve.start_lr_ratio, "cycle_max_lr": lr}
-    params["cycle_first_step_size"] = curve.rise_steps
-    if curve.fall_steps is not None:
-        params["cycle_second_step_size"] = curve.fall_steps
-    if curve.decay_steps is not None:
-        params |= {"decay_step_size": curve.decay_steps, "decay_lr_rate": curve.decay_rate}
-    params["cycle_momentum"] = curve.cycles_momentum
-    if curve.cycles_momentum:
-        params |= {"cycle_min_mom": curve.momentum_min, "cycle_max_mom": curve.momentum_max}
-    return params
+    """DeepSpeed's own schedules, whose classes and their fields have DeepSpeed's names; another one is a torch schedule
+    in the script, and none is a constant rate."""
+    schedule = config.scheduler.curve.build(config.optimizer.lr, config.steps() or 1)
+    if isinstance(schedule, (Constant, Cosine)):
+        return {}
+    params = {name: value for name, value in vars(schedule).items() if name != "lr" and value is not None}
+    return {"scheduler": {"type": type(schedule).__name__, "params": params}}

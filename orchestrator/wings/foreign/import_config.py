@@ -1,4 +1,4 @@
-"""`zlab import FILE`: a configuration of DeepSpeed, Accelerate or a trainer as an experiment file that runs here."""
+"""`zlab import FILE`: a configuration of DeepSpeed, Accelerate or the Trainer as an experiment file that runs here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     if path is None and asked.args is None:
         raise Refusal([f"expected FILE or --args      example: {program()} import ds_config.json"])
     try:
-        found, args = source_of(path, asked.args, asked.without)
+        found, args = source_of(path, asked.args)
     except PlanError as error:
         raise Refusal(str(error).splitlines()) from None
     scene = here()
@@ -58,19 +58,16 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> VerbParser:
     parser = verb_parser(
         "import",
-        "Reads a file of DeepSpeed, Accelerate or a trainer on top of them, or a command line; says what "
+        "Reads a file of DeepSpeed, Accelerate or TrainingArguments, or a command line; says what "
         'became of each key, what "auto" stands for and what DeepSpeed does in silence; writes the point as an '
         "experiment file.",
     )
-    parser.usage = (
-        f"{program()} import [-h] [FILE] [--args LINE] [--without KEY] [group=option | key=value ...] [--json]"
-    )
+    parser.usage = f"{program()} import [-h] [FILE] [--args LINE] [group=option | key=value ...] [--json]"
     parser.epilog = f"example: {program()} import ds_config.json --args '--per_device_train_batch_size 4 --bf16'"
     parser.add_argument(
-        "file", metavar="FILE", nargs="?", help="ds_config.json, Accelerate's YAML, or a trainer's YAML or TOML"
+        "file", metavar="FILE", nargs="?", help="ds_config.json, Accelerate's YAML, or TrainingArguments in a file"
     )
     parser.add_argument("--args", metavar="LINE", help="TrainingArguments, or the whole command of the script")
-    parser.add_argument("--without", metavar="KEY", action="append", default=[], help="read the file without this key")
     add_json(parser)
     return parser
 
@@ -144,9 +141,7 @@ def _show(
     if idle:
         screen.say(f"without effect here: {', '.join(idle)}")
     if any(one.note.endswith(DEFAULT) for one in acting):
-        screen.say(
-            f"{DEFAULT}: the default of TrainingArguments, or of your tool; --args gives the arguments of your script"
-        )
+        screen.say(f"{DEFAULT}: the default of TrainingArguments; --args gives the arguments of your script")
     for note in result.notes:
         screen.say(f"note: {note}")
     for text in result.silent:

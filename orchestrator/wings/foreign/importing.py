@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -217,21 +217,3 @@ def _newer(path: str, reader: Reader) -> str:
 
 def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def left_out(config: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """The configuration without the keys at these paths. Refusal names paths that are not in it."""
-    left: dict[str, Any] = copy.deepcopy(dict(config))
-    absent = []
-    for path in paths:
-        *outer, last = path.split(".")
-        inner: Any = left
-        for name in outer:
-            inner = inner.get(name) if isinstance(inner, dict) else None
-        if not isinstance(inner, dict) or last not in inner:
-            absent.append(f"--without {path}: there is no such key; the top-level keys are {', '.join(left)}")
-        else:
-            del inner[last]
-    if absent:
-        raise Refusal(absent)
-    return left

@@ -18,9 +18,8 @@ _AS_MODULES = {
     "torch.distributed.launch": "torchrun",
     "accelerate.commands.launch": "accelerate",
 }
-_COMMANDS = ("llamafactory-cli", "axolotl", "trl")  # scripts with a command of their own
-_FILES = (".yaml", ".yml", ".toml", ".json")
-_FILE_NAMES = ("config", "job.config_file")  # arguments that name the file with the script's settings
+_TOOLS = ("llamafactory-cli", "axolotl", "trl")
+_FILES = (".yaml", ".yml", ".json")
 _RANKS = ("num_gpus", "num_accelerators", "nproc_per_node")  # of one machine
 _NODES = ("num_nodes", "nnodes")
 _ALL_OF_A_MACHINE = ("gpu", "auto", "cpu")
@@ -72,6 +71,11 @@ def read_line(line: str) -> CommandLine:
     at = _script(words)
     before, after = ([], words) if at is None else (words[:at], words[at + 1 :])
     found.script = "" if at is None else words[at]
+    if PurePath(found.script).name in _TOOLS:
+        found.problems.append(
+            f"{found.script}: its names and defaults are not read; give its file of DeepSpeed or Accelerate, and what "
+            "it trains with as TrainingArguments"
+        )
     head = before if at is not None else words
     found.launcher = next((name for word in head if (name := _launcher(word))), "")
     _own_words(_pairs(after), found, in_front=before)
@@ -86,7 +90,7 @@ def _launcher(word: str) -> str:
 def _script(words: Sequence[str]) -> int | None:
     """The place of the script, or of its module; None if the line names none."""
     for place, word in enumerate(words):
-        if word.endswith(".py") or PurePath(word).name in _COMMANDS:
+        if word.endswith(".py") or PurePath(word).name in _TOOLS:
             return place
         module = place > 0 and words[place - 1] in ("-m", "--module") and word not in _AS_MODULES
         if module and not word.startswith("-"):
@@ -125,7 +129,7 @@ def _own_words(after: list[Pair], found: CommandLine, in_front: Sequence[str]) -
         elif word.endswith(_FILES):
             found.file = word
     for name, values in script:
-        if name in _FILE_NAMES and values and values[0].endswith(_FILES):
+        if name == "config" and values and values[0].endswith(_FILES):
             found.file = values[0]
         else:
             found.pairs.append((name, values))

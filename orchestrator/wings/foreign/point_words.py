@@ -49,11 +49,6 @@ def values_of_point(config: RunConfig) -> dict[str, str]:
     return {key: as_word(value) for key, value in _said(to_dict(config)).items() if not isinstance(value, Mapping)}
 
 
-def same_point(first: RunConfig, second: RunConfig) -> bool:
-    """Whether two configurations measure the same, as far as words say it."""
-    return _said(to_dict(first)) == _said(to_dict(second))
-
-
 def _said(values: Mapping[str, Any]) -> dict[str, Any]:
     flat = {}
     for group, inner in values.items():

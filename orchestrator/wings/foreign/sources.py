@@ -1,8 +1,7 @@
-"""Finds out whose file or command line it is, and has it read: DeepSpeed, Accelerate, the Trainer, or another tool."""
+"""Finds out whose file or command line it is, and has it read: DeepSpeed, Accelerate or the Trainer."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,16 +11,15 @@ import yaml
 from orchestrator.config.strict import Refusal
 from orchestrator.wings.foreign.accelerate_file import SECTIONS, is_accelerate, read_accelerate, read_counts
 from orchestrator.wings.foreign.accelerate_flags import kind_of, over_file
-from orchestrator.wings.foreign.dialects import TRAINER, dialect_of
 from orchestrator.wings.foreign.findings import Foreign
 from orchestrator.wings.foreign.fsdp import read_fsdp, trainer_words
-from orchestrator.wings.foreign.importing import OURS, left_out
+from orchestrator.wings.foreign.importing import OURS
 from orchestrator.wings.foreign.launchers import CommandLine, read_line
-from orchestrator.wings.foreign.training_arguments import GIVE, TypedArguments, read_arguments
+from orchestrator.wings.foreign.training_arguments import GIVE, TRAINER_KEYS, TypedArguments, read_arguments
 from zero_runtime.deepspeed.json_text import load
 from zero_runtime.deepspeed.keys import HOMES, TOP
 
-_KNOWN = "a file of DeepSpeed, Accelerate, TrainingArguments, TRL, axolotl, LLaMA-Factory or torchtitan"
+_KNOWN = "a file of DeepSpeed, Accelerate or TrainingArguments"
 _DEFAULT_FILE = (
     "accelerate launch: expected --use_deepspeed, --use_fsdp, --multi_gpu or --config_file, found none: the default "
     "file of Accelerate decides; name it by --config_file"
@@ -29,9 +27,7 @@ _DEFAULT_FILE = (
 _KEYS_SHOWN = 6
 
 
-def source_of(
-    path: Path | None, typed_line: str | None, without: Sequence[str]
-) -> tuple[Foreign, TypedArguments | None]:
+def source_of(path: Path | None, typed_line: str | None) -> tuple[Foreign, TypedArguments | None]:
     """What a file and a command line say, and the arguments of the script where there are any.
 
     Refusal and PlanError if they cannot be read, or if they do not say how the model is divided.
@@ -41,12 +37,11 @@ def source_of(
     line = CommandLine() if typed_line is None else read_line(typed_line)
     files = _files([path, line.file, line.flags.pop("config_file", None)])
     tool, launcher, config = (files.get(who) for who in (_TOOL, _ACCELERATE, _DEEPSPEED))
-    dialect = dialect_of(tool.content if tool else [line.script, *(name for name, _ in line.pairs)]) or TRAINER
-    args = read_arguments(line, tool.content if tool else {}, dialect)
-    kind = kind_of(args.flags, launcher.content if launcher else None)
+    args = read_arguments(line, tool.content if tool else {})
+    kind = kind_of(line.flags, launcher.content if launcher else None)
     _refuse_contradictions(args, kind, launcher or config, line)
     if kind is not None and not args.divided():
-        found = _launched(launcher, args)
+        found = _launched(launcher, line.flags, args)
     elif args.given.get("deepspeed"):
         named = args.given["deepspeed"]
         found = Foreign(str(named if isinstance(named, str) else tool and tool.path), must_match=True)
@@ -57,9 +52,6 @@ def source_of(
         found = _of_arguments(args, tool)
     if launcher and args.divided():
         read_counts(launcher.content, found)
-    if args.value("train_batch_size"):
-        _divide(found, args)
-    found.config = left_out(found.config, without) if without else found.config
     if args.known() or args.divided():
         return found, args
     unread = [f"--{name}" for name in args.given] + args.own
@@ -83,7 +75,7 @@ def _files(paths: Sequence[Path | str | None]) -> dict[str, _File]:
     found: dict[str, _File] = {}
     for path in dict.fromkeys(Path(one) for one in paths if one is not None):
         content = content_of(path)
-        if is_accelerate(content) or dialect_of(content):
+        if is_accelerate(content) or {*content} & {*TRAINER_KEYS}:
             kind = _ACCELERATE if is_accelerate(content) else _TOOL
         elif not content or {*content} & {*TOP, *HOMES, OURS}:
             kind = _DEEPSPEED
@@ -116,7 +108,7 @@ def _refuse_contradictions(args: TypedArguments, kind: str | None, file: _File |
     elif args.divided():
         problems += [
             f"--{name}: found in the launcher's arguments, and --deepspeed or --fsdp in the script's; leave it out"
-            for name in args.flags
+            for name in line.flags
             if name.startswith(("mixed_precision", "zero", "offload", "gradient", "deepspeed_config", "fsdp"))
         ]
     if len(problems) > len(args.problems):
@@ -131,10 +123,10 @@ def _config(named: str | Mapping[str, Any], tool: _File | None) -> dict[str, Any
     return load(path if tool is None or path.is_absolute() or path.is_file() else tool.path.parent / path)
 
 
-def _launched(file: _File | None, args: TypedArguments) -> Foreign:
+def _launched(file: _File | None, flags: Mapping[str, str], args: TypedArguments) -> Foreign:
     """What Accelerate's launcher gets; a dtype of the Trainer's arguments is set there too."""
     problems: list[str] = []
-    content = over_file(args.flags, file.content if file else {}, problems)
+    content = over_file(flags, file.content if file else {}, problems)
     mixed = next((name for name in ("bf16", "fp16") if args.value(name)), None)
     given = content.get("mixed_precision")
     if mixed is not None and given in (None, False, "no", mixed):
@@ -150,38 +142,18 @@ def _launched(file: _File | None, args: TypedArguments) -> Foreign:
     return found
 
 
-def _divide(found: Foreign, args: TypedArguments) -> None:
-    """A global batch size gives the accumulation, unless that is given."""
-    found.config["train_batch_size"] = args.value("train_batch_size")
-    if "gradient_accumulation_steps" not in args.given:
-        found.config.pop("gradient_accumulation_steps", None)
-
-
 def content_of(path: Path) -> dict[str, Any]:
-    """The content of a JSON, YAML or TOML file, tables as dotted keys. PlanError and Refusal say what is wrong."""
-    readers = {".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".toml": _toml}
-    reader = readers.get(path.suffix)
-    if reader is None:
+    """The content of a JSON or YAML file. PlanError and Refusal say what is wrong."""
+    if path.suffix not in (".yaml", ".yml"):
         return load(path)
     try:
-        content = reader(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         told = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise Refusal([f"{path}: expected a YAML or TOML file, found: {told}"]) from None
+        raise Refusal([f"{path}: expected a YAML file, found: {told}"]) from None
     if not isinstance(content, dict):
         raise Refusal([f"{path}: expected keys and values, found a {type(content).__name__}"])
     return {str(key): value for key, value in content.items()}
-
-
-def _toml(text: str) -> dict[str, Any]:
-    if sys.version_info < (3, 11):
-        raise ValueError("TOML, which Python reads from 3.11 on; this is 3.10")
-    import tomllib
-
-    rows: dict[str, Any] = {}
-    for name, table in tomllib.loads(text).items():
-        rows |= {f"{name}.{key}": value for key, value in table.items()} if isinstance(table, dict) else {name: table}
-    return rows
 
 
 def _of_arguments(args: TypedArguments, tool: _File | None) -> Foreign:

@@ -1,4 +1,4 @@
-"""Reads the arguments of a script or of a tool's file: those of transformers' TrainingArguments, and names for them."""
+"""Reads transformers' TrainingArguments, from a command line or a file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from typing import Any
 
 from orchestrator.config.strict import nearest
 from orchestrator.wings.foreign.argument_names import BOOL, DEFAULTS, IDLE, KINDS, REFUSED, SAME, TEXT, WHOLE
-from orchestrator.wings.foreign.dialects import LAUNCH, TRAINER, Dialect
 from orchestrator.wings.foreign.findings import Fate, KeyFinding, as_word
 from orchestrator.wings.foreign.launchers import CommandLine
 from zero_runtime.deepspeed.auto import AutoValues
 
 GIVE = "give the file of DeepSpeed or Accelerate, or `accelerate launch` with --use_deepspeed --zero_stage N"
-_SIGNS = {"per_device_train_batch_size", "num_train_epochs", "--output_dir"}  # a script of the Trainer has these
-NEAR, NEARER = 0.8, 0.9  # a name this similar to one of TrainingArguments is a typo, another one is the script's own
+TRAINER_KEYS = ("per_device_train_batch_size", "num_train_epochs")  # a file or script of the Trainer has these
+NEAR = 0.8  # a name this similar to one of TrainingArguments is a typo, another one is the script's own
 # An unknown argument with such a name is not passed over.
 _DIVIDES = re.compile(
     r"(^|_)(zero|fsdp|shard|sharding|offload|deepspeed|parallel|parallelism)(_|$)|^num_(gpus|nodes|processes|machines)$"
@@ -32,28 +31,25 @@ _DIVIDES = re.compile(
 class TypedArguments:
     """The arguments that a line or a file gives: `given` by name, with their types.
 
-    dialect: whose names and defaults they have. flags: those of `accelerate launch`. own: names that are not read.
-    ranks, nodes: those of the launcher.
+    own: names that are not read. ranks, nodes: those of the launcher.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
     keys: list[KeyFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    dialect: Dialect = TRAINER
-    flags: dict[str, str] = field(default_factory=dict)
     own: list[str] = field(default_factory=list)
     ranks: int | None = None
     nodes: int = 1
 
     def value(self, name: str) -> Any:
-        """The given value, or the default of the tool."""
-        return self._all().get(name)
+        """The given value, or the default of TrainingArguments."""
+        return self.given.get(name, DEFAULTS.get(name))
 
     def auto(self, hidden_size: int | None) -> AutoValues:
-        """What "auto" is filled in from: the given values, and the defaults of the tool."""
+        """What "auto" is filled in from: the given values, and the defaults."""
         config = None if hidden_size is None else {"hidden_size": hidden_size}
-        return AutoValues.of(SimpleNamespace(**self._all()), SimpleNamespace(config=config))
+        return AutoValues.of(SimpleNamespace(**{**DEFAULTS, **self.given}), SimpleNamespace(config=config))
 
     def divided(self) -> bool:
         """Whether the script is given DeepSpeed or FSDP."""
@@ -61,72 +57,48 @@ class TypedArguments:
         return bool(given.get("deepspeed") or given.get("fsdp") or isinstance(given.get("fsdp_config"), Mapping))
 
     def known(self) -> bool:
-        """Whether the script takes TrainingArguments or the arguments of a tool."""
-        signs = {*self.given, *(one.key for one in self.keys)} & _SIGNS
-        return bool(signs) or self.dialect is not TRAINER or (bool(self.given) and not self.own)
-
-    def _all(self) -> dict[str, Any]:
-        usual = {name: value for name, value in self.dialect.usual.items() if not name.startswith(LAUNCH)}
-        if self.given.get("fp16"):  # a default of bf16 yields
-            usual.pop("bf16", None)
-        return {**DEFAULTS, **usual, **self.given}
+        """Whether the script takes TrainingArguments."""
+        signs = {*self.given, *(one.key for one in self.keys)} & {*TRAINER_KEYS, "--output_dir"}
+        return bool(signs) or (bool(self.given) and not self.own)
 
 
-def read_arguments(line: CommandLine, settings: Mapping[str, Any], dialect: Dialect) -> TypedArguments:
+def read_arguments(line: CommandLine, settings: Mapping[str, Any]) -> TypedArguments:
     """Reads the settings of a file, and the line's arguments over them; all problems are in the result."""
-    found = TypedArguments(problems=[*line.problems], dialect=dialect, ranks=line.ranks, nodes=line.nodes)
-    found.flags = {name[len(LAUNCH) :]: text for name, text in dialect.usual.items() if name.startswith(LAUNCH)}
+    found = TypedArguments(problems=[*line.problems], ranks=line.ranks, nodes=line.nodes)
     typed = {name for name, _ in line.pairs}
-    given = {
-        str(name): value for name, value in settings.items() if value not in (None, "", [], {}) and name not in typed
-    }
-    for name, value in given.items():
-        _take(name, value, found, "")
+    for name, value in settings.items():
+        if value not in (None, "", [], {}) and name not in typed:
+            _take(str(name), value, found, "")
     for name, values in line.pairs:
         _take(name, values, found, "--")
-    for names in dialect.needs:
-        if not {*given, *typed} & {*names}:
-            found.problems.append(f"{' or '.join(names)}: expected, as its default in {dialect.name} is not certain")
     if found.given.get("bf16") and found.given.get("fp16"):
         found.problems.append("bf16, fp16: expected at most one of them, found both; leave one out")
-    found.flags |= line.flags
     found.keys += [KeyFinding(f"--{name}", " ".join(values), Fate.idle) for name, values in line.idle]
-    if found.ranks is not None and not found.flags:
+    if found.ranks is not None and not line.flags:
         found.keys.append(KeyFinding("ranks of the launcher", str(found.ranks), Fate.mapped, ("resources.ranks",)))
     if found.own:
-        whose = (
-            "arguments of the script, not of TrainingArguments," if dialect is TRAINER else f"names of {dialect.name}"
-        )
+        whose = "arguments of the script, not of TrainingArguments,"
         found.notes.append(f"{whose} are not read: {', '.join(found.own)}")
     return found
 
 
 def _take(name: str, value: Any, found: TypedArguments, prefix: str) -> None:
     """Reads one argument: that of a line (prefix --) is a list of words, that of a file any value."""
-    dialect, label = found.dialect, f"{prefix}{name}"
+    label = f"{prefix}{name}"
     values = value if prefix else _words(value)
     text = " ".join(values)
-    refused = {**REFUSED, **dialect.refused}.get(name)
-    if refused is not None and (text or "true").lower() not in refused[0]:
-        found.problems.append(f"{' '.join([label, *values])}: {refused[1]}; leave it out")
-        return
-    known = dialect.same.get(name, SAME.get(name, name))
-    said = dialect.values.get(name, {}).get(text or "true", text)
-    if said not in (text, "") and text:
-        found.notes.append(f"{label} {text} is read as {said}")
-    if known.startswith(LAUNCH):
-        found.flags[known[len(LAUNCH) :]] = said or "true"
+    known = SAME.get(name, name)
+    if name in REFUSED:
+        accepted, reason = REFUSED[name]
+        if text.lower() not in accepted:
+            found.problems.append(f"{' '.join([label, *values])}: {reason}; leave it out")
     elif isinstance(value, Mapping) and known in ("deepspeed", "fsdp_config"):
         found.given[known] = value
-    elif "+" in known:
-        for one, part in zip(known.split("+"), values, strict=False):
-            _give(one, [part], found, label)
     elif known in KINDS:
-        if said or not text:  # a tool's word for nothing
-            _give(known, said.split(), found, label)
-    elif refused is None and (name in IDLE or name.startswith(dialect.sections or "\0")):
+        _give(known, values, found, label)
+    elif name in IDLE:
         found.keys.append(KeyFinding(label, text, Fate.idle))
-    elif refused is None:
+    else:
         _unknown(name, found, prefix)
 
 
@@ -152,22 +124,22 @@ def _give(name: str, values: list[str], found: TypedArguments, label: str) -> No
 
 
 def _unknown(name: str, found: TypedArguments, prefix: str) -> None:
-    near = _near(name, NEAR if found.dialect is TRAINER else NEARER)
+    near = _near(name)
     if near:
         found.problems.append(f"{prefix}{name}: unknown argument; did you mean {prefix}{near}?")
     elif _DIVIDES.search(name):
         found.problems.append(
-            f"{prefix}{name}: unknown to {found.dialect.name}, and may say how model or batch are divided; {GIVE}"
+            f"{prefix}{name}: unknown to TrainingArguments, and may say how model or batch are divided; {GIVE}"
         )
     else:
         found.own.append(f"{prefix}{name}")
 
 
-def _near(name: str, least: float) -> str | None:
+def _near(name: str) -> str | None:
     import difflib  # here: only a name that is not known needs it
 
     near = nearest(name, [*KINDS, *IDLE, *REFUSED])
-    close = near is not None and difflib.SequenceMatcher(None, name, near).ratio() >= least
+    close = near is not None and difflib.SequenceMatcher(None, name, near).ratio() >= NEAR
     return near if close else None
 
 
@@ -224,7 +196,7 @@ def optimizer_words(args: TypedArguments, problems: list[str]) -> dict[str, str]
     words |= {f"optimizer.{ours}": as_word(float(args.value(theirs))) for ours, theirs in numbers.items()}
     return words | {
         "optimizer.weight_decay": as_word(float(args.value("weight_decay"))),
-        "optimizer.no_decay": as_word(args.value("no_decay")),
+        "optimizer.no_decay": "true",
     }
 
 
@@ -238,7 +210,7 @@ def schedule_words(args: TypedArguments, notes: list[str], problems: list[str]) 
         return {}
     kind, note = _SCHEDULES[name]
     if note:
-        notes.append(f"lr_scheduler_type {name}: {args.dialect.rise or note}")
+        notes.append(f"lr_scheduler_type {name}: {note}")
     words = {"scheduler": kind}
     steps = args.auto(None).warmup_steps
     if steps is None:
@@ -271,14 +243,13 @@ def _lowest_ratio(args: TypedArguments, name: str, problems: list[str]) -> float
 
 def other_words(args: TypedArguments) -> dict[str, str]:
     """The words of arguments that are in no configuration of DeepSpeed."""
-    given, words = args.given, _adapter_words(args)
-    recompute = "full" if args.value("gradient_checkpointing") else args.value("recompute")
-    words |= {} if recompute in (None, "none") else {"recompute": recompute}
+    given = args.given
+    words = {"recompute": "full"} if given.get("gradient_checkpointing") else {}
     if given.get("tf32"):
         words["precision.tf32"] = "true"
     for name, ours in (("seed", "seed"), ("max_seq_length", "batch.seq")):
-        if args.value(name) is not None:
-            words[ours] = as_word(args.value(name))
+        if name in given:
+            words[ours] = as_word(given[name])
     if "model_name_or_path" in given:
         path = Path(given["model_name_or_path"])
         if path.is_dir():
@@ -292,24 +263,3 @@ def other_words(args: TypedArguments) -> dict[str, str]:
             "length of its schedule; measure=train train.max_steps=N or train.epochs=N trains to an end"
         )
     return words
-
-
-def _adapter_words(args: TypedArguments) -> dict[str, str]:
-    """An adapter's rank, weight and layers, which have no default that all tools share."""
-    if not args.value("use_peft"):
-        return {}
-    names = ("lora_r", "lora_alpha", "lora_target_modules")
-    rank, alpha, layers = (args.value(name) for name in names)
-    missing = [name for name in names if args.value(name) is None]
-    if missing:
-        args.problems.append(f"{', '.join(missing)}: expected with LoRA, as tools have other defaults; name them")
-        return {}
-    if args.value("lora_dropout") != 0:
-        args.notes.append("lora_dropout: adapters have no dropout here")
-    targets = [] if layers == "all-linear" else re.findall(r"[^\s,]+", layers)
-    return {
-        "adapter": "lora",
-        "adapter.rank": as_word(rank),
-        "adapter.alpha": as_word(alpha),
-        "adapter.targets": as_word(targets),
-    }

@@ -36,7 +36,7 @@ def _measured(points: Sequence[ReportPoint]) -> list[ReportPoint]:
 
 
 def _bar(point: ReportPoint, lengths: Sequence[float], **more: Any) -> Bar:
-    return Bar(point.label, tuple(lengths), point.number, place=point.place, **more)
+    return Bar(f"{point.place}  {point.label}".strip(), tuple(lengths), point.number, **more)
 
 
 # ---- speed ----------------------------------------------------------------------------------------------------------

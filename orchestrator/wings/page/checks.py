@@ -15,13 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.config.lossy import exact_form, lossy_words
-from orchestrator.wings.page.report_points import ReportPoint, is_finite
+from orchestrator.wings.page.report_points import ReportPoint, is_finite, some_of
 
 LOSS_SHARE = 0.02
 NOISY_SHARE = 0.2  # of the median, between the ends of a row's range
 DRIFT_SHARE = 0.1
 LEAST_STEPS = 9  # to tell a drift: three thirds of three
-NAMED = 6
 # Groups of the configuration that decide what is learned, apart from rounding.
 LEARNING = ("seed", "model", "adapter", "data", "optimizer", "scheduler")
 
@@ -106,6 +105,4 @@ def _work(config: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 
 
 def _listed(values: Mapping[str, str]) -> str:
-    named = [f"{label} ({value})" for label, value in list(values.items())[:NAMED]]
-    more = len(values) - NAMED
-    return ", ".join(named) + (f" and {more} more" if more > 0 else "")
+    return some_of([f"{label} ({value})" for label, value in values.items()])

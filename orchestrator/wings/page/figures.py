@@ -9,18 +9,6 @@ from orchestrator.wings.page import bar_figures, plane_figures
 from orchestrator.wings.page.bar_figures import Figure
 from orchestrator.wings.page.report_points import ReportPoint
 
-NAMES = (
-    "speed",
-    "memory",
-    "speed_and_memory",
-    "phases",
-    "sent",
-    "learning",
-    "scaling",
-    "main_effects",
-    "what_mattered",
-)
-
 
 def settings_of(points: Sequence[ReportPoint]) -> list[Varied]:
     """The settings that vary between the points, with their values in the order of the points."""
@@ -32,16 +20,13 @@ def figures_of(points: Sequence[ReportPoint]) -> list[Figure]:
     """The pictures for which there are numbers; none for no points."""
     if not points:
         return []
-    settings = settings_of(points)
     found = (
         bar_figures.speed(points),
         bar_figures.memory(points),
-        plane_figures.speed_and_memory(points, settings),
+        plane_figures.speed_and_memory(points, settings_of(points)),
         bar_figures.phases(points),
         bar_figures.sent(points),
         plane_figures.learning(points),
         plane_figures.scaling(points),
-        plane_figures.main_effects(points, settings),
-        plane_figures.what_mattered(points, settings),
     )
     return [figure for figure in found if figure is not None]

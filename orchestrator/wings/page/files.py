@@ -27,5 +27,5 @@ def part(sweep: SweepPaths, rows: Sequence[Ranked], *, with_png: bool) -> Report
     files: dict[Path, str | bytes] = {sweep.page: page.page(sweep.name, points, drawn, facts_of(sweep))}
     if with_png:
         shown = [figure.picture for figure in [*drawn, *more[:PNG_MORE]]]
-        files[sweep.picture] = canvas.png(sweep.name, shown, PNG_FACTOR)
+        files[sweep.picture] = canvas.png(shown, PNG_FACTOR)
     return ReportPart(page.markdown(points, drawn, sweep.pictures.name), pictures, files)

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from orchestrator.report.summary import run_command, training_rows
 from orchestrator.text.streams import one_line
-from orchestrator.wings.page.report_points import ReportPoint, group_of
+from orchestrator.wings.page.report_points import ReportPoint, group_of, some_of
 
 UNSHOWN = ("output", "tracking")  # of the configuration: where a run is recorded
-NAMED = 6
 
 
 class PointDetails(NamedTuple):
@@ -77,13 +76,8 @@ def environment(points: Sequence[ReportPoint]) -> dict[str, str]:
         groups: dict[str, list[str]] = {}
         for point, one in zip(measured, several, strict=True):
             groups.setdefault(one.get(name, "not recorded"), []).append(point.label)
-        found[f"{name} differs"] = "; ".join(f"{value}: {_few(labels)}" for value, labels in groups.items())
+        found[f"{name} differs"] = "; ".join(f"{value}: {some_of(labels)}" for value, labels in groups.items())
     return found
-
-
-def _few(labels: Sequence[str]) -> str:
-    more = len(labels) - NAMED
-    return ", ".join(labels[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def details(points: Sequence[ReportPoint]) -> tuple[dict[str, str], list[PointDetails]]:

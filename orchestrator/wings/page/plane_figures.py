@@ -1,4 +1,4 @@
-"""The report's pictures of relations: speed and memory, steps and loss, ranks and speed, settings and changes. Pure."""
+"""The report's pictures of relations: speed and memory, steps and loss, ranks and speed. Pure."""
 
 from __future__ import annotations
 
@@ -6,25 +6,19 @@ import math
 from collections.abc import Sequence
 
 from orchestrator.report.varied import Varied
-from orchestrator.text.units import change_text, digits, many, size
+from orchestrator.text.units import digits, size
 from orchestrator.wings.page.bar_figures import Figure
-from orchestrator.wings.page.charts import bars
-from orchestrator.wings.page.charts.bar_data import Bar, BarChart, BarPart
 from orchestrator.wings.page.charts.canvas import AxisUnit, LegendEntry, size_unit
-from orchestrator.wings.page.charts.effects import EffectRow, Panel, effects
-from orchestrator.wings.page.charts.palette import OTHERS, PAINTS, SERIES, SeriesStyle
+from orchestrator.wings.page.charts.palette import SERIES, SeriesStyle
 from orchestrator.wings.page.charts.planes import Dot, LineSeries, Plane, curves, scatter
-from orchestrator.wings.page.matched import changes, other_than, pareto, share, share_of_ranges
 from orchestrator.wings.page.report_points import ReportPoint, group_of, length
 from orchestrator.wings.page.scaling import WORDS, Scaling, scalings, world_of
 
 PERCENT = AxisUnit("%", 0.01)
-MOST_LEVELS = 12  # of a setting that are drawn
 MOST_CURVES = len(SERIES)  # with a style and a name of their own
 MOST_STEPS = 2000  # of a curve: more than a picture has columns
 PALE = SeriesStyle("grey", "circle")
-LEAST_SHARE = 0.001
-NOISE = PAINTS[-1]
+MOST_NAMED = 8  # points of the front
 
 
 # ---- speed against memory -------------------------------------------------------------------------------------------
@@ -38,7 +32,7 @@ def speed_and_memory(points: Sequence[ReportPoint], settings: Sequence[Varied]) 
         return None
     styles, legend = _styles([point for point, _, _ in places], settings)
     front = pareto([(bytes_, speed) for _, speed, bytes_ in places])
-    named = {at: places[at][0].label for at in (range(len(places)) if len(places) <= 10 else front)}
+    named = {at: places[at][0].label for at in front[:MOST_NAMED]}
     dots = [
         Dot(
             bytes_,
@@ -62,7 +56,7 @@ def speed_and_memory(points: Sequence[ReportPoint], settings: Sequence[Varied]) 
         legend,
         front=tuple((places[at][2], places[at][1]) for at in front),
     )
-    names = ", ".join(places[at][0].label for at in front[:8]) + (" and more" if len(front) > 8 else "")
+    names = ", ".join(named.values()) + (" and more" if len(front) > len(named) else "")
     caption = (
         "Up and left is better. Dashed: the Pareto front, which are the points that no other beats in both speed and "
         f"memory, by their medians: {names}."
@@ -96,6 +90,16 @@ def _styles(
 
 def _sign(setting: Varied, level: str, style: SeriesStyle) -> LegendEntry:
     return LegendEntry(f"{setting.name}={level}", style, with_line=False)
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+    """The points (cost, gain) that no other beats in one without being worse in the other, by growing cost."""
+    order = sorted(range(len(points)), key=lambda at: (points[at][0], -points[at][1]))
+    front: list[int] = []
+    for at in order:
+        if not front or points[at][1] > points[front[-1]][1]:
+            front.append(at)
+    return front
 
 
 # ---- learning -------------------------------------------------------------------------------------------------------
@@ -175,8 +179,6 @@ def scaling(points: Sequence[ReportPoint]) -> Figure | None:
     caption = "100 %: each rank is as fast as one of the baseline, which has the fewest ranks. "
     caption += f"{kinds[:1].upper()}{kinds[1:]}."
     caption += f" Not drawn: {len(series) - len(named)} more series." if len(series) > len(named) else ""
-    if any(one.threads_differ for one in named):
-        caption += " The threads of a rank differ between points, which changes the speed of a rank too."
     return Figure("scaling", curves(plane, lines), caption)
 
 
@@ -185,66 +187,3 @@ def _scaling_line(one: Scaling, style: SeriesStyle) -> LineSeries:
     places = tuple((math.log2(world_of(point)), share[1]) for point, share in zip(one.points, shares, strict=True))
     name = f"{one.kind}: from {one.base.label}"
     return LineSeries(name, places, style, spreads=tuple((low, high) for low, _, high in shares))
-
-
-# ---- what settings changed ------------------------------------------------------------------------------------------
-
-
-def main_effects(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> Figure | None:
-    """What each value of each setting changed in speed and memory; None if no two points are matched."""
-    speeds = [point.speed for point in points]
-    sizes = [float(point.memory_bytes) if point.memory_bytes else None for point in points]
-    rows = [row for setting in settings for row in _effect_rows(setting, settings, speeds, sizes)]
-    if not rows:
-        return None
-
-    def text(change: float) -> str:
-        return change_text(1 + change)
-
-    panels = (Panel("tokens/s", PERCENT, SERIES[0], text), Panel("memory of a rank", PERCENT, SERIES[1], text))
-    caption = (
-        "Pairs of points that differ in one setting alone, against its first value. Dot: the median change. Line: from "
-        "the smallest to the largest; a long one says that the change depends on the other settings, or is noise."
-    )
-    return Figure("main_effects", effects("What each setting changed", panels, rows), caption)
-
-
-def _effect_rows(
-    setting: Varied, settings: Sequence[Varied], speeds: Sequence[float | None], sizes: Sequence[float | None]
-) -> list[EffectRow]:
-    others, levels = other_than(settings, setting), setting.levels
-    by_speed, by_size = (changes(setting, others, values, levels[0]) for values in (speeds, sizes))
-    rows = []
-    for level in levels[1:]:
-        if level in by_speed:
-            both = (by_speed[level][:3], by_size[level][:3] if level in by_size else None)
-            rows.append(EffectRow(level, both, many(by_speed[level].pairs, "pair")))
-    if not rows:
-        return []
-    more = len(rows) - MOST_LEVELS
-    left_out = [EffectRow(f"and {many(more, 'value')} more")] if more > 0 else []
-    return [EffectRow(f"{setting.name}, against {levels[0]}", heading=True), *rows[:MOST_LEVELS], *left_out]
-
-
-def what_mattered(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> Figure | None:
-    """The share of each setting in the variance of speed; None with fewer than two settings that tell."""
-    speeds = [point.speed for point in points]
-    found = [(setting, share(setting, other_than(settings, setting), speeds)) for setting in settings]
-    known = sorted(((one, value) for one, value in found if value is not None), key=lambda pair: -pair[1])
-    if len(known) < 2:
-        return None
-    noise = share_of_ranges([point.speed_range for point in points], speeds)
-    shares = [(setting.name, value, OTHERS) for setting, value in known]
-    shares += [("ranges of the rows", noise, NOISE)] if noise is not None else []
-    rows = tuple(
-        Bar(name, (value,), note=f"{100 * value:.0f} %" if value >= LEAST_SHARE else "none", paint=paint)
-        for name, value, paint in shares
-    )
-    chart = BarChart("What mattered for speed", "share of the variance", PERCENT, (BarPart("share", OTHERS),), rows)
-    caption = (
-        "By how much tokens/s would still vary if all other settings were fixed, as a share of the variance of its "
-        "logarithm (Sobol's total index). Settings that act together are counted in each of them. Hatched: what points "
-        "would vary by if they differed by half of their ranges alone; a setting whose bar is no longer cannot be told "
-        "from noise."
-    )
-    return Figure("what_mattered", bars.picture_of(chart), caption)

@@ -16,6 +16,7 @@ from orchestrator.report import ranking
 from orchestrator.report.entry import Entry
 from orchestrator.report.ranking import Ranked
 
+NAMED = 6
 CURVE_BYTES = 4 << 20  # of the events of a point; of a longer run, the end is drawn
 TRAINING_BYTES = 64 << 20  # the same of a training to an end, of which the whole curve is wanted: 200,000 steps
 
@@ -158,6 +159,12 @@ def _learned(attempt: AttemptPaths, *, trains: bool) -> tuple[tuple[StepReading,
         elif event["event"] == "validation" and is_finite(event["step"]) and is_finite(event["loss"]):
             validations[event["step"]] = event["loss"]
     return tuple(steps[step] for step in sorted(steps)), tuple(sorted(validations.items()))
+
+
+def some_of(texts: Sequence[str]) -> str:
+    """The first of the texts, and how many more there are."""
+    more = len(texts) - NAMED
+    return ", ".join(texts[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def group_of(data: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:

@@ -11,11 +11,10 @@ from orchestrator.wings.page.report_points import ReportPoint, group_of, length
 # Settings that follow the number of ranks: points that differ only in these are one series.
 FOLLOWING = {"resources": ("ranks", "nodes", "threads"), "batch": ("global_size", "accumulation", "micro")}
 MOST_RANKS = 10**9  # a damaged record may have any number
-WEAK, STRONG, MIXED = "weak", "strong", "mixed"
+WEAK, STRONG = "weak", "strong"
 WORDS = {
     WEAK: "weak scaling: the batch of a rank is the same",
     STRONG: "strong scaling: the batch of all ranks is the same",
-    MIXED: "neither the batch of a rank nor that of all ranks is the same",
 }
 
 
@@ -38,11 +37,6 @@ class Scaling:
         each = base / world_of(self.base) * world_of(point)
         low, high = point.speed_range or (speed, speed)
         return low / each, speed / each, high / each
-
-    @property
-    def threads_differ(self) -> bool:
-        """Whether ranks of these points have different numbers of threads, which changes their speed too."""
-        return len({group_of(point.entry.config, "resources").get("threads") for point in self.points}) > 1
 
 
 def world_of(point: ReportPoint) -> int:
@@ -67,15 +61,12 @@ def scalings(points: Sequence[ReportPoint]) -> list[Scaling]:
 
 
 def _split(group: Sequence[ReportPoint]) -> list[tuple[str, list[ReportPoint]]]:
-    """The strong and the weak series of a group. With one point at each number of ranks, all of it is one series."""
+    """The strong and the weak series of a group."""
     by_all = _by(group, lambda point: length(group_of(point.result, "batch").get("tokens_per_step")))
     by_rank = _by(group, lambda point: length(group_of(point.result, "batch").get("tokens_per_step")) / world_of(point))
     strong = [members for members in by_all if _is_series(members)]
     weak = [members for members in by_rank if _is_series(members)]
-    series = [*((STRONG, members) for members in strong), *((WEAK, members) for members in weak)]
-    if series:
-        return series
-    return [(MIXED, list(group))] if len({world_of(point) for point in group}) == len(group) else []
+    return [*((STRONG, members) for members in strong), *((WEAK, members) for members in weak)]
 
 
 def _by(group: Sequence[ReportPoint], key: Callable[[ReportPoint], float]) -> list[list[ReportPoint]]:

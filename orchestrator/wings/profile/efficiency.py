@@ -53,12 +53,8 @@ def profile_rows(result: Mapping[str, Any]) -> list[Row]:
         peak = profile["peak_flops_per_s"] / TERA
         text = f"MFU {share_text(mfu)}, HFU {share_text(profile['hfu'])} of {peak:,.5g} TFLOP/s a GPU, dense"
         found.append(Row("utilisation", f"{text} ({profile['peak_source']})"))
-    elif (share := profile.get("share_of_matrix_peak")) is not None:
-        matrix = profile["matrix_flops_per_s"] / TERA
-        text = f"{share_text(share)} of the measured matrix peak, {matrix:,.4g} TFLOP/s a rank in a large product"
-        found.append(Row("utilisation", f"{text}; no MFU: the CPU has no data sheet here"))
     else:
-        found.append(Row("utilisation", "no MFU: conf/hardware has no dense peak of this GPU and dtype"))
+        found.append(Row("utilisation", "no MFU: conf/hardware has no dense peak of this device and dtype"))
     where = " of ".join(filter(None, (profile["peak_phase"], profile["peak_module"]))) or "no phase"
     found.append(
         Row(

@@ -21,7 +21,6 @@ PROFILED = (
     "peak_flops_per_s",
     "mfu",
     "hfu",
-    "share_of_matrix_peak",
 )
 
 
@@ -43,11 +42,10 @@ def columns(entries: Sequence[Entry]) -> list[ExtraColumn]:
     """MFU, energy and cost; more of a profile in the page."""
     profiles = [(entry.result or {}).get("profile") or {} for entry in entries]
     prices = {price.currency for entry in entries if (price := costs.price_of(entry.config))}
-    shares, rates = ([one.get(key) for one in profiles] for key in ("share_of_matrix_peak", "model_flops_per_s"))
+    rates = [one.get("model_flops_per_s") for one in profiles]
     money = [costs.cost_per_billion(one.config, one.result) for one in entries]
     return [
         ExtraColumn("MFU", [one.get("mfu") for one in profiles], share_text),
-        ExtraColumn("of matrix peak", shares, share_text, on_screen=False),
         ExtraColumn("TFLOP/s", rates, lambda rate: significant(rate / TERA), on_screen=False),
         ExtraColumn("J/token", [costs.joules_per_token(entry.result) for entry in entries], significant),
         ExtraColumn(costs.column_name(prices), money, significant),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.report.summary import Table
-from orchestrator.text.units import ABSENT, digits, percent, size
+from orchestrator.text.units import ABSENT, percent, size
 from orchestrator.wings.page.bar_figures import Figure
 from orchestrator.wings.page.page import rendered
 from orchestrator.wings.page.report_points import ReportPoint, length
@@ -15,14 +15,10 @@ from orchestrator.wings.profile.efficiency import profile_rows
 from orchestrator.wings.profile.profile_figures import (
     MOST_PROFILES,
     NAMES,
-    WAYS,
     ShownProfile,
-    flops_text,
     place_of,
     shown_profiles,
 )
-
-MOST_MODULES = 40
 
 
 def section(points: Sequence[ReportPoint]) -> str:
@@ -51,7 +47,6 @@ def _profile(shown: ShownProfile) -> dict[str, Any]:
         "figures": shown.figures,
         "place": place_of(point.profile["peak"]),
         "holders": holders_table(point.profile),
-        "modules": modules_table(point.profile),
         "folder": str(Path(point.entry.folder) / "traces"),
     }
 
@@ -75,20 +70,6 @@ def holders_table(profile: Mapping[str, Any]) -> Table:
     if rest > 0:
         rows.append(("all others", ABSENT, size(rest), percent(rest, total), ABSENT, ABSENT))
     return Table(("component", "module or unit", "bytes", "share", "tensors", "largest"), tuple(rows), names=2)
-
-
-def modules_table(profile: Mapping[str, Any]) -> Table:
-    """Time and operations of the modules, then the time that belongs to none."""
-    rows = []
-    for one in profile["modules"][:MOST_MODULES]:
-        ms = sum(length(one[f"{way}_ms"]) for way in WAYS)
-        flops = sum(length(one[f"{way}_flops"]) for way in WAYS)
-        times = (digits(length(one[f"{way}_ms"])) for way in WAYS)
-        rate = f"{flops_text(flops / ms * 1e3)}/s" if flops and ms else ABSENT
-        rows.append((one["name"], *times, flops_text(flops) if flops else ABSENT, rate))
-    for name, ms in sorted(profile["outside_ms"].items(), key=lambda one: -length(one[1])):
-        rows.append((f"in no module: {name.replace('_', ' ')}", digits(length(ms)), *[ABSENT] * 4))
-    return Table(("module", *(f"{way} [ms]" for way in WAYS), "operations", "rate"), tuple(rows))
 
 
 def markdown(points: Sequence[ReportPoint], folder: str) -> list[str]:

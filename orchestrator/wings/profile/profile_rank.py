@@ -5,14 +5,12 @@ MFU (PaLM, arXiv 2204.02311, appendix B) is the model's operations per second as
 The operations are counted by kernel and not taken from 6N + 12LHQT, which they equal for a transformer without causal
 kernels; see [Note: model operations] in zero_runtime/profile/flops.py. The time is the median of the measured steps,
 never of profiled ones. HFU is the same of all operations that ran. A peak is that of a data sheet in conf/hardware; for
-other hardware there is none. CPU ranks measure what a large matrix product reaches on all of them at the same time:
-their share of that has a name of its own.
+other hardware there is none.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,11 +23,8 @@ from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.wings.predict.rough_time import peak_flops_per_s
 from orchestrator.worker.listeners import Listener
-from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.profile.step_profile import profile_step
 from zero_runtime.runtime import ZeroRuntime
-
-MATRIX_SIDE, MATRIX_TIMES = 1024, 5  # of the products that a CPU's ranks time
 
 
 class Profile(Listener):
@@ -71,7 +66,6 @@ def profiled(
         return {"profile_failed": "; ".join(failed)} if rank.rank == 0 else {}
     highest = max(ranks, key=lambda one: one["peak_bytes"])["rank"]
     shown = runtime.collectives.gather_objects(own if rank.rank == highest else {})[highest]
-    matrix = _matrix_flops_per_s(config, runtime)
     if rank.rank != 0:
         return {}
     try:
@@ -79,7 +73,7 @@ def profiled(
     except OSError as error:
         return {"profile_failed": f"rank 0: {attempt.profile} could not be written: {error}"}
     step_s = result["throughput"]["step_ms"]["median"] / 1e3
-    return {"profile": {**_rates(config, runtime, ranks, matrix, step_s), **_where(shown, ranks, highest)}}
+    return {"profile": {**_rates(config, runtime, ranks, step_s), **_where(shown, ranks, highest)}}
 
 
 def _own(
@@ -104,15 +98,13 @@ def _brief(own: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rates(
-    config: RunConfig, runtime: ZeroRuntime, ranks: list[dict[str, Any]], matrix: float | None, step_s: float
-) -> dict[str, Any]:
+def _rates(config: RunConfig, runtime: ZeroRuntime, ranks: list[dict[str, Any]], step_s: float) -> dict[str, Any]:
     """Operations of all ranks, and their shares of peaks. See [Note: MFU]."""
     model, executed = (sum(one[key] for one in ranks) for key in ("model_flops", "executed_flops"))
     peak, source = _peak(config, runtime.device)
 
-    def share(flops: float, of: float | None) -> float | None:
-        return None if not of else flops / step_s / (of * len(ranks))
+    def share(flops: float) -> float | None:
+        return None if not peak else flops / step_s / (peak * len(ranks))
 
     return {
         "model_flops_per_step": model,
@@ -120,10 +112,8 @@ def _rates(
         "model_flops_per_s": model / step_s,
         "peak_flops_per_s": peak,
         "peak_source": source,
-        "mfu": share(model, peak),
-        "hfu": share(executed, peak),
-        "matrix_flops_per_s": matrix,
-        "share_of_matrix_peak": share(model, matrix),
+        "mfu": share(model),
+        "hfu": share(executed),
     }
 
 
@@ -149,20 +139,3 @@ def _peak(config: RunConfig, device: torch.device) -> tuple[float | None, str | 
     node = config.hardware if config.hardware.is_described else data_sheet(torch.cuda.get_device_name(device))
     peak = None if node is None else peak_flops_per_s(config, node)
     return peak, None if node is None or peak is None else f"hardware={node.name}"
-
-
-def _matrix_flops_per_s(config: RunConfig, runtime: ZeroRuntime) -> float | None:
-    """Operations per second of a large matrix product in the dtype that is computed in, on all CPU ranks together: the
-    mean over the ranks of each one's fastest. None on a GPU, whose peak is that of its data sheet."""
-    if runtime.device.type != "cpu":
-        return None
-    dtype = TORCH_DTYPE[config.precision.mixed.compute or config.precision.mixed.param]
-    one = torch.ones((MATRIX_SIDE, MATRIX_SIDE), dtype=dtype)
-    seconds = []
-    runtime.collectives.gather_objects(None)  # all begin together
-    for _ in range(MATRIX_TIMES):
-        began = time.perf_counter()
-        one @ one
-        seconds.append(time.perf_counter() - began)
-    rates = runtime.collectives.gather_objects(2 * MATRIX_SIDE**3 / min(seconds))
-    return float(sum(rates) / len(rates))

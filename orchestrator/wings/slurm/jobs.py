@@ -27,12 +27,10 @@ from orchestrator.wings.slurm.tools import (
     JobPhase,
     JobSight,
     ask,
-    read_scontrol_job,
 )
 
 Sent = tuple[AttemptPaths, RunConfig]
 AT_ONCE = 500  # job ids on one command line
-FEW = 16  # single-job queries in one look
 ALL = 1 << 20  # no throttle: without a value, submitit takes 256
 
 
@@ -197,15 +195,9 @@ class SlurmQueue:
 
 
 def _from_controller(ids: Sequence[str]) -> dict[str, JobSight]:
-    """The states from squeue; if it does not know our columns, from scontrol for at most FEW jobs."""
+    """The states from squeue, which knows jobs for some minutes after their end."""
     queue = _states_from(slurm_tools.squeue_words(ids), slurm_tools.read_squeue)
-    if queue is not None:
-        return {job: queue.get(job, DENIED) for job in ids}
-    sights = {}
-    for job in ids[:FEW]:
-        answer = _states_from(["scontrol", "-o", "show", "job", job], lambda text: {"": read_scontrol_job(text)})
-        sights[job] = UNSEEN if answer is None else answer.get("", DENIED)
-    return sights
+    return {job: UNSEEN if queue is None else queue.get(job, DENIED) for job in ids}
 
 
 def _states_from(words: Sequence[str], read: Callable[[str], dict[str, JobSight]]) -> dict[str, JobSight] | None:

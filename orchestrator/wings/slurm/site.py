@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from orchestrator.config.schema import Device, RunConfig
@@ -12,12 +11,6 @@ from orchestrator.config.strict import nearest
 from orchestrator.wings.slurm.tools import ask, read_limit_min, rows_of
 
 SINFO_FIELDS = "%P|%a|%l|%D|%c|%m|%G"
-# File systems in /proc/mounts that several machines can see. Any other is probably a local disk of one machine.
-SHARED = (
-    *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "panfs", "wekafs", "orangefs", "afs", "cifs"),
-    *("smb3", "9p", "virtiofs", "pvfs2", "ocfs2", "gfs2"),
-)
-MOUNTS = Path("/proc/mounts")
 
 
 class NodeKind(NamedTuple):
@@ -42,16 +35,6 @@ def problems(configs: Iterable[RunConfig]) -> list[str]:
 
 def _node_kinds() -> list[NodeKind]:
     return read_sinfo(ask(["sinfo", "--noheader", "--exact", "--format", SINFO_FIELDS]))
-
-
-def cautions(configs: Iterable[RunConfig]) -> list[str]:
-    """Possible problems that cannot be checked from this machine."""
-    kinds = {config.output: file_system(Path(config.output)) for config in configs}
-    return [
-        f"output={output} is on {kind}, which other nodes may not see: choose an output on a shared drive"
-        for output, kind in kinds.items()
-        if kind and kind not in SHARED and not kind.startswith("fuse")
-    ]
 
 
 def read_sinfo(text: str) -> list[NodeKind]:
@@ -145,26 +128,6 @@ def _nodes_problem(config: RunConfig, name: str, own: Sequence[NodeKind]) -> str
 def _partition_problem(name: str, why: str, others: Sequence[str]) -> str:
     fix = "   or   ".join(f"cluster.partition={other}" for other in others)
     return f"cluster.partition={name}: {why}" + (f"      fix: {fix}" if fix else "")
-
-
-def file_system(path: Path) -> str:
-    """The type of the file system that holds a path, which need not exist yet; "" if unknown."""
-    try:
-        lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    real = path.expanduser().absolute()
-    while not real.exists():
-        real = real.parent
-    real = real.resolve()
-    best, kind = -1, ""
-    for line in lines:
-        _, folder, type_name, *_ = line.split()
-        where = folder.replace("\\040", " ")
-        # The longest mount point that contains the path counts; of equal ones the later, which hides the earlier.
-        if real.is_relative_to(where) and len(where) >= best:
-            best, kind = len(where), type_name
-    return kind
 
 
 def hardware_name(config: RunConfig) -> str:

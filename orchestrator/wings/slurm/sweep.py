@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from orchestrator.config.schema import Device, RunConfig, from_dict
-from orchestrator.launch.cluster import Preflight, SentPoints, SweepCluster
+from orchestrator.launch.cluster import SentPoints, SweepCluster
 from orchestrator.launch.local_run import record
 from orchestrator.launch.rank import ENTRY
 from orchestrator.machine.hardware import Hardware
@@ -39,8 +39,8 @@ class SlurmCluster(SweepCluster):
     def namer(self, hardware: Hardware) -> Callable[[RunConfig], str]:
         return _node_names()
 
-    def preflight(self, configs: Sequence[RunConfig]) -> Preflight:
-        return Preflight(site.problems(configs), site.cautions(configs))
+    def preflight(self, configs: Sequence[RunConfig]) -> list[str]:
+        return site.problems(configs)
 
     def cost(self, configs: Sequence[RunConfig]) -> list[Row]:
         """An upper bound, from the time limits of the points."""

@@ -45,9 +45,8 @@ PHASES = {
 class JobSight(NamedTuple):
     """The scheduler's description of one job.
 
-    reason: why it waits, or how it ended. exit_code: "code:signal" as SLURM writes it, empty while it runs. restarts:
-    how often it was requeued. began, est_start: seconds since the epoch; its latest start, and the start that the
-    scheduler expects.
+    reason: why it waits, or how it ended. exit_code: "code:signal" as SLURM writes it, empty while it runs. began,
+    est_start: seconds since the epoch; its latest start, and the start that the scheduler expects.
     """
 
     state: JobPhase = JobPhase.unknown
@@ -55,7 +54,6 @@ class JobSight(NamedTuple):
     reason: str = ""
     exit_code: str = ""
     nodes: str = ""
-    restarts: int = 0
     began: float | None = None
     est_start: float | None = None
 
@@ -102,7 +100,7 @@ def outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
 # ---- jobs -----------------------------------------------------------------------------------------------------------
 
 SACCT_FIELDS = ("JobID", "State", "ExitCode", "NodeList", "Start", "Reason")
-SQUEUE_FIELDS = ("JobArrayID", "State", "Reason", "RestartCnt", "exit_code", "StartTime", "NodeList")
+SQUEUE_FIELDS = ("JobArrayID", "State", "Reason", "exit_code", "StartTime", "NodeList")
 
 
 def sacct_words(ids: Sequence[str]) -> list[str]:
@@ -128,9 +126,9 @@ def read_sacct(text: str) -> dict[str, JobSight]:
 def read_squeue(text: str) -> dict[str, JobSight]:
     """Parses squeue's output by job id."""
     sights: dict[str, JobSight] = {}
-    for job, state, reason, restarts, status, start, nodes in rows_of(text, len(SQUEUE_FIELDS)):
+    for job, state, reason, status, start, nodes in rows_of(text, len(SQUEUE_FIELDS)):
         code = f"{int(status) >> 8}:{int(status) & 0x7F}" if status.isdigit() else ""
-        sights |= dict.fromkeys(expand_ids(job), _sight(state, reason, code, nodes, start, int(restarts or 0)))
+        sights |= dict.fromkeys(expand_ids(job), _sight(state, reason, code, nodes, start))
     return sights
 
 
@@ -147,17 +145,16 @@ def read_scontrol_job(text: str) -> JobSight:
     facts = fields_of(text)
     if "JobState" not in facts:
         return UNSEEN
-    sight = _sight(
+    return _sight(
         facts["JobState"],
         facts.get("Reason", ""),
         facts.get("ExitCode", ""),
         facts.get("NodeList", ""),
         facts.get("StartTime", ""),
     )
-    return sight._replace(restarts=int(facts.get("Restarts", "0")))
 
 
-def _sight(state: str, reason: str, code: str, nodes: str, start: str, restarts: int = 0) -> JobSight:
+def _sight(state: str, reason: str, code: str, nodes: str, start: str) -> JobSight:
     name = state.split()[0].rstrip("+") if state.split() else ""  # "CANCELLED by 1000"
     phase = PHASES.get(name, JobPhase.unknown)
     when = read_time(start)
@@ -167,7 +164,6 @@ def _sight(state: str, reason: str, code: str, nodes: str, start: str, restarts:
         "" if reason in NONE else reason,
         code if phase is JobPhase.ended else "",
         "" if nodes in NONE else nodes,
-        restarts,
         began=when if phase is not JobPhase.pending else None,
         est_start=when if phase is JobPhase.pending else None,
     )

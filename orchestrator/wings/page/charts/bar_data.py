@@ -27,8 +27,7 @@ class Bar:
 
     lengths: of its parts, in the order of the chart's. spread: the ends of its whisker. outline: a length to compare
     with. tick: a further value on it. note: written at its end. paint: in place of that of its only part. key: the
-    number of its row in the table, if it has one. place: written before its label. lacking: it has no value; a cross
-    stands at 0.
+    number of its row in the table, if it has one. lacking: it has no value; a cross stands at 0.
     """
 
     label: str
@@ -39,7 +38,6 @@ class Bar:
     tick: float | None = None
     note: str = ""
     paint: Paint | None = None
-    place: str = ""
     lacking: bool = False
 
     @property
@@ -76,12 +74,11 @@ class BarChart:
         return entries
 
 
-def axis_end(chart: BarChart, bars: Sequence[Bar] | None = None) -> float:
-    """The highest value of the axis, which starts at 0. bars: those that are drawn, if not all are."""
-    bars = chart.bars if bars is None else bars
-    solid = [end for bar in bars for end in (bar.total, bar.tick or 0.0, bar.spread[1] if bar.spread else 0.0)]
+def axis_end(chart: BarChart) -> float:
+    """The highest value of the axis, which starts at 0."""
+    solid = [end for bar in chart.bars for end in (bar.total, bar.tick or 0.0, bar.spread[1] if bar.spread else 0.0)]
     needed = max(solid, default=0.0)
-    others = [bar.outline for bar in bars if bar.outline is not None]
+    others = [bar.outline for bar in chart.bars if bar.outline is not None]
     others += [chart.limit] if chart.limit is not None else []
     if needed <= 0:
         needed = min(others, default=0.0) or 1.0

@@ -1,4 +1,4 @@
-"""Draws a bar chart: a row with its name for each bar, or thin columns if there are too many for names."""
+"""Draws a bar chart: a row with its name for each bar."""
 
 from __future__ import annotations
 
@@ -6,19 +6,36 @@ from typing import Any
 
 from orchestrator.wings.page.charts import canvas
 from orchestrator.wings.page.charts.bar_data import Bar, BarChart, axis_end, stacked
-from orchestrator.wings.page.charts.canvas import SMALL_PX, WIDTH, Picture, text_width
+from orchestrator.wings.page.charts.canvas import Picture
 from orchestrator.wings.page.charts.palette import LIGHT, SeriesStyle
 
-MOST_ROWS = 32
+MOST_ROWS = 40
 ROW_PX, BAR = 21.0, 0.62  # a row's height, and the part of it that is its bar
 LABEL_LETTERS = 40
-COLUMNS_HEIGHT = 260.0
 LACKING = SeriesStyle("vermilion", "cross")
 
 
 def picture_of(chart: BarChart) -> Picture:
-    """The chart as a picture of the width of all pictures."""
-    return _columns(chart) if len(chart.bars) > MOST_ROWS else _rows(chart)
+    """The chart as a picture of the width of all pictures, of its first rows."""
+    rows, end = chart.bars[:MOST_ROWS], axis_end(chart)
+    picture = canvas.blank(chart.title, chart.legend(), len(rows) * ROW_PX)
+    axes = picture.axes
+    axes.set(xlim=(0, end), ylim=(max(len(rows), 1), 0))
+    more = "" if len(rows) == len(chart.bars) else f" (the first {len(rows)} of {len(chart.bars)} rows)"
+    canvas.numbers(axes, "x", chart.unit, chart.axis)
+    axes.set_xlabel(axes.get_xlabel() + more)
+    middles = [number + 0.5 for number in range(len(rows))]
+    axes.set_yticks(middles, [canvas.shortened(bar.label, LABEL_LETTERS) for bar in rows], parse_math=False)
+    axes.tick_params(axis="y", labelleft=True, labelsize=canvas.FONT_PX, labelcolor=LIGHT["ink"])
+    if chart.limit is not None and chart.limit <= end:
+        picture.mark(axes.axvline(chart.limit, color=LIGHT["vermilion"], linewidth=2, zorder=3), tip=chart.limit_name)
+    for bar, middle, name in zip(rows, middles, axes.get_yticklabels(), strict=True):
+        across = axes.get_yaxis_transform()  # x from 0 to 1 over the axes
+        note = picture.text(1.01, middle, bar.note, color=LIGHT["muted"], va="center", transform=across)
+        for artist in (name, note, *_row_of(chart, bar, axes, middle)):
+            picture.mark(artist, bar.key)
+        picture.mark(axes.axhspan(middle - 0.5, middle + 0.5, color="none"), bar.key, _tip(chart, bar))
+    return picture
 
 
 def _tip(chart: BarChart, bar: Bar) -> str:
@@ -28,104 +45,27 @@ def _tip(chart: BarChart, bar: Bar) -> str:
         for part, start, end in stacked(bar, chart.parts)
         if len(chart.parts) > 1
     ]
-    return "; ".join(filter(None, [f"{bar.place} {bar.label}".strip(), *parts, bar.note]))
-
-
-def _line(axes: Any, ends: tuple[tuple[float, float], tuple[float, float]], **look: Any) -> Any:
-    (line,) = axes.plot(*zip(*ends, strict=True), **{"color": LIGHT["ink"], "linewidth": 2, "clip_on": False, **look})
-    return line
-
-
-# ---- a row for each bar ---------------------------------------------------------------------------------------------
-
-
-def _rows(chart: BarChart) -> Picture:
-    places = max((text_width(bar.place) for bar in chart.bars), default=0.0)
-    names = max((text_width(canvas.shortened(bar.label, LABEL_LETTERS)) for bar in chart.bars), default=0.0)
-    notes = max((text_width(bar.note, SMALL_PX) for bar in chart.bars), default=0.0)
-    left = 8 + places + (8 if places else 0) + names + 8
-    right = max(WIDTH - notes - 16, left + 120)
-    height = len(chart.bars) * ROW_PX + 4
-    picture, top = canvas.blank(chart.title, chart.legend(), height, max(WIDTH, right + notes + 16))
-    axes = picture.axes(left, right, top, top + height)
-    axes.set(xlim=(0, axis_end(chart) / chart.unit.divisor), ylim=(len(chart.bars) + 2 / ROW_PX, -2 / ROW_PX))
-    canvas.numbers(axes, "x", chart.unit.named(chart.axis))
-    if chart.limit is not None and chart.limit <= axis_end(chart):
-        at = chart.limit / chart.unit.divisor
-        picture.mark(axes.axvline(at, color=LIGHT["vermilion"], linewidth=2, zorder=3), tip=chart.limit_name)
-    for number, bar in enumerate(chart.bars):
-        down = top + (number + 0.5) * ROW_PX + 6
-        name = canvas.shortened(bar.label, LABEL_LETTERS)
-        picture.mark(picture.text(8, down, bar.place, fontsize=canvas.FONT_PX, color=LIGHT["muted"]), bar.key)
-        picture.mark(picture.text(left - 8, down, name, fontsize=canvas.FONT_PX, ha="right"), bar.key)
-        picture.mark(picture.text(right + 8, down, bar.note, color=LIGHT["muted"]), bar.key)
-        for artist in _row_of(chart, bar, axes, number + 0.5):
-            picture.mark(artist, bar.key)
-        # One shape takes the mouse for the whole row, its texts included.
-        hit = picture.paper.barh(down - 4, picture.width, ROW_PX, color="none")[0]
-        picture.mark(hit, bar.key, _tip(chart, bar))
-    return picture
+    return "; ".join(filter(None, [bar.label, *parts, bar.note]))
 
 
 def _row_of(chart: BarChart, bar: Bar, axes: Any, middle: float) -> list[Any]:
-    unit, artists = chart.unit.divisor, list[Any]()
+    artists, axis_ends = list[Any](), axis_end(chart)
     for part, start, end in stacked(bar, chart.parts):
         look = canvas.paint_style(bar.paint or part.paint)
-        artists += axes.barh(middle, (end - start) / unit, BAR, left=start / unit, clip_on=False, zorder=2, **look)
+        artists += axes.barh(middle, end - start, BAR, left=start, clip_on=False, zorder=2, **look)
     if bar.lacking:
-        right = 7 / axes.bbox.width * axis_end(chart) / unit
-        artists += axes.plot([right], [middle], linestyle="none", **canvas.marker_style(LACKING, 4.5), zorder=3)
+        look = {"linestyle": "none", **canvas.marker_style(LACKING, 4.5)}
+        artists += axes.plot([0.01 * axis_ends], [middle], zorder=3, **look)
     if bar.outline is not None:
-        end = min(bar.outline, axis_end(chart)) / unit
+        end = min(bar.outline, axis_ends)
         artists += axes.barh(middle, end, BAR + 0.19, clip_on=False, zorder=4, **canvas.DASHED_STYLE)
-        if bar.outline > axis_end(chart):  # it goes on beyond the axis
+        if bar.outline > axis_ends:  # it goes on beyond the axis
             look = {"color": LIGHT["ink"], "linestyle": "none", "marker": 5, "markersize": 8, "clip_on": False}
             artists += axes.plot([end], [middle], zorder=4, **look)
     if bar.tick is not None:
-        at = bar.tick / unit
-        artists.append(_line(axes, ((at, middle - BAR * 0.75), (at, middle + BAR * 0.75)), zorder=4))
+        reach = BAR * 0.75
+        artists.append(axes.vlines(bar.tick, middle - reach, middle + reach, LIGHT["ink"], linewidth=2, zorder=4))
     if bar.spread is not None:
-        low, high = (end / unit for end in bar.spread)
+        low, high = bar.spread
         artists.append(canvas.whisker(axes, (low, middle), (high, middle), "ink"))
-    return artists
-
-
-# ---- a column for each bar ------------------------------------------------------------------------------------------
-
-
-def _columns(chart: BarChart) -> Picture:
-    bars = [bar for bar in chart.bars if not bar.lacking]
-    left_out = len(chart.bars) - len(bars)
-    picture, top = canvas.blank(chart.title, chart.legend(), COLUMNS_HEIGHT)
-    axes = picture.axes(74, WIDTH - 16, top, top + COLUMNS_HEIGHT)
-    highest = axis_end(chart, bars) / chart.unit.divisor
-    axes.set(xlim=(0.5, len(bars) + 0.5), ylim=(0, highest))
-    more = f"; {left_out} without a value are in the table" if left_out else ""
-    canvas.numbers(axes, "x", f"{len(bars)} points, in the order of the table{more}", 8)
-    axes.grid(visible=False, axis="x")
-    canvas.numbers(axes, "y", chart.unit.named(chart.axis))
-    if chart.limit is not None and chart.limit / chart.unit.divisor <= highest:
-        at = chart.limit / chart.unit.divisor
-        picture.mark(axes.axhline(at, color=LIGHT["vermilion"], linewidth=2, zorder=3), tip=chart.limit_name)
-    for number, bar in enumerate(bars, start=1):
-        for artist in _column_of(chart, bar, axes, number):
-            picture.mark(artist, bar.key)
-        hit = axes.bar(number, highest, 1, color="none", clip_on=False, zorder=9)[0]
-        picture.mark(hit, bar.key, _tip(chart, bar))
-    return picture
-
-
-def _column_of(chart: BarChart, bar: Bar, axes: Any, x: int) -> list[Any]:
-    unit, artists = chart.unit.divisor, list[Any]()
-    for part, start, end in stacked(bar, chart.parts):
-        look = canvas.paint_style(bar.paint or part.paint)
-        artists += axes.bar(x, (end - start) / unit, 0.85, bottom=start / unit, clip_on=False, zorder=2, **look)
-    for value, dash in ((bar.outline, (0, (2, 1))), (bar.tick, "-")):
-        if value is not None:
-            at = min(value / unit, axes.get_ylim()[1])
-            ends = ((x - 0.5, at), (x + 0.5, at))
-            artists.append(_line(axes, ends, linestyle=dash, linewidth=1.4, zorder=4))
-    if bar.spread is not None:
-        low, high = (end / unit for end in bar.spread)
-        artists.append(_line(axes, ((x, low), (x, high)), linewidth=1, zorder=4))
     return artists

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 from orchestrator.wings.page.charts.palette import DARK, LIGHT, Paint, SeriesStyle
 
 WIDTH = 760.0
-TITLE_HEIGHT, LEGEND_HEIGHT, AXIS_HEIGHT = 26.0, 19.0, 42.0
+TITLE_AXIS_PX, LEGEND_ROW_PX = 72.0, 17.0  # heights of a title with an axis' numbers and name, and of a row of names
 FONT_PX, SMALL_PX, TITLE_PX = 12, 11, 14
-SWATCH_PX = 16.0
-LETTER = 0.6  # the mean width of a letter by its height, or more, so that what is placed after a text stays clear of it
+LETTER_PX, SIGN_PX = 7.0, 52.0  # in a legend, about: the width of a letter, and of a sign with its margins
 DPI = 72  # of an SVG of matplotlib: a point is a pixel
 DASHED = "dashed"
 HATCH_DENSITY = 3
@@ -68,14 +67,14 @@ class LegendEntry(NamedTuple):
 
 @dataclass
 class Picture:
-    """A figure of matplotlib with its title and size. paper: axes over all of it, in pixels from its upper left corner.
-    marks: the key and the tip of each marked artist. drawn: its shapes as SVG, once they are needed."""
+    """A figure of matplotlib with one pair of axes. marks: the key and the tip of each marked artist. drawn: its shapes
+    as SVG, once they are needed."""
 
     title: str
     width: float
     height: float
     figure: Any
-    paper: Any
+    axes: Any
     marks: list[tuple[int | None, str]] = field(default_factory=list)
     drawn: str = ""
 
@@ -85,59 +84,54 @@ class Picture:
         self.marks.append((key, tip))
 
     def text(self, x: float, y: float, text: str, **more: Any) -> Any:
-        """A text at these pixels."""
-        return self.paper.text(x, y, text, **{"color": LIGHT["ink"], "parse_math": False, **more})
+        """A text at this place of the axes."""
+        return self.axes.text(x, y, text, **{"color": LIGHT["ink"], "parse_math": False, **more})
 
-    def axes(self, left: float, right: float, top: float, bottom: float) -> Any:
-        """Axes between these pixels, without a frame and without numbers."""
-        box = (left / self.width, 1 - bottom / self.height, (right - left) / self.width, (bottom - top) / self.height)
-        axes = self.figure.add_axes(box)
-        axes.patch.set_visible(False)
-        axes.spines[:].set_visible(False)
-        axes.set_axisbelow(True)
-        axes.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
-        axes.tick_params(labelsize=SMALL_PX, labelcolor=LIGHT["muted"], pad=6)
-        return axes
+    def name(self, point: tuple[float, float], text: str) -> Any:
+        """A text next to this point, towards the middle of the axes, so that it stays inside."""
+        side, right = ("left", 8) if point[0] <= sum(self.axes.get_xlim()) / 2 else ("right", -8)
+        look = {"ha": side, "color": LIGHT["ink"], "parse_math": False}
+        return self.axes.annotate(text, point, xytext=(right, 6), textcoords="offset points", **look)
 
 
-def blank(title: str, legend: Sequence[LegendEntry], height: float, width: float = WIDTH) -> tuple[Picture, float]:
-    """A picture of its title and legend, with `height` pixels between them and the axis below; and the pixel at which
-    these begin."""
+def blank(title: str, legend: Sequence[LegendEntry], height: float) -> Picture:
+    """A picture of its title and legend, whose axes have about this height, and neither a frame nor numbers."""
     # On a new machine it says that it lists the fonts, and without a home that its cache is temporary: to nobody's use.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from matplotlib.figure import Figure
 
-    places, x, y = [], 10.0, TITLE_HEIGHT
-    for entry in legend:
-        needed = SWATCH_PX + 20 + text_width(entry.name, SMALL_PX)
-        if x > 10 and x + needed > width:
-            x, y = 10.0, y + LEGEND_HEIGHT
-        places.append((entry, x, y + 8))
-        x += needed
-    top = y + (LEGEND_HEIGHT + 5 if legend else 4)
-    whole = top + height + AXIS_HEIGHT
-    figure = Figure(figsize=(width / DPI, whole / DPI), dpi=DPI)
+    longest = max((len(entry.name) for entry in legend), default=1)
+    columns = max(1, int(WIDTH // (longest * LETTER_PX + SIGN_PX)))
+    whole = TITLE_AXIS_PX + LEGEND_ROW_PX * -(-len(legend) // columns) + height
+    figure = Figure(figsize=(WIDTH / DPI, whole / DPI), dpi=DPI, layout="constrained")
     figure.patch.set_visible(False)
-    paper = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(whole, 0), zorder=1)
-    paper.set_axis_off()
-    picture = Picture(title, width, whole, figure, paper)
-    picture.text(8, 17, title, fontsize=TITLE_PX, fontweight="bold")
-    for entry, left, middle in places:
-        _swatch(paper, entry, left, middle)
-        picture.text(left + SWATCH_PX + 7, middle + 4, entry.name)
-    return picture, top
+    figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE_PX, fontweight="bold", parse_math=False)
+    if legend:
+        look = {"fontsize": SMALL_PX, "frameon": False, "labelcolor": LIGHT["ink"], "handlelength": 2.2}
+        signs, names = [_sign(entry) for entry in legend], [entry.name for entry in legend]
+        drawn = figure.legend(signs, names, loc="outside lower left", ncols=columns, **look)
+        for text in drawn.get_texts():
+            text.set_parse_math(False)
+    axes = figure.add_subplot()
+    axes.patch.set_visible(False)
+    axes.spines[:].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
+    axes.tick_params(labelsize=SMALL_PX, labelcolor=LIGHT["muted"], pad=6)
+    return Picture(title, WIDTH, whole, figure, axes)
 
 
-def _swatch(paper: Any, entry: LegendEntry, x: float, y: float) -> None:
-    sign, center = entry.sign, x + SWATCH_PX / 2
+def _sign(entry: LegendEntry) -> Any:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    sign = entry.sign
     if isinstance(sign, SeriesStyle):
         line = line_style(sign) if entry.with_line else {"linestyle": "none"}
-        paper.plot([x, center, x + SWATCH_PX], [y] * 3, markevery=[1], **line, **marker_style(sign, 4))
-    elif isinstance(sign, Paint) or sign == DASHED:
-        look = paint_style(sign) if isinstance(sign, Paint) else DASHED_STYLE
-        paper.barh(y, SWATCH_PX, 11, left=x, **look)
-    else:
-        paper.plot([center] * 2, [y - 6, y + 6], color=LIGHT[sign], linewidth=2)
+        return Line2D([], [], **line, **marker_style(sign, 4))
+    if isinstance(sign, Paint) or sign == DASHED:
+        return Patch(**(paint_style(sign) if isinstance(sign, Paint) else DASHED_STYLE))
+    return Line2D([], [], color=LIGHT[sign], linewidth=2)
 
 
 # ---- how things look ------------------------------------------------------------------------------------------------
@@ -179,24 +173,22 @@ def whisker(axes: Any, low: tuple[float, float], high: tuple[float, float], colo
     return line
 
 
-def numbers(axes: Any, which: str, name: str, wanted: int = 6) -> None:
-    """Round numbers with lines through the axes on the "x" or the "y" axis, and its name."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+def numbers(axes: Any, which: str, unit: AxisUnit, name: str) -> None:
+    """Round numbers of the unit with lines through the axes on the "x" or the "y" axis, whose range is set, and its
+    name."""
+    from matplotlib.ticker import MaxNLocator
 
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(MaxNLocator(wanted, steps=[1, 2, 2.5, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    low, high = axis.get_view_interval()
+    rounds = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low / unit.divisor, high / unit.divisor)
+    shown = [value for value in rounds if low <= value * unit.divisor <= high]
+    axis.set_ticks([value * unit.divisor for value in shown], [f"{value:,.10g}" for value in shown])
     axes.grid(axis=which, color=LIGHT["grid"], linewidth=1)
     side = "bottom" if which == "x" else "left"
     axes.spines[side].set_visible(True)
     axes.spines[side].set_color(LIGHT["muted"])
     axes.tick_params(axis=which, **{f"label{side}": True})
-    (axes.set_xlabel if which == "x" else axes.set_ylabel)(name, color=LIGHT["ink"], fontsize=SMALL_PX)
-
-
-def text_width(text: str, size_px: float = FONT_PX) -> float:
-    """An upper estimate of the width of a text in pixels."""
-    return len(text) * size_px * LETTER
+    axis.set_label_text(unit.named(name), color=LIGHT["ink"], fontsize=SMALL_PX)
 
 
 def shortened(text: str, most: int) -> str:
@@ -266,32 +258,26 @@ def _group(picture: Picture, tag: str) -> str:
     return f'<g{row} pointer-events="all"><title>{escape(tip, quote=False)}</title>' if tip else f"<g{row}>"
 
 
-def png(title: str, pictures: Sequence[Picture], factor: float = 1.0, columns: int = 2, gap: int = 24) -> bytes:
+def png(pictures: Sequence[Picture], factor: float = 1.0, columns: int = 2, gap: int = 24) -> bytes:
     """All pictures in the light theme, in columns: each goes below the shortest column so far. factor: pixels of the
     file for one of a picture."""
     import matplotlib
-    import numpy
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.image import imsave
+    from PIL import Image
 
-    drawn, ends = [], [gap] * columns
+    placed, ends = [], [round(gap * factor)] * columns
     for picture in pictures:
-        picture.figure.set_dpi(DPI * factor)
-        agg: Any = FigureCanvasAgg(picture.figure)
+        file = io.BytesIO()
         with matplotlib.rc_context(STYLE), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            agg.draw()
-        pixels = numpy.asarray(agg.buffer_rgba())
-        column = min(range(columns), key=lambda at: ends[at])
-        drawn.append((pixels, ends[column], round(gap * factor + column * (WIDTH + gap) * factor)))
-        ends[column] += round(len(pixels) + gap * factor)
+            picture.figure.savefig(file, format="png", dpi=DPI * factor)
+        image = Image.open(file)
+        column = ends.index(min(ends))
+        placed.append((image, (round((gap + column * (WIDTH + gap)) * factor), ends[column])))
+        ends[column] += image.height + round(gap * factor)
     used = min(columns, max(1, len(pictures)))
-    width = max([round(factor * (gap + used * (WIDTH + gap))), *(left + one.shape[1] for one, _, left in drawn)])
-    whole = numpy.full((max(ends), width, 3), 255.0)
-    for pixels, top, left in drawn:
-        share = pixels[:, :, 3:] / 255
-        part = whole[top : top + pixels.shape[0], left : left + pixels.shape[1]]
-        part[:] = part * (1 - share) + pixels[:, :, :3] * share
+    sheet = Image.new("RGB", (round((gap + used * (WIDTH + gap)) * factor), max(ends)), "white")
+    for image, place in placed:
+        sheet.paste(image, place, image)  # through its own transparency
     file = io.BytesIO()
-    imsave(file, whole.astype(numpy.uint8), format="png", metadata={"Title": title})
+    sheet.save(file, "png")
     return file.getvalue()

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.wings.page.charts import canvas
-from orchestrator.wings.page.charts.canvas import SMALL_PX, WIDTH, Picture, text_width
+from orchestrator.wings.page.charts.canvas import Picture
 from orchestrator.wings.page.charts.palette import LIGHT, SeriesStyle
 
 HEIGHT = 330.0
-LEFT, RIGHT = 78.0, WIDTH - 18
 NAME_LETTERS = 32
 MOST_MARKS = 40  # of a curve; with more, its line alone is drawn
 MOST_RANGES = 60
@@ -19,7 +18,7 @@ MOST_RANGES = 60
 
 @dataclass(frozen=True)
 class Dot:
-    """A point of a scatter picture. spread: the range of y. name: written next to it if there is room."""
+    """A point of a scatter picture. spread: the range of y. name: written next to it."""
 
     x: float
     y: float
@@ -56,52 +55,26 @@ class Plane:
     legend: tuple[canvas.LegendEntry, ...] = ()
     y_from_zero: bool = False
     level: float | None = None  # a line to compare with
-    x_marks: tuple[tuple[float, str], ...] = ()  # ticks in place of round canvas.numbers, with their texts
+    x_marks: tuple[tuple[float, str], ...] = ()  # ticks in place of round numbers, with their texts
     front: tuple[tuple[float, float], ...] = field(default=())  # corners of a line, from left to right
 
 
 def scatter(plane: Plane, dots: Sequence[Dot]) -> Picture:
-    """The points on the plane. Names are left out where they would cover something."""
+    """The points on the plane."""
     ranged = [dot for dot in dots if dot.spread and len(dots) <= MOST_RANGES]
     spread = [end for dot in ranged for end in dot.spread or ()]
-    picture, axes = _plane(plane, [dot.x for dot in dots], [dot.y for dot in dots] + spread)
+    picture = _plane(plane, [dot.x for dot in dots], [dot.y for dot in dots] + spread)
     if len(plane.front) > 1:
-        _curve(plane, axes, plane.front, color=LIGHT["ink"], linewidth=1.4, linestyle=(0, (3.6, 2.1)))
+        _curve(picture, plane.front, color=LIGHT["ink"], linewidth=1.4, linestyle=(0, (3.6, 2.1)))
     for dot in ranged:
-        ends = [(dot.x / plane.x_unit.divisor, end / plane.y_unit.divisor) for end in dot.spread or ()]
-        picture.mark(canvas.whisker(axes, ends[0], ends[1], dot.style.colour), dot.key)
+        low, high = ((dot.x, end) for end in dot.spread or ())
+        picture.mark(canvas.whisker(picture.axes, low, high, dot.style.colour), dot.key)
     for dot in dots:
         look = {"linestyle": "none", **canvas.marker_style(dot.style, 5)}
-        picture.mark(_curve(plane, axes, [(dot.x, dot.y)], zorder=4, **look), dot.key, dot.tip)
-    places = [
-        axes.transData.transform((dot.x / plane.x_unit.divisor, dot.y / plane.y_unit.divisor)).tolist() for dot in dots
-    ]
-    boxes = [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
-    for dot, (x, y) in zip(dots, places, strict=True):
+        picture.mark(_curve(picture, [(dot.x, dot.y)], zorder=4, **look), dot.key, dot.tip)
         if dot.name:
-            _name(picture, dot, (x, y), boxes)
+            picture.mark(picture.name((dot.x, dot.y), canvas.shortened(dot.name, NAME_LETTERS)), dot.key)
     return picture
-
-
-Box = tuple[float, float, float, float]
-
-
-def _name(picture: Picture, dot: Dot, at: tuple[float, float], boxes: list[Box]) -> None:
-    """The name next to its point, at the first of six places that covers nothing; none if there is no such place."""
-    text = canvas.shortened(dot.name, NAME_LETTERS)
-    width, (x, y) = text_width(text, SMALL_PX), at
-    top = picture.figure.axes[-1].bbox.y1
-    for right, up in ((9, -4), (-9 - width, -4), (-width / 2, 10), (-width / 2, -18), (9, 8), (9, -16)):
-        box = (x + right, y + up - 3, x + right + width, y + up + 10)
-        inside = box[0] >= LEFT and box[2] <= RIGHT and box[3] <= top
-        if inside and not any(_overlap(box, other) for other in boxes):
-            boxes.append(box)
-            picture.mark(picture.text(x + right, picture.height - y - up, text), dot.key)
-            return
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def curves(plane: Plane, lines: Sequence[LineSeries]) -> Picture:
@@ -109,46 +82,39 @@ def curves(plane: Plane, lines: Sequence[LineSeries]) -> Picture:
     points = [point for line in lines for point in (*line.points, *line.beside, *([line.end] if line.end else []))]
     spread = [end for line in lines for pair in line.spreads for end in pair]
     levels = [plane.level] if plane.level is not None else []
-    picture, axes = _plane(plane, [x for x, _ in points], [y for _, y in points] + spread + levels)
+    picture = _plane(plane, [x for x, _ in points], [y for _, y in points] + spread + levels)
     for line in lines:
         look = canvas.line_style(line.style, line.width)
         if len(line.points) <= MOST_MARKS and len(lines) <= MOST_MARKS:
             look |= canvas.marker_style(line.style, 3)
-        picture.mark(_curve(plane, axes, line.points, **look), line.key, line.name)
+        picture.mark(_curve(picture, line.points, **look), line.key, line.name)
         if len(line.beside) > 1:
             dotted = {**canvas.line_style(line.style, line.width), "linestyle": (0, (0.8, 1.7))}
-            picture.mark(_curve(plane, axes, line.beside, **dotted), line.key, line.name)
-        for (x, _), ends in zip(line.points, line.spreads, strict=False):
-            low, high = ((x / plane.x_unit.divisor, end / plane.y_unit.divisor) for end in ends)
-            picture.mark(canvas.whisker(axes, low, high, line.style.colour), line.key)
+            picture.mark(_curve(picture, line.beside, **dotted), line.key, line.name)
+        for (x, _), (low, high) in zip(line.points, line.spreads, strict=False):
+            picture.mark(canvas.whisker(picture.axes, (x, low), (x, high), line.style.colour), line.key)
         if line.end:
             end = {"linestyle": "none", "zorder": 4, **canvas.marker_style(line.style, 6)}
-            picture.mark(_curve(plane, axes, [line.end], **end), line.key, line.name)
+            picture.mark(_curve(picture, [line.end], **end), line.key, line.name)
     return picture
 
 
-def _curve(plane: Plane, axes: Any, points: Sequence[tuple[float, float]], **look: Any) -> Any:
-    xs, ys = (
-        [value / unit.divisor for value in values]
-        for values, unit in zip(zip(*points, strict=True), (plane.x_unit, plane.y_unit), strict=True)
-    )
-    (line,) = axes.plot(xs, ys, clip_on=False, **look)
+def _curve(picture: Picture, points: Sequence[tuple[float, float]], **look: Any) -> Any:
+    (line,) = picture.axes.plot(*zip(*points, strict=True), clip_on=False, **look)
     return line
 
 
-def _plane(plane: Plane, xs: Sequence[float], ys: Sequence[float]) -> tuple[Picture, Any]:
-    picture, top = canvas.blank(plane.title, plane.legend, HEIGHT)
-    axes = picture.axes(LEFT, RIGHT, top + 6, top + HEIGHT)
-    axes.set_xlim(*(end / plane.x_unit.divisor for end in padded_range(xs)))
-    axes.set_ylim(*(end / plane.y_unit.divisor for end in padded_range(ys, from_zero=plane.y_from_zero)))
-    canvas.numbers(axes, "y", plane.y_unit.named(plane.y_name))
-    canvas.numbers(axes, "x", plane.x_unit.named(plane.x_name))
+def _plane(plane: Plane, xs: Sequence[float], ys: Sequence[float]) -> Picture:
+    picture = canvas.blank(plane.title, plane.legend, HEIGHT)
+    axes = picture.axes
+    axes.set(xlim=padded_range(xs), ylim=padded_range(ys, from_zero=plane.y_from_zero))
+    canvas.numbers(axes, "y", plane.y_unit, plane.y_name)
+    canvas.numbers(axes, "x", plane.x_unit, plane.x_name)
     if plane.x_marks:
         axes.set_xticks(*zip(*plane.x_marks, strict=True))
     if plane.level is not None:
-        look = {"color": LIGHT["muted"], "linewidth": 1.4, "linestyle": (0, (4.3, 2.1))}
-        axes.axhline(plane.level / plane.y_unit.divisor, **look)
-    return picture, axes
+        axes.axhline(plane.level, color=LIGHT["muted"], linewidth=1.4, linestyle=(0, (4.3, 2.1)))
+    return picture
 
 
 def padded_range(values: Sequence[float], *, from_zero: bool = False) -> tuple[float, float]:

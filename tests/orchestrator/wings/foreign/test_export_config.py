@@ -16,7 +16,7 @@ from orchestrator.compose.line import composed
 from orchestrator.config.schema import RunConfig
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import here
-from orchestrator.wings.foreign.point_words import same_point
+from orchestrator.wings.foreign.point_words import words_of_point
 
 LINE = (
     "-m zero=stage1,stage2 precision=bf16 batch.accumulation=2 optimizer.clip_norm=0.5 scheduler=constant "
@@ -78,12 +78,16 @@ def test_the_json_file_for_deepspeed_comes_back_as_the_measured_point(
     content = json.loads(files["ds_config.json"].read_text())
     assert (content["train_batch_size"], content["gradient_accumulation_steps"]) == (16, 2)
     assert (content["zero_optimization"]["stage"], content["gradient_clipping"]) == (2, 0.5)
-    assert same_point(imported(capsys, str(files["ds_config.json"])), configs(*LINE.split())[LABEL])
+    assert words_of_point(imported(capsys, str(files["ds_config.json"]))) == words_of_point(
+        configs(*LINE.split())[LABEL]
+    )
 
 
 def test_accelerates_file_comes_back_as_the_measured_point(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = exported(output, "accelerate", capsys)
-    assert same_point(imported(capsys, str(files["accelerate.yaml"])), configs(*LINE.split())[LABEL])
+    assert words_of_point(imported(capsys, str(files["accelerate.yaml"]))) == words_of_point(
+        configs(*LINE.split())[LABEL]
+    )
 
 
 def test_the_trainers_arguments_come_back_as_the_measured_point(
@@ -94,7 +98,7 @@ def test_the_trainers_arguments_come_back_as_the_measured_point(
     assert content["train_micro_batch_size_per_gpu"] == content["gradient_clipping"] == "auto"
     monkeypatch.chdir(files["ds_config.json"].parent)  # its arguments name the JSON file beside them
     found = imported(capsys, "--args", files["trainer_arguments.txt"].read_text())
-    assert same_point(found, configs(*LINE.split())[LABEL])
+    assert words_of_point(found) == words_of_point(configs(*LINE.split())[LABEL])
 
 
 def test_the_file_for_fsdp2_needs_torch_alone(output: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,19 +21,20 @@ from orchestrator.report import comparison, ranking
 from orchestrator.report.entry import Entry
 from orchestrator.report.varied import varied_settings
 from orchestrator.rounds.intervals import RoundsEstimate
-from orchestrator.wings.page import figures, page, plane_figures
+from orchestrator.wings.page import page, plane_figures
 from orchestrator.wings.page.charts.bar_data import MOST_STRETCH, Bar, BarChart, BarPart, axis_end
 from orchestrator.wings.page.charts.bars import MOST_ROWS, picture_of
-from orchestrator.wings.page.charts.canvas import WIDTH, AxisUnit, Picture, document, png, shortened, text_width
+from orchestrator.wings.page.charts.canvas import WIDTH, AxisUnit, Picture, document, png, shortened
 from orchestrator.wings.page.charts.palette import DARK, LIGHT, PAINTS, SERIES
 from orchestrator.wings.page.charts.planes import padded_range
 from orchestrator.wings.page.checks import drift, warnings
 from orchestrator.wings.page.figures import figures_of, settings_of
-from orchestrator.wings.page.matched import changes, other_than, pareto, share, share_of_ranges
+from orchestrator.wings.page.plane_figures import pareto
 from orchestrator.wings.page.report_points import ReportPoint, StepReading, points_of
 from orchestrator.wings.page.scaling import STRONG, WEAK, baseline_text, scalings
 
 UNIT = AxisUnit("tokens/s")
+NAMES = ["speed", "memory", "speed_and_memory", "phases", "sent", "learning", "scaling"]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -111,13 +112,15 @@ def test_a_limit_far_beyond_the_bars_does_not_flatten_them() -> None:
 
 
 @pytest.mark.parametrize("count", [1, MOST_ROWS, MOST_ROWS + 1, 400])
-def test_bars_have_names_where_there_is_room_and_a_bounded_height(count: int) -> None:
-    bars = tuple(Bar(f"point{number}", (1.0 + number,), number) for number in range(count))
+def test_bars_have_their_names_inside_of_the_picture_and_a_bounded_height(count: int) -> None:
+    bars = tuple(Bar(f"point{number}", (1.0 + number,), number, note="a note") for number in range(count))
     picture = picture_of(BarChart("speed", "", UNIT, (BarPart("x", PAINTS[0]),), bars))
-    assert picture.height < 800
-    assert ("point0" in texts_of(picture)) == (count <= MOST_ROWS)
+    assert picture.height < 1000
+    texts = texts_of(picture)
+    assert texts.count("a note") == min(count, MOST_ROWS)
+    assert ("tokens/s (the first 40 of 400 rows)" in texts) == (count == 400)
     document(picture)
-    boxes = [text.get_window_extent() for text in picture.paper.texts]
+    boxes = [text.get_window_extent() for text in picture.axes.texts]
     assert all(box.x0 >= 0 and box.x1 <= picture.width for box in boxes)
 
 
@@ -137,37 +140,6 @@ def test_settings_that_vary_are_columns_and_those_that_change_together_are_one()
     assert varied_settings(words[:1], [0]) == []
     (some,) = varied_settings([("a=1",), ()], [0, 1])
     assert some.values == ("1", "(default)")
-
-
-def test_only_points_that_differ_in_nothing_else_are_compared() -> None:
-    words = [(f"zero={zero}", f"precision={kind}") for zero in "ab" for kind in "xy"]
-    zero, precision = varied_settings(words, range(4))
-    # a-x, a-y, b-x; b-y was not measured. The mean of b is not the mean of a, but the pair a-x, b-x is equal.
-    speeds = [100.0, 150.0, 100.0, None]
-    assert changes(zero, [precision], speeds, "a") == {"b": (0.0, 0.0, 0.0, 1)}
-    assert changes(precision, [zero], speeds, "x") == {"y": (0.5, 0.5, 0.5, 1)}
-    assert changes(zero, [precision], speeds, "b")["a"].pairs == 1
-
-
-def test_a_change_that_rounds_to_none_has_no_sign() -> None:
-    figure = plane_figures.main_effects(made_points(10_000, 9_999), varied_settings([("a=1",), ("a=2",)], [0, 1]))
-    assert figure is not None
-    tips = [tip for _, tip in figure.picture.marks if ":" in tip]
-    assert tips == ["2: 0.0 %, from 0.0 % to 0.0 %"] * 2
-
-
-def test_the_shares_of_settings_that_act_alone_add_up_to_one() -> None:
-    words = [(f"a={a}", f"b={b}") for a in (1, 2) for b in (1, 2)]
-    settings = varied_settings(words, range(4))
-    speeds = [10.0, 40.0, 20.0, 80.0]  # twice as fast with a=2, four times with b=2
-    shares = [share(one, other_than(settings, one), speeds) for one in settings]
-    assert shares == pytest.approx([1 / 5, 4 / 5])  # log(2)^2 to log(4)^2
-    assert share(settings[0], settings[1:], [10.0, None, None, None]) is None
-    ranges = [(speed / 2, speed * 2) for speed in speeds]  # log(2) to both sides: as much as setting a changes by
-    total = math.log(2) ** 2 / 4 + math.log(4) ** 2 / 4
-    assert share_of_ranges(ranges, speeds) == pytest.approx(math.log(2) ** 2 / total)
-    assert share_of_ranges([None] * 4, speeds) is None
-    assert share(settings[0], settings[1:], [10.0, 10.0, 10.0, 10.0]) is None
 
 
 def test_the_pareto_front_holds_what_nothing_beats_in_both() -> None:
@@ -232,7 +204,7 @@ def test_a_wide_range_is_reported_as_noise(monkeypatch: pytest.MonkeyPatch) -> N
 def test_every_picture_is_drawn_from_records_and_is_valid_xml(tmp_path: Path) -> None:
     points = points_on_disk(tmp_path, 20, range(15, 18))
     drawn = figures_of(points)
-    assert [figure.name for figure in drawn] == list(figures.NAMES)
+    assert [figure.name for figure in drawn] == NAMES
     for figure in drawn:
         text = document(figure.picture)
         root = ElementTree.fromstring(text)
@@ -281,7 +253,7 @@ def test_numbers_that_no_bar_can_show_are_drawn_as_nothing() -> None:
     drawn = figures_of(points)
     for figure in drawn:
         ElementTree.fromstring(document(figure.picture))
-    assert png("odd", [figure.picture for figure in drawn])
+    assert png([figure.picture for figure in drawn])
 
 
 def test_the_page_has_the_examples_of_a_training_as_text_alone() -> None:
@@ -303,7 +275,7 @@ def test_a_sweep_without_any_result_has_a_picture_of_its_states(tmp_path: Path) 
 
 def test_the_png_holds_all_pictures(tmp_path: Path) -> None:
     pictures = [figure.picture for figure in figures_of(points_on_disk(tmp_path, 2))]
-    pixels = png("sweep", pictures, factor=0.5)
+    pixels = png(pictures, factor=0.5)
     assert pixels[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = (int.from_bytes(pixels[at : at + 4], "big") for at in (16, 20))
     assert width == (2 * WIDTH + 3 * 24) / 2
@@ -321,12 +293,3 @@ def test_the_marks_of_a_picture_have_their_rows_their_tips_and_the_colours_of_th
     drawn = picture.drawn
     assert "var(--blue)" in drawn
     assert re.findall(r"#[0-9a-f]{6}|font-family| id=\"(?![pm])", drawn) == []
-
-
-def test_the_estimated_width_of_a_text_is_not_too_small() -> None:
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import TextPath
-
-    for text in ("stage3-bf16-micro16", "9,528 tokens/s", "exposed communication"):
-        drawn = TextPath((0, 0), text, size=12, prop=FontProperties(family="DejaVu Sans")).get_extents().width
-        assert drawn <= text_width(text, 12) * 1.06, text

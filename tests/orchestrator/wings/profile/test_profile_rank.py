@@ -67,7 +67,6 @@ def test_mfu_is_the_models_operations_per_second_by_the_dense_peak_of_all_gpus(
     assert found["mfu"] == pytest.approx(12 / (2 * 9.895))
     assert found["hfu"] == pytest.approx(14 / (2 * 9.895))
     assert found["peak_source"] == "hardware=h100_80gb"
-    assert found["share_of_matrix_peak"] is None
     assert (found["peak_rank"], found["peak_bytes"], found["peak_holder"]) == (1, 30, "activations mlp")
     written = json.loads(AttemptPaths(tmp_path).profile.read_text())
     assert (written["rank"], written["peak"]["bytes"]) == (1, 30)
@@ -86,15 +85,10 @@ def test_a_gpu_is_found_among_the_data_sheets_by_its_name(monkeypatch: pytest.Mo
     assert profile._peak(config, torch.device("cuda")) == (None, None)
 
 
-def test_cpu_ranks_have_no_mfu_but_their_share_of_a_measured_product(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_ranks_have_no_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "profile_step", lambda *_: own_profile(10))
-    monkeypatch.setattr(profile, "MATRIX_SIDE", 32)
     found = profiled(tmp_path, config_of_line("resources.ranks=1 precision=bf16"), Ranks())["profile"]
     assert found["mfu"] is found["hfu"] is found["peak_flops_per_s"] is None
-    assert found["matrix_flops_per_s"] > 0
-    assert found["share_of_matrix_peak"] == pytest.approx(8e14 / found["matrix_flops_per_s"])
 
 
 def test_a_trace_that_cannot_be_written_leaves_out_the_profile_and_names_the_rank(
@@ -112,7 +106,6 @@ def test_a_trace_that_cannot_be_written_leaves_out_the_profile_and_names_the_ran
 
 def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "profile_step", lambda *_: own_profile(10))
-    monkeypatch.setattr(profile, "MATRIX_SIDE", 32)
     found = profiled(tmp_path / "missing", config_of_line("resources.ranks=1"), Ranks())
     assert list(found) == ["profile_failed"]
 

@@ -17,7 +17,7 @@ from orchestrator.wings.slurm.verdict import GRACE_S, LOST_S, decide, verdict, v
 NOW = 1000.0
 BEGAN = 900.0
 RUNNING = JobSight(JobPhase.running, "RUNNING", nodes="node[1-2]", began=BEGAN)
-PENDING = JobSight(JobPhase.pending, "PENDING", "BeginTime", restarts=1)
+PENDING = JobSight(JobPhase.pending, "PENDING", "BeginTime")
 
 
 def ended(state: str, code: str = "0:0", reason: str = "") -> JobSight:

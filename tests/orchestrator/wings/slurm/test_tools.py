@@ -15,7 +15,7 @@ from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.state_groups import Zero
 from orchestrator.wings.slurm import jobs as slurm
 from orchestrator.wings.slurm import tools as slurm_tools
-from orchestrator.wings.slurm.site import cautions, problem_of, read_sinfo
+from orchestrator.wings.slurm.site import problem_of, read_sinfo
 from orchestrator.wings.slurm.tools import (
     DENIED,
     UNSEEN,
@@ -29,12 +29,12 @@ from orchestrator.wings.slurm.tools import (
 )
 
 SQUEUE = """\
-3|FAILED|NonZeroExitCode|0|1792|2026-11-21T11:49:34|node1|
-2_2|PENDING|JobArrayTaskLimit|0|0|N/A||
-4|PENDING|PartitionNodeLimit|1|0|2026-11-21T13:00:00||
-1|RUNNING|None|2|0|2026-11-21T11:49:34|node[1-2]|
-5|COMPLETING|None|0|9|2026-11-21T11:49:34|node1|
-6|CANCELLED|None|0|15|2026-11-21T11:49:34|node1|
+3|FAILED|NonZeroExitCode|1792|2026-11-21T11:49:34|node1|
+2_2|PENDING|JobArrayTaskLimit|0|N/A||
+4|PENDING|PartitionNodeLimit|0|2026-11-21T13:00:00||
+1|RUNNING|None|0|2026-11-21T11:49:34|node[1-2]|
+5|COMPLETING|None|9|2026-11-21T11:49:34|node1|
+6|CANCELLED|None|15|2026-11-21T11:49:34|node1|
 """
 SACCT = """\
 7|COMPLETED|0:0|node1|2026-11-21T11:49:34|None
@@ -59,19 +59,19 @@ old|down|infinite|9|8|12000|(null)
 BEGAN = time.mktime((2026, 11, 21, 11, 49, 34, 0, 0, -1))
 
 
-def test_squeue_gives_state_reason_exit_code_nodes_restarts_and_times() -> None:
+def test_squeue_gives_state_reason_exit_code_nodes_and_times() -> None:
     found = read_squeue(SQUEUE)
-    assert found["3"] == (JobPhase.ended, "FAILED", "NonZeroExitCode", "7:0", "node1", 0, BEGAN, None)
-    assert found["2_2"] == (JobPhase.pending, "PENDING", "JobArrayTaskLimit", "", "", 0, None, None)
+    assert found["3"] == (JobPhase.ended, "FAILED", "NonZeroExitCode", "7:0", "node1", BEGAN, None)
+    assert found["2_2"] == (JobPhase.pending, "PENDING", "JobArrayTaskLimit", "", "", None, None)
     assert found["4"].est_start == BEGAN + 4226
-    assert found["1"] == (JobPhase.running, "RUNNING", "", "", "node[1-2]", 2, BEGAN, None)
+    assert found["1"] == (JobPhase.running, "RUNNING", "", "", "node[1-2]", BEGAN, None)
     assert found["5"].state is JobPhase.running
     assert (found["6"].state, found["6"].exit_code) == (JobPhase.ended, "0:15")
 
 
 def test_sacct_gives_the_same_for_jobs_that_the_controller_has_forgotten() -> None:
     found = read_sacct(SACCT)
-    assert found["7"] == (JobPhase.ended, "COMPLETED", "", "0:0", "node1", 0, BEGAN, None)
+    assert found["7"] == (JobPhase.ended, "COMPLETED", "", "0:0", "node1", BEGAN, None)
     assert (found["8"].state, found["8"].slurm_state, found["8"].nodes) == (JobPhase.ended, "CANCELLED", "")
     assert (found["9_0"].slurm_state, found["9_0"].reason) == ("TIMEOUT", "TimeLimit")
     assert {job for job, sight in found.items() if sight.state is JobPhase.pending} == {"9_1", "9_2", "9_3", "9_5"}
@@ -79,7 +79,7 @@ def test_sacct_gives_the_same_for_jobs_that_the_controller_has_forgotten() -> No
 
 
 def test_scontrol_describes_one_job() -> None:
-    assert read_scontrol_job(SCONTROL) == (JobPhase.running, "RUNNING", "", "", "node1", 3, BEGAN, None)
+    assert read_scontrol_job(SCONTROL) == (JobPhase.running, "RUNNING", "", "", "node1", BEGAN, None)
     assert slurm_tools.fields_of(SCONTROL)["JobName"] == "a b"
     assert read_scontrol_job("No jobs in the system\n") == UNSEEN
 
@@ -140,7 +140,7 @@ def test_with_accounting_one_query_is_enough_for_jobs_that_have_ended(monkeypatc
 
 def test_the_controller_is_asked_about_jobs_that_may_be_back_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     config = "AccountingStorageType   = accounting_storage/slurmdbd\n"
-    queue = "11|PENDING|BeginTime|1|0|N/A||\n9_4|PENDING|BeginTime|1|0|N/A||\n"
+    queue = "11|PENDING|BeginTime|0|N/A||\n9_4|PENDING|BeginTime|0|N/A||\n"
     Tools(monkeypatch, scontrol_show=config, sacct=SACCT, squeue=queue)
     found = slurm.SlurmQueue().look(["11", "9_4", "9_0"])
     assert [found[job].state for job in ("11", "9_4", "9_0")] == [JobPhase.pending, JobPhase.pending, JobPhase.ended]
@@ -168,14 +168,6 @@ def test_a_job_missing_from_the_queue_is_not_considered_ended(monkeypatch: pytes
     assert found["1"].slurm_state == "RUNNING"
     assert found["99"] == DENIED
     assert DENIED.state is JobPhase.unknown
-
-
-def test_if_squeue_does_not_know_the_columns_each_job_is_queried_separately(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tools = Tools(monkeypatch, scontrol_show="AccountingStorageType = accounting_storage/none\n", scontrol_job=SCONTROL)
-    assert slurm.SlurmQueue().look(["6"])["6"].restarts == 3
-    assert tools.asked == ["scontrol_show", "squeue", "scontrol_job"]
 
 
 def test_no_error_is_raised_if_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,15 +279,3 @@ def test_a_request_that_a_cluster_cannot_satisfy_is_reported_with_what_it_offers
     found = problem_of(point(tmp_path, **settings), read_sinfo(SINFO))
     assert (found is None) == (told is None)
     assert told is None or told in (found or "")
-
-
-def test_an_output_that_only_this_machine_can_see_causes_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mounts = tmp_path / "mounts"
-    monkeypatch.setattr("orchestrator.wings.slurm.site.MOUNTS", mounts)
-    mounts.write_text(f"/dev/x / ext4 rw 0 0\nserver:/home {tmp_path} nfs4 rw 0 0\n")
-    assert cautions([point(tmp_path / "not" / "yet")]) == []
-    mounts.write_text("/dev/x / ext4 rw 0 0\n")
-    (line,) = cautions([point(tmp_path), point(tmp_path)])
-    assert "is on ext4, which other nodes may not see" in line

@@ -1,28 +1,15 @@
-"""Files and command lines of other tools become the point that they describe, or are refused in at most three lines."""
+"""Files and lines of Accelerate, DeepSpeed and the Trainer become their point, or are refused in three lines."""
 
 from __future__ import annotations
 
 import json
-import sys
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.tool_files import (
-    ACCELERATE,
-    ALONE,
-    ARGUMENTS,
-    AXOLOTL,
-    AXOLOTL_FSDP,
-    LLAMA_FACTORY,
-    OPENRLHF,
-    TORCHTITAN,
-    TRL,
-    ULYSSES,
-    ZERO3,
-)
+from harness.launch_files import ACCELERATE, ALONE, ARGUMENTS, ULYSSES, ZERO3
 
 from orchestrator import cli
 from orchestrator.compose import arguments
@@ -139,132 +126,16 @@ RIGHT: dict[str, tuple[dict[str, Any], str | None, str | None, dict[str, Any]]] 
         "torchrun --nnodes=2 --nproc-per-node=8 --rdzv_backend c10d \\\n -m pkg.train --deepspeed zero3.json --bf16",
         {"zero.stage": 3, "resources.ranks": 16, "resources.nodes": 2},
     ),
-    "openrlhf": (
-        *NO_FILE,
-        f"{OPENRLHF} --zero_stage 3 --adam_offload --adam_betas 0.9 0.98 --l2 0.1",
-        {
-            "zero.stage": 3,
-            "offload.optimizer": "cpu",
-            "precision.param": "bf16",
-            "batch.micro": 2,
-            "batch.accumulation": 8,
-            "batch.seq": 2048,
-            "optimizer.lr": 5e-6,
-            "optimizer.beta2": 0.98,
-            "optimizer.weight_decay": 0.1,
-            "optimizer.clip_norm": 1.0,
-            "scheduler.kind": "constant",
-            "recompute.kind": "full",
-            "resources.ranks": 4,
-        },
-    ),
-    "openrlhf_defaults": (*NO_FILE, OPENRLHF, {"zero.stage": 2, "optimizer.beta2": 0.95, "seed": 42}),
-    "axolotl_deepspeed": (
-        {"a.yml": f"{AXOLOTL}deepspeed: zero3.json\n", "zero3.json": ZERO3},
-        "a.yml",
-        None,
-        {
-            "zero.stage": 3,
-            "precision.param": "bf16",
-            "batch.micro": 2,
-            "batch.accumulation": 4,
-            "batch.seq": 512,
-            "optimizer.kind": "adamw8bit",
-            "optimizer.lr": 2e-4,
-            "optimizer.weight_decay": 0.01,
-            "scheduler.kind": "cosine",
-            "scheduler.warmup_steps": 10,
-            "recompute.kind": "full",
-        },
-    ),
-    "axolotl_fsdp": (
-        {"a.yml": AXOLOTL.replace("adamw_bnb_8bit", "adamw_torch_fused") + AXOLOTL_FSDP},
-        "a.yml",
-        None,
-        {"zero.stage": 3, "offload.params": "cpu", "optimizer.kind": "adamw", "precision.reduce": "bf16"},
-    ),
-    "axolotl_launched": (
-        {"a.yml": AXOLOTL},
-        None,
-        f"{LAUNCH} --use_deepspeed --zero_stage 1 -m axolotl.cli.train a.yml",
-        {"zero.stage": 1, "batch.micro": 2, "resources.ranks": 4},
-    ),
-    "llama_factory_full": (
-        {"l.yaml": f"{LLAMA_FACTORY}finetuning_type: full\ndeepspeed: ds/z3.json\n", "ds/z3.json": ZERO3},
-        "l.yaml",
-        None,
-        {
-            "zero.stage": 3,
-            "precision.param": "bf16",
-            "batch.micro": 1,
-            "batch.accumulation": 8,
-            "batch.seq": 256,
-            "optimizer.lr": 1e-5,
-            "scheduler.warmup_steps": 7,
-            "recompute.kind": "full",
-            "adapter.kind": "none",
-        },
-    ),
-    "llama_factory_lora": (
-        {"l.yaml": f"{LLAMA_FACTORY}finetuning_type: lora\nlora_rank: 8\nlora_alpha: 32\nlora_target: q_proj,v_proj\n"},
-        None,
-        "FORCE_TORCHRUN=1 llamafactory-cli train l.yaml learning_rate=1e-4",
-        {
-            "zero.stage": 0,
-            "adapter.kind": "lora",
-            "adapter.rank": 8,
-            "adapter.alpha": 32.0,
-            "adapter.targets": ["q_proj", "v_proj"],
-            "optimizer.lr": 1e-4,
-        },
-    ),
-    "trl": (
-        {"sft.yaml": TRL, "ds.yaml": ACCELERATE.format(**{**ALONE, "kind": "DEEPSPEED", "ranks": 2})},
-        None,
-        "accelerate launch --config_file ds.yaml --zero_stage 2 sft.py --config sft.yaml --weight_decay 0.1",
-        {
-            "zero.stage": 2,
-            "precision.param": "bf16",
-            "batch.micro": 4,
-            "batch.seq": 512,
-            "optimizer.lr": 2e-5,
-            "optimizer.weight_decay": 0.1,
-            "recompute.kind": "full",
-            "scheduler.kind": "constant",
-            "resources.ranks": 2,
-        },
-    ),
-    "torchtitan": (
-        {"t.toml": TORCHTITAN.format(shards=4, reshard="default", stages=1)},
-        "t.toml",
-        None,
-        {
-            "zero.stage": 3,
-            "precision.param": "bf16",
-            "precision.reduce": "fp32",
-            "batch.micro": 2,
-            "batch.seq": 256,
-            "optimizer.lr": 3e-4,
-            "optimizer.beta2": 0.95,
-            "optimizer.weight_decay": 0.1,
-            "optimizer.no_decay": False,
-            "optimizer.clip_norm": 0.5,
-            "scheduler.kind": "cosine",
-            "scheduler.warmup_steps": 20,
-            "recompute.kind": "full",
-            "resources.ranks": 4,
-        },
-    ),
-    "torchtitan_launched": (
-        {"t.toml": TORCHTITAN.format(shards=-1, reshard="never", stages=1)},
-        None,
-        "torchrun --nproc_per_node 2 -m torchtitan.train --job.config_file t.toml --optimizer.lr 1e-3",
-        {"zero.stage": 2, "optimizer.lr": 1e-3, "resources.ranks": 2},
-    ),
     "another_script_of_accelerate": (
         *NO_FILE,
         f"{LAUNCH} --use_deepspeed --zero_stage 1 train.py --lr 3e-4 --learning_rate 1e-3 --width 64",
         {"zero.stage": 1, "precision.param": "bf16", "optimizer.lr": 0.003},  # that of conf/: the script's is not known
+    ),
+    "trainer_file_with_a_file": (
+        {"args.json": {**ARGUMENTS, "fp16": False, "deepspeed": "ds/zero3.json"}, "ds/zero3.json": ZERO3},
+        None,
+        "torchrun --nproc_per_node 2 train.py args.json",
+        {"zero.stage": 3, "batch.micro": 2, "resources.ranks": 2},
     ),
     "trainer_file": (
         {"args.json": ARGUMENTS},
@@ -338,73 +209,45 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str | None, list[str]]] = {
         "deepspeed --hostfile hosts train.py --deepspeed zero3.json",
         ["--hostfile hosts: the file is not read; give --num_nodes N --num_gpus M"],
     ),
-    "openrlhf_dpo": (
-        *NO_FILE,
-        OPENRLHF.replace("train_sft", "train_dpo") + " --beta 0.1",
-        ["--beta 0.1: the loss is the plain cross entropy here"],
-    ),
-    "axolotl_qlora": (
-        {"a.yml": AXOLOTL.replace("adapter:", "adapter: qlora\nload_in_4bit: true")},
-        "a.yml",
-        None,
-        ["adapter qlora: the base model is not quantised", "load_in_4bit true: the base model is not quantised here"],
-    ),
-    "axolotl_missing_file": (
-        {"a.yml": f"{AXOLOTL}deepspeed: deepspeed_configs/zero3.json\n"},
-        "a.yml",
-        None,
-        ["config: expected a dict or the path of a JSON file, found no file"],
-    ),
-    "llama_factory_dpo": (
-        {"l.yaml": LLAMA_FACTORY.replace("stage: sft", "stage: dpo") + "finetuning_type: full\n"},
-        "l.yaml",
-        None,
-        ["stage dpo: the loss is the plain cross entropy here"],
-    ),
-    "trl_grpo": (
-        {"grpo.yaml": f"{TRL}num_generations: 8\nbeta: 0.04\n"},
-        "grpo.yaml",
-        None,
-        ["num_generations 8: the loss is the plain cross entropy here", "beta 0.04: the loss is the plain"],
-    ),
-    "torchtitan_pipeline": (
-        {"t.toml": TORCHTITAN.format(shards=-1, reshard="default", stages=4)},
-        "t.toml",
-        None,
-        ["parallelism.pipeline_parallel_degree 4: it is not here; leave it out"],
-    ),
-    "torchtitan_ddp": (
-        {"t.toml": TORCHTITAN.format(shards=1, reshard="default", stages=1)},
-        "t.toml",
-        None,
-        ["parallelism.data_parallel_shard_degree 1: DDP is --args '--multi_gpu"],
-    ),
-    "openrlhf_4_bits": (*NO_FILE, f"{OPENRLHF} --load_in_4bit", ["--load_in_4bit: the base model is not quantised"]),
-    "axolotl_by_a_default_file": (
-        {"a.yml": AXOLOTL},
-        None,
-        "accelerate launch -m axolotl.cli.train a.yml",
-        ["accelerate launch: expected --use_deepspeed, --use_fsdp, --multi_gpu or --config_file, found none"],
-    ),
-    "two_files": (
-        {"a.yml": AXOLOTL, "l.yaml": LLAMA_FACTORY},
-        "a.yml",
-        "llamafactory-cli train l.yaml",
-        ["a.yml and l.yaml are both for the script: expected one file; leave one out"],
-    ),
     "another_tool": (
         {"nemo.yaml": "trainer: {devices: 8, num_nodes: 1}\nmodel: {micro_batch_size: 4}\nexp_manager: {}\n"},
         "nemo.yaml",
         None,
-        ["nemo.yaml: expected a file of DeepSpeed, Accelerate, TrainingArguments, TRL, axolotl"],
+        ["nemo.yaml: expected a file of DeepSpeed, Accelerate or TrainingArguments, found the keys trainer"],
+    ),
+    "two_files": (
+        {"a.json": ARGUMENTS, "b.json": ARGUMENTS},
+        "a.json",
+        "train.py b.json",
+        ["a.json and b.json are both for the script: expected one file; leave one out"],
+    ),
+    "file_that_is_not_there": (
+        {"a.json": {**ARGUMENTS, "deepspeed": "ds/zero3.json"}},
+        "a.json",
+        None,
+        ["config: expected a dict or the path of a JSON file, found no file"],
+    ),
+    "llama_factory": (
+        {"l.json": {**ARGUMENTS, "finetuning_type": "full", "cutoff_len": 256}},
+        "l.json",
+        None,
+        ["finetuning_type full: its tool has other defaults than TrainingArguments; give learning_rate, bf16"],
+    ),
+    "trl": (
+        *NO_FILE,
+        f"{LAUNCH} --use_deepspeed --zero_stage 2 sft.py {TRAINED} --packing",
+        ["--packing: its tool has other defaults than TrainingArguments"],
+    ),
+    "command_of_a_tool": (
+        *NO_FILE,
+        "trl sft --dataset_name acme --per_device_train_batch_size 4",
+        ["trl: its names and defaults are not read; give its file of DeepSpeed or Accelerate"],
     ),
 }
 
 
 def asked(files: dict[str, Any], file: str | None, line: str | None) -> list[str]:
     """The words of the command, with its files in the current folder."""
-    if sys.version_info < (3, 11) and any(name.endswith(".toml") for name in files):
-        pytest.skip("Python reads TOML from 3.11 on")
     for name, content in files.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(content if isinstance(content, str) else json.dumps(content))
