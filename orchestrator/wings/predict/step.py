@@ -20,7 +20,6 @@ from zero_runtime.optim.matrix_owners import OwnedMatrix, most_sent_elements, ow
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.predict.memory.activation_count import LinearTrace
-from zero_runtime.predict.memory.caching_allocator import AllocatorSettings
 from zero_runtime.predict.memory.counted_unit import CountRules
 from zero_runtime.predict.memory.reserved import Reserved, reserved_peak
 from zero_runtime.predict.memory.step_memory import (
@@ -133,7 +132,7 @@ class ConfigMemory:
         part = self.part(micro)
         return None if part is None else part.peak(micro)
 
-    def reserved(self, micro: int, settings: AllocatorSettings | None = None) -> Reserved | None:
+    def reserved(self, micro: int) -> Reserved | None:
         """What torch's caching allocator reserves at the peak on a GPU; None for a micro-batch that was not traced."""
         part = self.part(micro)
         if part is None:
@@ -147,11 +146,10 @@ class ConfigMemory:
                 self.rules,
                 prefetch=self.config.zero.prefetch,
                 other=(part.buffers, inputs, inputs),
-                settings=settings,
             )
             return [found.allocated, found.reserved]
 
-        key = f"reserved-{self.name}-{micro}-{hash_of(settings)}"
+        key = f"reserved-{self.name}-{micro}"
         return Reserved(*(recalled(key, replayed) if self.name else replayed()))
 
     def largest(self, limit_bytes: int) -> int:

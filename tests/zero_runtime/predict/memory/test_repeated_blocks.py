@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from harness.traced_steps import trace_of
 from points import make_config
 
 from orchestrator.config.schema import Device, Loss, LossKind, Model, ResolvedBatch, RunConfig
 from orchestrator.config.state_groups import Precision
-from orchestrator.wings.predict.activations import trace_of
 from orchestrator.worker.setup import build_deferred
 from zero_runtime.activations.rule import RecomputeKind, RecomputeRule
 from zero_runtime.precision import MixedPrecision
