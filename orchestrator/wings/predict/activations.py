@@ -28,7 +28,7 @@ from orchestrator.workloads.models import token_losses
 from zero_runtime.predict.memory.activation_count import LinearTrace, Trace
 from zero_runtime.predict.memory.activation_trace import trace_step
 from zero_runtime.predict.memory.repeated_blocks import linear_with_blocks
-from zero_runtime.predict.memory.short_model import Shortened, short_copy, treats_alike
+from zero_runtime.predict.memory.short_model import FewerBlocks, Shortened, short_copy, treats_alike
 from zero_runtime.predict.timing.segments import SegmentTable
 from zero_runtime.predict.timing.work import LinearWork, Work
 from zero_runtime.predict.timing.work_counter import WorkCounter
@@ -87,13 +87,6 @@ def built(config: RunConfig) -> nn.Module:
     return _kept("model", (_settings(config), frozen), make)
 
 
-class FewerBlocks(NamedTuple):
-    """A model that has lost most of its equal blocks, and where the units of those left are."""
-
-    model: nn.Module
-    left: Shortened
-
-
 _last: dict[str, tuple[object, Any]] = {}  # by name, what was made last, with the settings that it was made from
 
 
@@ -114,11 +107,8 @@ def _shortened(config: RunConfig, rules: UnitRules) -> FewerBlocks | None:
     """The model with fewer blocks, which all rules of recomputation share that treat its blocks alike; None: it has to
     be traced as a whole."""
 
-    def make() -> FewerBlocks | None:
-        found = short_copy(built(config), rules, config.recompute)
-        return None if found is None else FewerBlocks(*found)
-
-    return _kept("shorter model", (_settings(config), rules, treats_alike(config.recompute)), make)
+    settings = _settings(config), rules, treats_alike(config.recompute)
+    return _kept("shorter model", settings, lambda: short_copy(built(config), rules, config.recompute))
 
 
 def shorten_once(config: RunConfig) -> None:
