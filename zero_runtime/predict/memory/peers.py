@@ -1,4 +1,4 @@
-"""Bytes of one rank under other engines' rules, as sums of named terms: DeepSpeed, FSDP2 and Megatron.
+"""Bytes of one rank under other engines' rules, as sums of named terms: DeepSpeed, FSDP2, Megatron, nanotron, DDP.
 
 The rules are read from the engines' sources and documents, which each function names. None is measured here;
 `benchmarks/published.py` compares them with published measurements. Standard library only.
@@ -227,3 +227,35 @@ def megatron(model: PeerModel, world: int, *, distributed_optimizer: bool) -> Pe
         PeerTerm(f"master weights and moments, 12P{'/N' * distributed_optimizer}", MASTER_AND_MOMENTS * split),
     ]
     return PeerMemory("Megatron Core", tuple(terms))
+
+
+def nanotron(model: PeerModel, plan: ZeroPlan, world: int) -> PeerMemory:
+    """nanotron 0.5 in bf16 with fp32 accumulation: 20P, or 8P + 12P/N where the optimizer is sharded.
+
+    Source: the Ultra-Scale Playbook, section "Zero Redundancy Optimizer" (fp32 gradients are 4P more than the paper's
+    16P), and nanotron/optim/gradient_accumulator.py. It shards nothing else.
+    """
+    split = -(-model.numel // world) if plan.optimizer is Partition.SHARDED else model.numel
+    terms = [
+        PeerTerm("bf16 parameters and gradients, 4P", 2 * HALF * model.numel),
+        PeerTerm("fp32 accumulated gradients, 4P", SINGLE * model.numel),
+        PeerTerm("master weights and moments, 12P or 12P/N", MASTER_AND_MOMENTS * split),
+    ]
+    return PeerMemory("nanotron 0.5", tuple(terms))
+
+
+def ddp_autocast(model: PeerModel) -> PeerMemory:
+    """DistributedDataParallel with autocast and Adam: fp32 parameters, gradients and moments, 16P.
+
+    Sources: torch's documentation of DistributedDataParallel (without `gradient_as_bucket_view` the buckets are a
+    second copy of the gradients, 4P) and of autocast (16-bit copies of the weights are cached until the end of
+    forward, 2P).
+    """
+    numel = model.numel
+    terms = [
+        PeerTerm("fp32 parameters and moments, 12P", 3 * SINGLE * numel),
+        PeerTerm("buckets of gradients, 4P", SINGLE * numel),
+        PeerTerm("gradients, 4P", SINGLE * numel, Moment.GRADIENTS),
+        PeerTerm("16-bit copies of the weights, 2P", HALF * numel, Moment.COMPUTE),
+    ]
+    return PeerMemory("DDP with autocast", tuple(terms))

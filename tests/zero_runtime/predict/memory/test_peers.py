@@ -14,9 +14,11 @@ from zero_runtime.predict.memory.peers import (
     PeerMemory,
     PeerModel,
     PeerTerm,
+    ddp_autocast,
     deepspeed,
     fsdp2,
     megatron,
+    nanotron,
 )
 
 BLOCK = (6_000_000, 2_000_000, 4_000)
@@ -110,3 +112,14 @@ def test_fsdp2_shards_sixteen_bytes() -> None:
 def test_megatron_has_eighteen_bytes_or_six_and_twelve_shared() -> None:
     assert megatron(MODEL, WORLD, distributed_optimizer=False).resting == 18 * NUMEL
     assert megatron(MODEL, WORLD, distributed_optimizer=True).resting == (6 + 12 / WORLD) * NUMEL
+
+
+def test_nanotron_has_twenty_bytes_or_eight_and_twelve_shared() -> None:
+    assert nanotron(MODEL, PLANS[0], WORLD).resting == 20 * NUMEL
+    assert nanotron(MODEL, PLANS[1], WORLD).resting == (8 + 12 / WORLD) * NUMEL
+
+
+def test_ddp_with_autocast_has_twenty_bytes_and_two_in_forward() -> None:
+    memory = ddp_autocast(MODEL)
+    assert memory.resting == 20 * NUMEL
+    assert memory.at(Moment.COMPUTE) == 2 * NUMEL
