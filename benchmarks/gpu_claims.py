@@ -111,7 +111,7 @@ CLAIMS = (
     ),
     Claim(
         "allocator",
-        "the model of the caching allocator reserves what torch reserves, after each of 12,000 events in 5 settings",
+        "the model of the caching allocator reserves what torch reserves, after each of 12,000 events",
         tests("test_cuda_allocator.py"),
         600.0,
     ),

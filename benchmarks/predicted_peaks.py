@@ -59,7 +59,7 @@ from orchestrator.config.schema import (  # noqa: E402
 )
 from orchestrator.config.state_groups import Offload, Precision, Zero  # noqa: E402
 from orchestrator.wings.predict import memory_cache  # noqa: E402
-from orchestrator.wings.predict.activations import trace_of  # noqa: E402
+from orchestrator.wings.predict.activations import Tracing  # noqa: E402
 from orchestrator.wings.predict.shapes import units_of as shapes_of  # noqa: E402
 from orchestrator.wings.predict.step import ConfigMemory, units_of  # noqa: E402
 from orchestrator.worker.setup import build_deferred  # noqa: E402
@@ -207,7 +207,9 @@ class Predictions:
     def trace(self, config: RunConfig) -> Trace:
         key = memory_cache.activations_key(config)
         if key not in self._traces:
-            self._traces[key] = trace_of(config)
+            traced = Tracing(config).one(config.batch.micro)
+            assert not isinstance(traced, dict), traced
+            self._traces[key] = traced[0].trace
         return self._traces[key]
 
     def of(self, case: Case) -> Predicted:

@@ -27,12 +27,12 @@ from zero_runtime.initial_values import parameters_on_meta
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.predict.memory import peers
-from zero_runtime.predict.memory.activation_count import Trace
+from zero_runtime.predict.memory.activation_count import LinearTrace, Trace
 from zero_runtime.predict.memory.activation_trace import trace_step
 from zero_runtime.predict.memory.device_overhead import DeviceOverhead
 from zero_runtime.predict.memory.peers import DeepSpeedSettings, PeerMemory, PeerModel, PeerTerm
-from zero_runtime.predict.memory.repeated_blocks import with_blocks
-from zero_runtime.predict.memory.short_model import shorten
+from zero_runtime.predict.memory.repeated_blocks import linear_with_blocks
+from zero_runtime.predict.memory.short_model import short_copy
 from zero_runtime.unit_planner import UnitRules, block_modules
 
 MODELS: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -209,10 +209,12 @@ def traced(model: str, seq: int, micro: int, recompute: str, kernels: str, *, wh
 
     if not whole:
         built = build_for_trace(model, kernels)
-        short = shorten(built, rules, rule)
-        found = None if short is None else with_blocks(trace(built), short.units, short.blocks)
-        if found is not None:
-            return found
+        short = short_copy(built, rules, rule)
+        if short is not None:
+            traced = LinearTrace.of_one(1, trace(short.model))
+            found = linear_with_blocks(traced, short.left.units, short.left.blocks)
+            if found is not None:
+                return found.trace
     return trace(build_for_trace(model, kernels))
 
 

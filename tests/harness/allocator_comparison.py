@@ -6,30 +6,27 @@ import random
 from collections.abc import Iterator
 from typing import Protocol
 
-from zero_runtime.predict.memory.caching_allocator import MIB, AllocatorSettings, CachingAllocator, OutOfDeviceMemory
+from zero_runtime.predict.memory.caching_allocator import MIB, BlockPool, CachingAllocator
 
 LARGEST = 64 * MIB
-LOOK_EVERY = 50  # events between two comparisons of all segments
-Segments = list[tuple[int, int, tuple[tuple[int, bool], ...]]]  # address, stream, the blocks' bytes and states
+LOOK_EVERY = 50  # events between two comparisons of all blocks
+Blocks = tuple[tuple[int, bool], ...]  # of one segment in the order of addresses: bytes, and whether it is allocated
 
 
 class DeviceAllocator(Protocol):
-    """What is compared with the model: allocated and reserved bytes, and what is where."""
+    """What is compared with the model: allocated and reserved bytes, and the blocks of all segments in any order."""
 
-    def allocate(self, key: int, nbytes: int, stream: int) -> int | None:
-        """The address; None: out of memory."""
+    def allocate(self, key: int, nbytes: int) -> None: ...
 
     def free(self, key: int) -> None: ...
 
-    def empty_cache(self) -> None: ...
-
     def totals(self) -> tuple[int, int]: ...
 
-    def segments(self) -> Segments: ...
+    def segments(self) -> list[Blocks]: ...
 
 
-def sequence(seed: int, events: int, streams: int = 2, live: int = 150) -> Iterator[tuple[str, int, int, int]]:
-    """(what, key, bytes, stream) for as many events: sizes of 1 byte to 64 MiB, mostly below 1 MiB.
+def sequence(seed: int, events: int, live: int = 150) -> Iterator[tuple[str, int, int]]:
+    """(what, key, bytes) for as many events: sizes of 1 byte to 64 MiB, mostly below 1 MiB.
 
     At most `live` allocations at a time; some sizes occur again, as those of a training step do.
     """
@@ -38,52 +35,40 @@ def sequence(seed: int, events: int, streams: int = 2, live: int = 150) -> Itera
     keys: list[int] = []
     for number in range(events):
         chance = rng.random()
-        if chance < 0.01:
-            yield "empty", 0, 0, 0
-        elif keys and (len(keys) == live or chance < 0.48):
-            yield "free", keys.pop(rng.randrange(len(keys))), 0, 0
+        if keys and (len(keys) == live or chance < 0.48):
+            yield "free", keys.pop(rng.randrange(len(keys))), 0
         else:
-            nbytes = rng.choice(usual) if chance < 0.7 else round(LARGEST ** rng.random())
-            yield "allocate", number, nbytes, rng.randrange(streams)
+            yield "allocate", number, rng.choice(usual) if chance < 0.7 else round(LARGEST ** rng.random())
             keys.append(number)
 
 
-def first_difference(
-    device: DeviceAllocator, settings: AllocatorSettings, limit: int | None, seed: int, events: int
-) -> str | None:
-    """None: after every event the device and the model have the same totals and addresses, and at times all blocks.
+def blocks_of(pool: BlockPool) -> Blocks:
+    """The blocks of a pool of the model."""
+    found, block = [], pool.last
+    while block is not None:
+        found.append((block.size, block.allocated))
+        block = block.before
+    return tuple(reversed(found))
 
-    The model's segments lie where the device's do: which of two free blocks of one size is taken depends on it.
-    """
-    address = 0
-    model = CachingAllocator(limit, settings, lambda nbytes: address)
-    refused = set()
-    for count, (what, key, nbytes, stream) in enumerate(sequence(seed, events)):
-        where = f"event {count}, {what} of {nbytes} bytes on stream {stream}"
-        if what == "empty":
-            device.empty_cache()
-            model.empty_cache()
-        elif what == "free":
-            if key not in refused:
-                device.free(key)
-                model.free(key)
+
+def segments_of(model: CachingAllocator) -> list[Blocks]:
+    return [blocks_of(pool) for pool in (model.small, model.large) if pool.last is not None]
+
+
+def first_difference(device: DeviceAllocator, seed: int, events: int) -> str | None:
+    """None: after every event the device and the model have the same totals, and at times the same blocks."""
+    model, held = CachingAllocator(), {}
+    for count, (what, key, nbytes) in enumerate(sequence(seed, events)):
+        where = f"event {count}, {what} of {nbytes} bytes"
+        if what == "free":
+            device.free(key)
+            model.free(held.pop(key))
         else:
-            given = device.allocate(key, nbytes, stream)
-            address = given or 0
-            try:
-                model.allocate(key, nbytes, stream)
-                expected: int | None = model.address(key)
-            except OutOfDeviceMemory:
-                expected = None
-                refused.add(key)
-            if given != expected:
-                return f"{where}: the model's address is {expected}, the device's {given}"
-        if device.totals() != (model.allocated, model.reserved):
-            return (
-                f"{where}: the model's totals are {(model.allocated, model.reserved)}, the device's {device.totals()}"
-            )
-        if count % LOOK_EVERY == 0:
-            blocks = [(one.address, one.stream, one.blocks) for one in model.segments()]
-            if blocks != device.segments():
-                return f"{where}: the model's blocks are not those of the device"
+            device.allocate(key, nbytes)
+            held[key] = model.allocate(nbytes)
+        found = model.allocated, model.reserved
+        if device.totals() != found:
+            return f"{where}: the model's totals are {found}, the device's {device.totals()}"
+        if count % LOOK_EVERY == 0 and sorted(segments_of(model)) != sorted(device.segments()):
+            return f"{where}: the model's blocks are not those of the device"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing as mp
 import os
 import sys
@@ -39,7 +40,7 @@ class _Process(mp.get_context("forkserver").Process):  # type: ignore[name-defin
     """Holds the ends of the pipes as numbers until it is started, when they can be sent to the fork server."""
 
     def __init__(self, *ends: int) -> None:
-        super().__init__(daemon=True)
+        super().__init__(daemon=False)  # a daemon may have no forks of its own
         self._ends = ends  # its stdin, stdout and stderr
 
     def __getstate__(self) -> dict[str, Any]:
@@ -51,4 +52,4 @@ class _Process(mp.get_context("forkserver").Process):  # type: ignore[name-defin
         for target, end in enumerate(self._ends):
             os.dup2(end.detach(), target)
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  as long as the process lives
-        shapes.main()
+        shapes.main(json.load(sys.stdin))

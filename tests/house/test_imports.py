@@ -33,7 +33,6 @@ PURE = (
     "state_bytes",
     "predict.messages",
     "predict.memory.activation_count",
-    "predict.memory.allocator_blocks",
     "predict.memory.caching_allocator",
     "predict.memory.counted_unit",
     "predict.memory.device_overhead",

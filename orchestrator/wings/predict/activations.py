@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from orchestrator.workloads.models import token_losses
 from zero_runtime.predict.memory.activation_count import LinearTrace, Trace
 from zero_runtime.predict.memory.activation_trace import trace_step
 from zero_runtime.predict.memory.repeated_blocks import linear_with_blocks
-from zero_runtime.predict.memory.short_model import Shortened, short_copy, treats_alike
+from zero_runtime.predict.memory.short_model import FewerBlocks, Shortened, short_copy, treats_alike
 from zero_runtime.predict.timing.segments import SegmentTable
 from zero_runtime.predict.timing.work import LinearWork, Work
 from zero_runtime.predict.timing.work_counter import WorkCounter
@@ -42,32 +42,9 @@ NO_BACKWARD = "an evaluation keeps no activations for a backward, and the peak o
 SMALLEST = 2  # torch treats a batch of one differently: dimensions of one count as contiguous and broadcast
 
 
-class CountedStep(NamedTuple):
-    """The storages of one micro-batch, and the work of its segments."""
-
-    trace: Trace
-    work: SegmentTable[Work]
-
-
-def trace_of(config: RunConfig, *, whole: bool = False) -> Trace:
-    """Traces one micro-batch with the configured model, precision, recomputation and loss."""
-    return counted_step(config, whole=whole).trace
-
-
-def counted_step(config: RunConfig, *, whole: bool = False) -> CountedStep:
-    """Traces one micro-batch and counts its work.
-
-    Of many equal blocks five are traced, unless `whole` is asked for: see zero_runtime.predict.memory.repeated_blocks.
-    """
-    step = _traced_step(config, whole=whole)
-    linear = step.completed(LinearTrace.of_one(config.batch.micro, step.trace))
-    if linear is None:
-        step = _traced_step(config, whole=True)
-    return CountedStep(step.trace if linear is None else linear.trace, step.work_of_all)
-
-
 class TracedStep(NamedTuple):
-    """A step of the configured model, or of the same model with five blocks, which `left` describes."""
+    """A step of the configured model, or of the same model with five blocks, which `left` describes: its storages, and
+    the work of its segments."""
 
     trace: Trace
     work: SegmentTable[Work]
@@ -90,16 +67,16 @@ def _traced_step(config: RunConfig, *, whole: bool) -> TracedStep:
         imported = len(sys.modules)
         # Tracing uses a model up, and copying one takes a fraction of the time of building it.
         model = copy.deepcopy(built(config) if short is None else short.model)
-        counted = _counted(config, model, rules)
+        trace, work = _counted(config, model, rules)
         if len(sys.modules) == imported:
             break  # else tensors that a module made when it was imported may be in the trace
-    return TracedStep(*counted, None if short is None else short.left)
+    return TracedStep(trace, work, None if short is None else short.left)
 
 
 def built(config: RunConfig) -> nn.Module:
     """The model on the meta device, built once; frozen for an evaluation.
 
-    It must not be changed; `Last` keeps that of one configuration.
+    It must not be changed; that of one configuration is kept.
     """
     frozen = config.measure.kind is MeasureKind.eval
 
@@ -107,32 +84,19 @@ def built(config: RunConfig) -> nn.Module:
         model, _ = build_deferred(config)
         return model.requires_grad_(False) if frozen else model
 
-    return _built.of((_settings(config), frozen), make)
+    return _kept("model", (_settings(config), frozen), make)
 
 
-class FewerBlocks(NamedTuple):
-    """A model that has lost most of its equal blocks, and where the units of those left are."""
-
-    model: nn.Module
-    left: Shortened
+_last: dict[str, tuple[object, Any]] = {}  # by name, what was made last, with the settings that it was made from
 
 
-class Last(Generic[Kept]):
-    """Keeps the last value that was made, with the settings that it was made from."""
-
-    def __init__(self) -> None:
-        self._found: tuple[object, Kept] | None = None
-
-    def of(self, settings: object, make: Callable[[], Kept]) -> Kept:
-        """The value for these settings, which is made if the last one was for others."""
-        if self._found is None or self._found[0] != settings:
-            self._found = None  # first, so that there are never two large ones
-            self._found = settings, make()
-        return self._found[1]
-
-
-_built = Last[nn.Module]()
-_short = Last["FewerBlocks | None"]()
+def _kept(name: str, settings: object, make: Callable[[], Kept]) -> Kept:
+    """What was made for these settings; it is made if the last one was for others."""
+    if name not in _last or _last[name][0] != settings:
+        _last.pop(name, None)  # first, so that there are never two large ones
+        _last[name] = settings, make()
+    made: Kept = _last[name][1]
+    return made
 
 
 def _settings(config: RunConfig) -> str:
@@ -143,11 +107,8 @@ def _shortened(config: RunConfig, rules: UnitRules) -> FewerBlocks | None:
     """The model with fewer blocks, which all rules of recomputation share that treat its blocks alike; None: it has to
     be traced as a whole."""
 
-    def make() -> FewerBlocks | None:
-        found = short_copy(built(config), rules, config.recompute)
-        return None if found is None else FewerBlocks(*found)
-
-    return _short.of((_settings(config), rules, treats_alike(config.recompute)), make)
+    settings = _settings(config), rules, treats_alike(config.recompute)
+    return _kept("shorter model", settings, lambda: short_copy(built(config), rules, config.recompute))
 
 
 def shorten_once(config: RunConfig) -> None:
@@ -156,7 +117,7 @@ def shorten_once(config: RunConfig) -> None:
         _shortened(config, unit_rules(config, built(config)))
 
 
-def _counted(config: RunConfig, model: nn.Module, rules: UnitRules) -> CountedStep:
+def _counted(config: RunConfig, model: nn.Module, rules: UnitRules) -> tuple[Trace, SegmentTable[Work]]:
     ids = torch.zeros((config.batch.micro, config.batch.seq), dtype=torch.int64)
     head, sequence, work = divide(config, model), divide_sequences(config, model), WorkCounter()
     tile = config.loss.tile_tokens
@@ -169,7 +130,7 @@ def _counted(config: RunConfig, model: nn.Module, rules: UnitRules) -> CountedSt
         on_cuda=config.resources.device is Device.cuda,
         observe=work,
     )
-    return CountedStep(trace, work.table(trace))
+    return trace, work.table(trace)
 
 
 def known(config: RunConfig) -> dict[str, Mapping[str, Any]]:
@@ -193,7 +154,7 @@ def answers(family: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
         return
     by_micro = {config.batch.micro: config for config in family}
     several = sorted(micro for micro in by_micro if micro >= SMALLEST)
-    left, tracing = set(by_micro), _Tracing(family[0])
+    left, tracing = set(by_micro), Tracing(family[0])
     for linear, work in tracing.linears(several[0], several[-1]) if len(several) > 1 else ():
         inside = [micro for micro in several if linear.low <= micro <= linear.high and micro in left]
         left -= set(inside)
@@ -209,15 +170,15 @@ def answers(family: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
 Linear = tuple[LinearTrace, LinearWork]
 
 
-class _Tracing:
-    """The steps of one family that have been traced. MOST bounds their number."""
+class Tracing:
+    """The steps of one family that have been traced. MOST bounds their number. whole: trace all blocks, of many equal
+    ones too: see zero_runtime.predict.memory.repeated_blocks."""
 
     MOST = 16  # enough to halve a thousand sizes down to two neighbours
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, *, whole: bool = False) -> None:
+        self._config, self._whole = config, whole
         self._found: dict[int, TracedStep | Answer] = {}
-        self._whole = False  # all blocks have to be traced
 
     def _at(self, micro: int) -> TracedStep | Answer:
         """The traced step, or why there is none."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +26,7 @@ from zero_runtime.collectives import Collectives
 from zero_runtime.initial_values import Initialise
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.predict.memory.short_model import Shortened, shorten
+from zero_runtime.predict.memory.short_model import Shortened, short_copy
 from zero_runtime.predict.timing.machine_timer import Repeated, time_copies, time_links, time_updates
 from zero_runtime.predict.timing.segment_timer import SegmentTimer, typical
 from zero_runtime.predict.timing.segments import Key
@@ -69,10 +67,10 @@ def _short_model(config: RunConfig) -> ShortModel:
     """The configured model, of whose equal blocks at most five are left."""
     model, initialise = build_deferred(config)
     rules = unit_rules(config, model)
-    short = shorten(model, rules, config.recompute)
+    short = short_copy(model, rules, config.recompute)
     if short is None:
-        model, initialise = build_deferred(config)  # it may have lost blocks
-    return ShortModel(model, initialise, rules, short)
+        return ShortModel(model, initialise, rules, None)
+    return ShortModel(short.model, initialise, rules, short.left)
 
 
 def timer_of(config: RunConfig, device: torch.device) -> tuple[SegmentTimer, Shortened | None]:
@@ -169,15 +167,6 @@ class SegmentTurns:
         self._runtime.close()
 
 
-def _missing_folders(config: RunConfig) -> list[Path]:
-    """The folders that `offload_plan` will make for a scratch file, the innermost first; a run keeps them, and a
-    measurement does not."""
-    if not config.offload.uses_nvme or config.offload.folder is None:
-        return []
-    folder = Path(config.offload.folder)
-    return [one for one in (folder, *folder.parents) if not one.exists()]
-
-
 class Calibration:
     """The measurements of one rank, each together with all other ranks. told: called on rank 0 after each job."""
 
@@ -218,16 +207,6 @@ class Calibration:
         return asdict(time_copies(self._repeated, self._device, SIZES))
 
     def _update(self, config: RunConfig) -> Answer:
-        made = _missing_folders(config)
-        self._repeated.mean(0.0)  # no rank makes them before all have looked
-        try:
-            return self._timed_update(config)
-        finally:
-            for folder in made:
-                with contextlib.suppress(OSError):  # a file is in it: another rank's, which then removes the folder
-                    folder.rmdir()
-
-    def _timed_update(self, config: RunConfig) -> Answer:
         settings = RuntimeSettings(
             clip_norm=config.optimizer.clip_norm,
             watch=self._watch,

@@ -22,7 +22,6 @@ from orchestrator.wings.predict.moments import all_moments
 from orchestrator.wings.predict.prediction import hardware_name
 from orchestrator.wings.predict.speed import Speed
 from orchestrator.wings.profile import costs
-from zero_runtime.predict.memory.caching_allocator import AllocatorSettings
 
 # Columns in the order in which a narrow terminal leaves them out.
 DROPPED = ("tokens", "activations", "states", "reserved", "largest part", "closed form", "what exists")
@@ -277,8 +276,9 @@ def _after(one: Fit) -> list[Row]:
         libraries = f"{size(one.overhead.least)} to {size(one.overhead.most)}"
         communicators = many(one.overhead.communicators, "communicator")
         rows.append(Row("libraries", f"{libraries}: CUDA, cuBLAS and {communicators} of NCCL"))
-    if reserved := _reserved(one):
-        rows.append(Row("reserved", reserved))
+    if one.reserved is not None:
+        reserved = size(one.reserved.reserved)
+        rows.append(Row("reserved", f"{reserved} by torch's allocator with expandable segments, as in runs"))
     used = dict.fromkeys((size(least), size(most)))
     rows.append(Row("used", " to ".join(used)))
     left = one.limit_bytes - most
@@ -313,13 +313,3 @@ def _outside(one: Fit) -> Table | None:
         cells = [size(count) if count else ABSENT for count in (moment.device, moment.host, of_node)]
         rows.append((moment.name, "; ".join([moment.why, *too_much]), *cells))
     return Table(header, tuple(rows), names=2, drops=DROPPED) if rows else None
-
-
-def _reserved(one: Fit) -> str:
-    """What torch's allocator takes from CUDA for the tensors, if no limit makes it return what it caches."""
-    if (grown := one.reserved) is None:
-        return ""
-    plain = one.memory.reserved(max(one.micro, 1), AllocatorSettings(expandable=False))
-    assert plain is not None
-    text = f"{size(grown.reserved)} by torch's allocator with expandable segments, as in runs"
-    return f"{text}; {size(plain.reserved)} without"

@@ -13,7 +13,6 @@ from orchestrator.wings.predict.moments import all_moments, met, on_device, wors
 from orchestrator.wings.predict.speed import Speed, speed_of
 from orchestrator.wings.predict.step import ConfigMemory, with_micro
 from orchestrator.wings.predict.target import Target
-from zero_runtime.predict.memory.caching_allocator import AllocatorSettings
 from zero_runtime.predict.memory.counted_unit import (
     COMPONENTS,
     GATHERED,
@@ -87,7 +86,7 @@ class Fit:
         every tensor of three steps, so that only rows that are shown should ask."""
         if self.config.resources.device is not Device.cuda:
             return None
-        return self.memory.reserved(max(self.micro, 1), AllocatorSettings(expandable=True))
+        return self.memory.reserved(max(self.micro, 1))
 
     @property
     def used_bytes(self) -> tuple[int, int]:

@@ -20,7 +20,6 @@ from zero_runtime.optim.matrix_owners import OwnedMatrix, most_sent_elements, ow
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.predict.memory.activation_count import LinearTrace
-from zero_runtime.predict.memory.caching_allocator import AllocatorSettings
 from zero_runtime.predict.memory.counted_unit import CountRules
 from zero_runtime.predict.memory.reserved import Reserved, reserved_peak
 from zero_runtime.predict.memory.step_memory import (
@@ -133,7 +132,7 @@ class ConfigMemory:
         part = self.part(micro)
         return None if part is None else part.peak(micro)
 
-    def reserved(self, micro: int, settings: AllocatorSettings | None = None) -> Reserved | None:
+    def reserved(self, micro: int) -> Reserved | None:
         """What torch's caching allocator reserves at the peak on a GPU; None for a micro-batch that was not traced."""
         part = self.part(micro)
         if part is None:
@@ -147,11 +146,10 @@ class ConfigMemory:
                 self.rules,
                 prefetch=self.config.zero.prefetch,
                 other=(part.buffers, inputs, inputs),
-                settings=settings,
             )
             return [found.allocated, found.reserved]
 
-        key = f"reserved-{self.name}-{micro}-{hash_of(settings)}"
+        key = f"reserved-{self.name}-{micro}"
         return Reserved(*(recalled(key, replayed) if self.name else replayed()))
 
     def largest(self, limit_bytes: int) -> int:
@@ -262,7 +260,6 @@ class Memories:
         self._answers, self._recalls = answers, recalls
         self._linear: dict[str, LinearTrace] = {}
         self._replayed: dict[tuple[object, ...], StatesReplay] = {}
-        self._units: dict[tuple[object, ...], Units] = {}
 
     def of(self, config: RunConfig) -> ConfigMemory | None:
         """The memory of a configuration; None if the model cannot be built. Without a trace it has no parts."""
@@ -270,7 +267,7 @@ class Memories:
         shapes = self._answers.get(key)
         if shapes is None or "units" not in shapes:
             return None
-        units, rules = self._units_of(config, key, shapes), rules_of(config, shapes)
+        units, rules = units_of(config, shapes), rules_of(config, shapes)
         prefix = trace_prefix(config)
         traces = [name for name in self._answers if name.startswith(prefix)]
         memory = ConfigMemory(
@@ -310,15 +307,6 @@ class Memories:
 
         key = f"peaks-{memory.name}-{trace.removeprefix(trace_prefix(memory.config))}"
         return StepPeaks.of_plain(recalled(key, computed) if memory.name else computed())
-
-    def _units_of(self, config: RunConfig, key: str, shapes: Mapping[str, Any]) -> Units:
-        ranks, offload = config.data_ranks, config.offload
-        shard_count, device = config.zero.plan.shard_count(ranks), config.resources.device
-        aligned = config.zero.wire.aligned_numel(config.parallel.tp)
-        same = (key, ranks, shard_count, device, offload.params, offload.optimizer, aligned)
-        if same not in self._units:
-            self._units[same] = units_of(config, shapes)
-        return self._units[same]
 
     def unknown(self, config: RunConfig) -> str:
         """Why there is no trace of the configuration; empty if there is one."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.config.cluster import ClusterKind
-from orchestrator.config.hardware import GpuNode
 from orchestrator.config.schema import Device, RunConfig
 
 
@@ -15,8 +14,7 @@ class Target:
 
     device_bytes: the memory that ranks allocate from. On a GPU it is all that CUDA can allocate there for one rank;
     what CUDA, NCCL and cuBLAS take of it is not subtracted (predict/memory/device_overhead.py). On a CPU it is
-    host memory. ranks_share: the number of ranks that share device_bytes. host_bytes: host memory of a node. node: the
-    described hardware; auto is this machine.
+    host memory. ranks_share: the number of ranks that share device_bytes. host_bytes: host memory of a node.
     """
 
     device: Device
@@ -24,8 +22,6 @@ class Target:
     ranks_share: int
     host_bytes: int | None
     ranks_per_node: int
-    nodes: int
-    node: GpuNode
 
 
 def target_of(config: RunConfig, gpu_bytes: int | None = None, host_bytes: int | None = None) -> Target:
@@ -46,6 +42,4 @@ def target_of(config: RunConfig, gpu_bytes: int | None = None, host_bytes: int |
         ranks_share=1 if on_gpus or device_bytes is None else per_node,
         host_bytes=host_bytes,
         ranks_per_node=per_node,
-        nodes=resources.nodes,
-        node=node,
     )

@@ -190,19 +190,11 @@ class LinearTrace:
         mark, and its end after the last.
         """
         trace = self.trace
-        bases, slopes = trace.changes(), trace.changes(self.slopes)
-        levels = list(zip(accumulate(bases, initial=0), accumulate(slopes, initial=0), strict=True))
-        # Whether a moment has more bytes than its neighbour at one micro-batch, and no fewer at any larger one.
-        rises = [base > 0 and slope >= 0 for base, slope in zip(bases, slopes, strict=True)]
-        falls = [base < 0 and slope <= 0 for base, slope in zip(bases, slopes, strict=True)]
+        bases, slopes = (accumulate(trace.changes(sizes), initial=0) for sizes in (None, self.slopes))
+        levels = list(enumerate(zip(bases, slopes, strict=True)))
         end = len(trace.events)
         bounds = [0, *(position for position, _, _ in trace.marks), end, end]
-        found = []
-        for start, stop in pairwise(bounds):
-            inside = [place for place in range(start + 1, stop) if not (rises[place] or falls[place - 1])]
-            last = [stop] if stop > start and not falls[stop - 1] else []
-            found.append(_hull([(place, levels[place]) for place in (start, *inside, *last)]))
-        return found
+        return [_hull(levels[start : stop + 1]) for start, stop in pairwise(bounds)]
 
     def parts(self, count: int) -> tuple[Line, Line, Line]:
         """The three numbers of `Trace.parts` at each micro-batch, as lines."""

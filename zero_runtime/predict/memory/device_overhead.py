@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero_runtime.errors import PlanError
-
 MIB = 1 << 20
 # The driver's context of a process: 534 MiB in meta-pytorch/torchcomms#777; the range is of data-center GPUs.
 CONTEXT = (400 * MIB, 600 * MIB)
@@ -60,21 +58,11 @@ def communicators(
 ) -> int:
     """The number of communicators that a rank holds: the world's, and those of `RankGroups`. None for a single rank.
 
-    shard_count: ranks of a shard group. gathers_across: shard groups exchange parameters.
-
-    PlanError if `tensor_degree` does not divide `world`, or `shard_count` or `sequence_degree` the ranks of the data
-    axis.
+    shard_count: ranks of a shard group. gathers_across: shard groups exchange parameters. The degrees divide the ranks.
     """
-    if world % tensor_degree:
-        raise PlanError(f"parallel.tp={tensor_degree}: expected a divisor of the {world} ranks")
-    data_world = world // tensor_degree
-    if data_world % shard_count:
-        raise PlanError(f"shard groups of {shard_count}: expected a divisor of the {data_world} ranks")
-    if data_world % sequence_degree:
-        raise PlanError(f"parallel.sp={sequence_degree}: expected a divisor of the {data_world} ranks")
     if world == 1:
         return 0
     sharded = 2 if shard_count > 1 else 0  # gathers and reductions
-    across = (1 + gathers_across) * (shard_count < data_world)  # the replicas of a shard
+    across = (1 + gathers_across) * (shard_count < world // tensor_degree)  # the replicas of a shard
     # The slices of layers; the parts of sequences.
     return 1 + sharded + across + (tensor_degree > 1) + (sequence_degree > 1)

@@ -36,14 +36,8 @@ class BlockUnits:
 Span = tuple[int, int]  # events [start, stop)
 
 
-def with_blocks(short: Trace, units: BlockUnits, blocks: int) -> Trace | None:
-    """The trace of the model with `blocks` equal blocks; None if that of five does not determine it."""
-    found = linear_with_blocks(LinearTrace.of_one(1, short), units, blocks)
-    return None if found is None else found.trace
-
-
 def linear_with_blocks(short: LinearTrace, units: BlockUnits, blocks: int) -> LinearTrace | None:
-    """The same for the traces of several micro-batches."""
+    """The trace of the model with `blocks` equal blocks; None if that of five does not determine it."""
     if blocks <= SHORT:
         return None
     trace = short.trace

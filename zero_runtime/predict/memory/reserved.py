@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.predict.memory.activation_count import Trace
-from zero_runtime.predict.memory.caching_allocator import AllocatorSettings, CachingAllocator
+from zero_runtime.predict.memory.caching_allocator import CachingAllocator, MemoryBlock
 from zero_runtime.predict.memory.counted_unit import Block, Book, CountRules
 from zero_runtime.predict.memory.step_memory import StepReplay
 from zero_runtime.state_bytes import UnitSize
@@ -33,36 +33,30 @@ def reserved_peak(
     *,
     prefetch: int,
     other: Sequence[int] = (),
-    settings: AllocatorSettings | None = None,
 ) -> Reserved:
     """The peaks over the first steps. other: bytes of tensors that exist throughout, such as buffers and inputs.
 
     All tensors are of the stream that computes: see [Note: memory in program order] in offload/copy_streams.py.
     """
-    feeding = _Feeding(trace, CachingAllocator(settings=settings))
-    for nbytes in other:
-        feeding.take(("other", len(feeding.keys)), nbytes)
+    feeding = _Feeding(trace)
+    for nbytes in filter(None, other):
+        feeding.allocator.allocate(nbytes)
     replay = StepReplay(trace, units, rules, prefetch=prefetch, book=feeding.book, reached=feeding.reach)
     for _ in range(STEPS):
         replay.step()
     allocator = feeding.allocator
-    return Reserved(allocator.peak_allocated, allocator.peak_reserved)
+    return Reserved(allocator.peak_allocated, allocator.reserved)
 
 
 class _Feeding:
-    """Gives the tensors of both halves of a step to the allocator. keys: the allocator's, of the tensors alive."""
+    """Gives the tensors of both halves of a step to the allocator. held: the blocks of the tensors alive."""
 
-    def __init__(self, trace: Trace, allocator: CachingAllocator) -> None:
-        self.allocator = allocator
+    def __init__(self, trace: Trace) -> None:
+        self.allocator = CachingAllocator()
         self.book = Book(told=self._told)
-        self.keys: dict[object, int] = {}
+        self._held: dict[object, MemoryBlock] = {}
         self._trace = trace
-        self._made = self._done = 0
-
-    def take(self, what: object, nbytes: int) -> None:
-        self._made += 1
-        self.keys[what] = self._made
-        self.allocator.allocate(self._made, nbytes)
+        self._done = 0
 
     def reach(self, place: int) -> None:
         """Feed the events of the trace before this mark, or all after the last one."""
@@ -71,16 +65,15 @@ class _Feeding:
         events = trace.marks[place][0] if place < len(trace.marks) else len(trace.events)
         for event in trace.events[start:events]:
             number = abs(event) - 1
-            if trace.on_host[number]:
-                continue
-            if event > 0:
-                self.take(number, trace.sizes[number])
-            else:
-                self.allocator.free(self.keys.pop(number))
+            if not trace.on_host[number]:
+                self._feed(number, trace.sizes[number], came=event > 0)
         self._done = events
 
     def _told(self, block: Block, came: bool) -> None:
+        self._feed(block, block.nbytes, came=came)
+
+    def _feed(self, what: object, nbytes: int, *, came: bool) -> None:
         if came:
-            self.take(block, block.nbytes)
+            self._held[what] = self.allocator.allocate(nbytes)
         else:
-            self.allocator.free(self.keys.pop(block))
+            self.allocator.free(self._held.pop(what))

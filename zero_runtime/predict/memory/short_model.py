@@ -28,22 +28,18 @@ def treats_alike(recompute: RecomputeRule) -> bool:
     return recompute.kind != "every_nth" and recompute.offload == "none"
 
 
-def shorten(model: nn.Module, rules: UnitRules, recompute: RecomputeRule) -> Shortened | None:
-    """Leave the first two and the last three blocks, if all but the first and the last are equal.
+class FewerBlocks(NamedTuple):
+    """A model that has lost most of its equal blocks, and where the units of those left are."""
 
-    None, with the model unchanged, if they are not, or if the rule treats blocks by their place. None also if units
-    span blocks; the model is shorter then, and has to be built again.
+    model: nn.Module
+    left: Shortened
+
+
+def short_copy(model: nn.Module, rules: UnitRules, recompute: RecomputeRule) -> FewerBlocks | None:
+    """A copy with the first two and the last three blocks, if all but the first and the last are equal.
+
+    None if they are not, if the rule treats blocks by their place, or if units span blocks. The model is unchanged.
     """
-    blocks = _equal_blocks(model, recompute)
-    if blocks is None:
-        return None
-    count = len(blocks)
-    del blocks[MIDDLE : MIDDLE + count - SHORT]
-    return _left(model, rules, count)
-
-
-def short_copy(model: nn.Module, rules: UnitRules, recompute: RecomputeRule) -> tuple[nn.Module, Shortened] | None:
-    """A copy of the model that `shorten` has shortened; None where it returns None. The model is unchanged."""
     blocks = _equal_blocks(model, recompute)
     if blocks is None:
         return None
@@ -55,7 +51,7 @@ def short_copy(model: nn.Module, rules: UnitRules, recompute: RecomputeRule) -> 
     finally:
         blocks._modules = complete
     left = _left(copied, rules, count)
-    return None if left is None else (copied, left)
+    return None if left is None else FewerBlocks(copied, left)
 
 
 def _equal_blocks(model: nn.Module, recompute: RecomputeRule) -> nn.ModuleList | None:

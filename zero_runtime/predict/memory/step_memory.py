@@ -327,8 +327,8 @@ class _Moments:
     def worst(self) -> list[WorstMoment]:
         """These moments, in the order of the step.
 
-        They are the upper envelope of all lines. Where two are equal, or meet at a micro-batch, the first is the worst,
-        as `max` chooses.
+        They are the lines that no other one reaches at both ends. Where two are equal, the first is the worst, as `max`
+        chooses.
         """
         moments = list(self._all())
         kept: list[int] = []
@@ -338,32 +338,18 @@ class _Moments:
             if at_high < most or (at_high == most and number > first_of_most):
                 continue  # a line that another one reaches at both ends is below it between them too
             most, first_of_most = at_high, number
-            while len(kept) > 1 and _hides(moments[kept[-2]], moments[number], moments[kept[-1]]):
-                kept.pop()
             kept.append(number)
         return [self._worst(moments[number]) for number in sorted(kept)]
 
     def _all(self) -> Iterator[_Moment]:
-        """All moments but those that another one exceeds at both ends, and so at every micro-batch."""
-        span, marks = self.linear.high - self.linear.low, self.states.marks
-        low = high = -1  # of a moment that has many bytes at both ends
-        for place, candidates in enumerate(self.linear.segments):
-            level = self.states.start if place == 0 else marks[place - 1]
-            first, (base, slope) = candidates[0]
-            highest, left = level.highest, level.left
-            at_low = highest + base
-            at_high = at_low + slope * span
-            if at_low >= low or at_high >= high:
-                yield _Moment(at_low, at_high, place, first, True)
-                if at_low >= low and at_high >= high:
-                    low, high = at_low, at_high
-            for position, (base, slope) in candidates:
-                at_low = left + base
-                at_high = at_low + slope * span
-                if at_low >= low or at_high >= high:
-                    yield _Moment(at_low, at_high, place, position, False)
-                    if at_low >= low and at_high >= high:
-                        low, high = at_low, at_high
+        """All moments: while the runtime handles a mark, and those of the activations after it."""
+        span = self.linear.high - self.linear.low
+        levels = [self.states.start, *self.states.marks]
+        for place, (level, candidates) in enumerate(zip(levels, self.linear.segments, strict=True)):
+            found = [(level.highest, True, candidates[0]), *((level.left, False, one) for one in candidates)]
+            for of_runtime, is_highest, (position, (base, slope)) in found:
+                at_low = of_runtime + base
+                yield _Moment(at_low, at_low + slope * span, place, position, is_highest)
 
     def _worst(self, moment: _Moment) -> WorstMoment:
         level = self.states.start if moment.place == 0 else self.states.marks[moment.place - 1]
@@ -381,14 +367,6 @@ class _Moments:
             return "in the backward of the loss"
         name = self.names[unit] if unit < len(self.names) else f"unit {unit}"
         return f"{_WORDS[kind]} {name}"
-
-
-def _hides(first: _Moment, last: _Moment, middle: _Moment) -> bool:
-    """Whether one of two lines is above the middle one wherever that is between them. Of the three, the first is the
-    highest at the lowest micro-batch, and the last at the highest."""
-    fall, rise = first.at_low - last.at_low, last.at_high - first.at_high
-    # The first and the last meet at the share fall / (fall + rise) of the way.
-    return (middle.at_low - first.at_low) * rise + (middle.at_high - first.at_high) * fall < 0
 
 
 _WORDS = {

@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness.allocations import allocated_peak
 from harness.ranks import run_alone, run_ranks
+from harness.traced_steps import trace_of
 from points import config_of_line, make_config
 
 from orchestrator.config.schema import (
@@ -25,7 +26,7 @@ from orchestrator.config.schema import (
 )
 from orchestrator.config.state_groups import Precision
 from orchestrator.wings.predict import activations
-from orchestrator.wings.predict.activations import answers, trace_of
+from orchestrator.wings.predict.activations import answers
 from orchestrator.wings.predict.memory_cache import activations_key, units_key
 from orchestrator.wings.predict.shapes import units_of
 from orchestrator.wings.predict.step import Memories
@@ -39,7 +40,9 @@ from zero_runtime.offload.copy_streams import HELD_SOURCES
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.predict.memory.activation_count import ActivationBytes
+from zero_runtime.predict.memory.activation_count import ActivationBytes, Trace
+from zero_runtime.predict.timing.segments import SegmentTable
+from zero_runtime.predict.timing.work import Work
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -238,12 +241,12 @@ def test_gpu_attention_keeps_what_its_kernels_keep_and_offload_leaves_the_source
 def test_a_step_in_which_a_module_was_imported_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     counted, calls = activations._counted, []
 
-    def importing(*args: object) -> activations.CountedStep:
+    def importing(*args: object) -> tuple[Trace, SegmentTable[Work]]:
         calls.append(args)
         if len(calls) == 1:
             monkeypatch.setitem(sys.modules, "made_by_an_import", None)
         return counted(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(activations, "_counted", importing)
-    activations.trace_of(config_of_line("model=llama_tiny resources.device=cpu batch.micro=1 batch.seq=16"))
+    trace_of(config_of_line("model=llama_tiny resources.device=cpu batch.micro=1 batch.seq=16"))
     assert len(calls) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,21 +94,6 @@ def test_the_sum_over_the_ranks_is_no_part_of_an_update() -> None:
     [[(_, less)]] = run_ranks(updates, 1, 1e3)
     assert alone > 0
     assert less == 0
-
-
-def left_by_an_update(words: str, folder: str) -> list[str]:
-    """What is in the folder after the update of this line was measured."""
-    updating = [job.plain() for job in speed.jobs(config_of_line(words)) if job.kind == "update"]
-    answered(updating, 600.0)
-    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
-
-
-@pytest.mark.full
-def test_a_scratch_file_leaves_no_folder(tmp_path: Path) -> None:
-    line = f"{LINE} offload=optimizer_nvme output={tmp_path}/new/outputs"
-    assert run_ranks(left_by_an_update, 2, line, str(tmp_path))[0] == []
-    (tmp_path / "new" / "outputs" / "scratch").mkdir(parents=True)  # that of runs, which is kept
-    assert run_ranks(left_by_an_update, 2, line, str(tmp_path))[0] == ["new", "new/outputs", "new/outputs/scratch"]
 
 
 def test_no_job_begins_after_the_time_is_over() -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import pytest
 
 from orchestrator.compose import arguments, compose
-from orchestrator.config.hardware import GpuNode
 from orchestrator.config.schema import Device, LossKind, RunConfig
 from orchestrator.machine.hardware import Hardware
 from orchestrator.plan.points import checked_points
@@ -71,7 +70,7 @@ RULES = CountRules(ZeroPlan.from_stage(0), 1, 1, 1, 8.0, by_messages=False)
 
 
 def gpu(device_bytes: int, host_bytes: int | None = 100) -> Target:
-    return Target(Device.cuda, device_bytes, 1, host_bytes, ranks_per_node=4, nodes=1, node=GpuNode())
+    return Target(Device.cuda, device_bytes, 1, host_bytes, ranks_per_node=4)
 
 
 def row(config: RunConfig, target: Target, *, host: int = 0, overhead: tuple[int, int] = (0, 0)) -> Fit:
@@ -118,7 +117,7 @@ def test_offloaded_activations_bound_the_micro_batch_by_host_memory(config: RunC
 
 
 def test_ranks_that_compute_in_host_memory_share_it(config: RunConfig) -> None:
-    cpu = Target(Device.cpu, 80, 2, 80, ranks_per_node=2, nodes=1, node=GpuNode())
+    cpu = Target(Device.cpu, 80, 2, 80, ranks_per_node=2)
     one = row(config, cpu)
     assert (one.limit_bytes, one.micro, one.host_lacks) == (40, 4, False)
     assert row(config, cpu, host=11).micro == 2  # buffers of offload take a part of the same memory

@@ -10,7 +10,6 @@ import pytest
 
 from orchestrator import cli
 from orchestrator.compose import arguments, compose
-from orchestrator.config.hardware import GpuNode
 from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.machine import hardware
 from orchestrator.machine.hardware import Hardware
@@ -46,8 +45,7 @@ def config(line: str, machine: Hardware = LAPTOP, *, plan_only: bool = True) -> 
 def test_the_target_of_described_hardware_is_its_description() -> None:
     found = target_of(config("hardware=a100_80gb resources.nodes=2"), gpu_bytes=1, host_bytes=2)
     assert (found.device, found.device_bytes, found.ranks_share) == ("cuda", A100_BYTES, 1)
-    assert (found.host_bytes, found.ranks_per_node, found.nodes) == (2048 * GIB, 8, 2)
-    assert found.node.name == "a100_80gb"
+    assert (found.host_bytes, found.ranks_per_node) == (2048 * GIB, 8)
     unknown = target_of(config("hardware=a100_80gb hardware.memory_mib=null"), gpu_bytes=1, host_bytes=2)
     assert unknown.device_bytes is None
 
@@ -57,7 +55,7 @@ def test_the_target_of_this_machine_is_what_was_read_here() -> None:
     assert (found.device_bytes, found.host_bytes, found.ranks_share, found.ranks_per_node) == (2, 2, 3, 3)
     server = Hardware(cores=16, cpu="cpu", gpus=4, gpu="H100")
     found = target_of(config("zero=stage2", server), gpu_bytes=1, host_bytes=2)
-    assert (found.device_bytes, found.host_bytes, found.ranks_share, found.node) == (1, 2, 1, GpuNode())
+    assert (found.device_bytes, found.host_bytes, found.ranks_share) == (1, 2, 1)
 
 
 def test_the_memory_of_a_clusters_nodes_is_known_only_if_it_is_described() -> None:

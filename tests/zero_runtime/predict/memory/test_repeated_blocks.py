@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from harness.traced_steps import trace_of
 from points import make_config
 
 from orchestrator.config.schema import Device, Loss, LossKind, Model, ResolvedBatch, RunConfig
 from orchestrator.config.state_groups import Precision
-from orchestrator.wings.predict.activations import trace_of
 from orchestrator.worker.setup import build_deferred
 from zero_runtime.activations.rule import RecomputeKind, RecomputeRule
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.predict.memory.activation_count import Mark, Trace
-from zero_runtime.predict.memory.repeated_blocks import BlockUnits, equal_units, with_blocks
-from zero_runtime.predict.memory.short_model import shorten
+from zero_runtime.predict.memory.activation_count import LinearTrace, Mark, Trace
+from zero_runtime.predict.memory.repeated_blocks import BlockUnits, equal_units, linear_with_blocks
+from zero_runtime.predict.memory.short_model import short_copy
 from zero_runtime.unit_planner import UnitRules
 
 WIDE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
@@ -44,10 +44,16 @@ def config_of(
     )
 
 
+def with_blocks(short: Trace, units: BlockUnits, blocks: int) -> Trace | None:
+    """The trace of the model with `blocks` equal blocks; None if that of five does not determine it."""
+    found = linear_with_blocks(LinearTrace.of_one(1, short), units, blocks)
+    return None if found is None else found.trace
+
+
 def is_shortened(config: RunConfig) -> bool:
     model, _ = build_deferred(config)
     rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
-    return shorten(model, rules, config.recompute) is not None
+    return short_copy(model, rules, config.recompute) is not None
 
 
 @pytest.mark.parametrize(

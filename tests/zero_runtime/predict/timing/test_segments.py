@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.traced_steps import trace_of
 from points import config_of_line
 
-from orchestrator.wings.predict.activations import trace_of
 from orchestrator.wings.predict.calibrate_rank import timer_of
 from zero_runtime.predict.memory.activation_count import Mark
 from zero_runtime.predict.memory.repeated_blocks import BlockUnits

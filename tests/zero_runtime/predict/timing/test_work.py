@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness.traced_steps import counted_step
 from points import make_config
 from torch._subclasses import FakeTensorMode
 
 from orchestrator.config.schema import Device, Model, ResolvedBatch, RunConfig
 from orchestrator.config.state_groups import Precision
-from orchestrator.wings.predict.activations import counted_step
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.predict.timing.segments import SegmentTable
