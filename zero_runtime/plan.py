@@ -150,13 +150,6 @@ class ZeroPlan:
             found = "zero.stage=1" if self.grads is R else "zero.stage=2"
             raise ConfigError([Broken(rule, found, ("zero.stage=3", "zero.stage=0"))])
 
-    def freeing_params(self) -> ZeroPlan:
-        """This plan, or one that keeps all shards of the parameters on every rank and frees full copies after use.
-
-        For parameters that are stored in another form than they are computed with.
-        """
-        return self if self.params is S else ZeroPlan(S, S, S, shard_ranks=1)
-
     @property
     def keeps_full_params(self) -> bool:
         """Whether every rank keeps the full parameters in memory throughout; else they are freed between uses."""

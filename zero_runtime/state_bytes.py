@@ -122,7 +122,7 @@ class BytesPerElement:
 
 def _param_terms(plan: ZeroPlan, precision: MixedPrecision) -> tuple[Term, ...]:
     size = precision.stored_bytes
-    if precision.stores_as_computed or plan.params is Partition.SHARDED:
+    if precision.computes_as_param or plan.params is Partition.SHARDED:
         return ((size, plan.held_params),)
     # The full copy is a cast of the gathered parameters, so the shard that is gathered cannot be a slice of it.
     return ((ITEMSIZE_BYTES[precision.compute or precision.param], plan.params), (size, plan.optimizer))
@@ -278,7 +278,7 @@ def _backward_peak(whole: list[int], shards: list[int], roots: list[bool]) -> in
 
 
 def _whole_param_bytes(precision: MixedPrecision) -> float:
-    gathered = 0 if precision.stores_as_computed else precision.stored_bytes
+    gathered = 0 if precision.computes_as_param else precision.stored_bytes
     return ITEMSIZE_BYTES[precision.compute or precision.param] + gathered
 
 

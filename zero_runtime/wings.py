@@ -11,7 +11,6 @@ from typing import Any
 
 BEGIN_INFERENCE = "zero_runtime.generation.inference:begin_inference"
 REFUSE_TRAINING = "zero_runtime.generation.inference:refuse_training"
-STORED_CODES = "zero_runtime.quantised.codes:StoredCodes"
 TURNS = "zero_runtime.generation.gather_turns:GatherTurns"
 WRAP_GENERATE = "zero_runtime.generation.generate:wrap_generate"
 HEAD_OF = "zero_runtime.parallel.tensor.division:head_of"
