@@ -16,10 +16,8 @@ from zero_runtime.settings import RuntimeSettings
 from zero_runtime.state_bytes import (
     ElementBytes,
     StateBytes,
-    StepPeak,
     UnitSize,
     element_bytes,
-    step_peak_bytes,
     total_state_bytes,
 )
 from zero_runtime.state_tier import StateTier, is_offloaded
@@ -88,34 +86,6 @@ def predicted_offload_bytes(runtime: Accounted) -> OffloadBytes:
     sizes, shards = _sizes_with_precision(runtime), runtime.collectives.shard_count
     found: OffloadBytes = load(OFFLOAD_BYTES)(runtime.settings, runtime.optimizer.config, sizes, shards)
     return found
-
-
-def predicted_peak(runtime: Accounted, plan: ZeroPlan | None = None) -> StepPeak:
-    """Upper bound on this rank's bytes during a step by `state_bytes.py`, for `plan` or the runtime's own plan."""
-    return step_peak_bytes(
-        plan or runtime.plan,
-        _sizes_with_precision(runtime),
-        world=runtime.collectives.data_world,
-        prefetch=runtime.settings.prefetch,
-        micro_batches=runtime.settings.micro_batches,
-        **bytes_of_element(runtime),
-    )
-
-
-def saving_trouble(runtime: Accounted) -> str | None:
-    """A warning if the plan that shards one state less has no higher predicted peak than this plan; else None."""
-    other = runtime.plan.less_sharded()
-    if other is None or runtime.collectives.data_world == 1:
-        return None
-    own, less = predicted_peak(runtime), predicted_peak(runtime, other)
-    if own.total < less.total:
-        return None
-    return (
-        f"this plan holds up to {own.total:,} bytes on a rank ({own.states:,} of model states, {own.params:,} of "
-        f"whole parameters, {own.grads:,} of whole gradients), the one that shards one state less {less.total:,}: "
-        "the units that are whole at once are too large a part of the model; set a smaller unit_numel, prefetch=0, "
-        "or use the other plan"
-    )
 
 
 # ---- what exists now -------------------------------------------------------------------------------------------------

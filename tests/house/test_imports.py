@@ -191,9 +191,8 @@ ROOMS = {
         "whole_tensors": "collectives optim pure state_tier unit",
         "accounting": "collectives optim pure settings state_tier unit wings",
         "closed": "optim pure state_tier unit",
-        "runtime": "accounting agreed_parameters build closed divisions ledger module_hooks non_finite optim "
-        "own_device phase_clock pure settings state_tier step_backwards step_report unit whole_tensors "
-        "wings",
+        "runtime": "agreed_parameters build closed divisions ledger module_hooks non_finite optim own_device "
+        "phase_clock pure settings state_tier step_backwards step_report unit whole_tensors wings",
         "census": "accounting pure runtime",
         "dtype_audit": "dtypes ledger pure runtime state_tier unit",
         "predict": "activations collectives dtypes guarded_parameter module_hooks offload pure runtime settings "
