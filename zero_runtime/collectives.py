@@ -184,57 +184,25 @@ class Collectives(CollectiveIssuer):
         elif not self._shards_across:
             full.copy_(shard)
 
-    def exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]], numel: int
-    ) -> None:
-        """Send a part of `sent` to each rank of the shard group and receive a part of `received` from each. Blocks.
-
-        counts: elements received and sent by rank, in whose order the parts follow each other; 0 for this rank itself.
-        numel: the elements that all ranks exchange, by which the journal compares the ranks.
-        """
-        if self.shard_count == 1:
-            return
-        self.ledger.record("all_to_all", "", sum(counts[1]), sent.dtype)
-        alike = torch.empty(numel, dtype=sent.dtype, device="meta")  # parts differ in size between the ranks
-        self.issue("all_to_all", "", alike, self._exchanging(received, sent, counts))()
-
     def trade(self, received: torch.Tensor, sent: torch.Tensor, unit: str = "", *, kind: str = "all_to_all") -> Pending:
         """Send the r-th of equal parts of `sent` to rank r of the shard group, and receive one from each rank; with one
         shard, over all ranks.
 
         This rank's own part of `received` has no defined contents. Both tensors must live until the wait.
         """
-        group, ranks = self._widest
+        group, ranks = self.widest
         if ranks == 1:
             return Pending()
         self.ledger.record(kind, unit, sent.numel() // ranks * (ranks - 1), sent.dtype)
         start = self.all_to_all_over(received, sent, group, ranks)
         return Pending(self.issue(kind, unit, sent, start), held=(received, sent))
 
-    def gather_parts(self, full: torch.Tensor, part: torch.Tensor, unit: str = "", *, kind: str) -> Pending:
-        """Fill `full` from the `part` of every rank that `trade` trades with."""
-        group, ranks = self._widest
-        if ranks == 1:
-            full.copy_(part)
-            return Pending()
-        self.ledger.record(kind, unit, (ranks - 1) * part.numel(), part.dtype)
-        return Pending(self.issue(kind, unit, full, self.all_gather_over(full, part, group)), held=(full, part))
-
     @property
-    def _widest(self) -> tuple[dist.ProcessGroup | None, int]:
+    def widest(self) -> tuple[dist.ProcessGroup | None, int]:
         """The shard group, or with one shard the replicas, and the number of their ranks."""
         if self.shard_count > 1:
             return self.groups.reduce, self.shard_count
         return self.groups.replica, self.replica_count
-
-    def _exchanging(
-        self, received: torch.Tensor, sent: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]]
-    ) -> Start:
-        group = self.groups.reduce
-        if group in self._messages:
-            return _sending(self._messages[group].exchange, received.split(counts[0]), sent.split(counts[1]))
-        into, out = received[: sum(counts[0])], sent[: sum(counts[1])]
-        return _starting(dist.all_to_all_single, into, out, list(counts[0]), list(counts[1]), group=group)
 
     def broadcast(self, tensor: torch.Tensor, unit: str = "", source: int = 0) -> None:
         """Overwrite every rank's contiguous `tensor`, of any dtype, with that of one. Blocks and is not counted."""
@@ -343,6 +311,18 @@ class Collectives(CollectiveIssuer):
             return _sending(self._messages[group].exchange, received.chunk(ranks), sent.chunk(ranks))
         return _starting(dist.all_to_all_single, received, sent, group=group)
 
+    def parts_over(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        counts: tuple[Sequence[int], Sequence[int]],
+        group: dist.ProcessGroup | None,
+    ) -> Start:
+        """Exchanges parts of any size. counts: elements received and sent by rank, 0 for this rank itself."""
+        if group in self._messages:
+            return _sending(self._messages[group].exchange, received.split(counts[0]), sent.split(counts[1]))
+        return _starting(dist.all_to_all_single, received, sent, list(counts[0]), list(counts[1]), group=group)
+
     def all_gather_over(
         self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None, place: int = 0
     ) -> Start:
@@ -363,11 +343,6 @@ class Collectives(CollectiveIssuer):
             start = _starting(dist.all_reduce, control, op=dist.ReduceOp.SUM)
             self.issue("control_sum", "", control, start, polled=True)()
         return control
-
-    def compare_ranks(self, device: torch.device) -> None:
-        """Raise RankError on every rank if the ranks have issued different collectives. Blocks; a control message."""
-        sums = self.sum_over_ranks_(torch.tensor(self.fingerprint(), dtype=torch.float64, device=device))
-        self.check_fingerprints(*sums.tolist())
 
     def sum_over_data_(self, control: torch.Tensor) -> torch.Tensor:
         """Sum a few numbers over the data axis in place. Every rank must call it. Blocks; counted as `sum_over_ranks_`.
