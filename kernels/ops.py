@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 
 from zero_runtime.kernels.block_formats import blocks_of
-from zero_runtime.kernels.registration import compiles_variants as compiles_variants
 from zero_runtime.kernels.registration import prepare as prepare  # the import declares the operations
 from zero_runtime.kernels.settings import AdamW, Lamb, Lion, Sgd
 

@@ -67,7 +67,7 @@ for _name, _schema in SCHEMAS.items():
 
 
 def prepare(device: torch.device) -> bool:
-    """Compile and register the kernels for a type of device, so that no step waits for it; done once per process.
+    """Compile and register the kernels for a type of device; done once per process.
 
     Returns whether compiled kernels are registered for it; otherwise its operations run the reference. Call it before
     other threads use the operations. Raises ValueError for an unknown value of ZLAB_KERNELS and, if that is `cpp`,
@@ -96,14 +96,6 @@ def chosen(device: torch.device) -> Chosen | None:
 
 
 _chosen: dict[str, Chosen] = {}
-
-
-def compiles_variants(device: torch.device) -> bool:
-    """Whether the registered kernels of a device are compiled in variants, each when it is first called for.
-
-    Triton's are, for each combination of the arguments' dtypes and alignments; `prepare` calls for one of each.
-    """
-    return device.type == "cuda" and prepare(device)
 
 
 _lock = threading.Lock()  # an operation can be registered once

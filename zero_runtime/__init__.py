@@ -37,7 +37,6 @@ _HOME = {
     "SgdConfig": "optim.configs",
     "StepReport": "step_report",
     "TorchConfig": "optim.configs",
-    "TorchSchedule": "optim.torch_schedule",
     "WarmupCosineLR": "optim.lr_schedule",
     "WarmupDecayLR": "optim.lr_schedule",
     "WarmupLR": "optim.lr_schedule",

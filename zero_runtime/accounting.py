@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
-from torch import nn
 
-from zero_runtime.collectives import Collectives
 from zero_runtime.offload_plan import OffloadBytes
-from zero_runtime.optim.sharded import ShardedOptimizer
-from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.settings import RuntimeSettings
+from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.state_bytes import (
     ElementBytes,
     StateBytes,
-    StepPeak,
     UnitSize,
     element_bytes,
-    step_peak_bytes,
     total_state_bytes,
 )
-from zero_runtime.state_tier import StateTier, is_offloaded
-from zero_runtime.unit import Unit
+from zero_runtime.state_tier import is_offloaded
 from zero_runtime.wings import OFFLOAD_BYTES, load
-
-
-class Accounted(Protocol):
-    """The attributes of a runtime that determine its bytes."""
-
-    model: nn.Module
-    plan: ZeroPlan
-    settings: RuntimeSettings
-    device: torch.device
-    collectives: Collectives
-    units: list[Unit]
-    optimizer: ShardedOptimizer
-    tier: StateTier
-
 
 # ---- predictions -----------------------------------------------------------------------------------------------------
 
 
-def unit_sizes(runtime: Accounted) -> list[UnitSize]:
+def unit_sizes(runtime: ZeroRuntime) -> list[UnitSize]:
     """The sizes of the units, in the order of registration."""
     separate = runtime.settings.offload.has_separate_memory(runtime.device.type)
     return [
@@ -60,17 +37,17 @@ def unit_sizes(runtime: Accounted) -> list[UnitSize]:
     ]
 
 
-def bytes_of_element(runtime: Accounted) -> ElementBytes:
+def bytes_of_element(runtime: ZeroRuntime) -> ElementBytes:
     """Bytes of the optimizer, and of error feedback, for each trained element."""
     world = runtime.collectives.data_world
     return element_bytes(runtime.plan, runtime.optimizer.config, runtime.settings.wire, world=world)
 
 
-def _sizes_with_precision(runtime: Accounted) -> list[tuple[UnitSize, MixedPrecision]]:
+def _sizes_with_precision(runtime: ZeroRuntime) -> list[tuple[UnitSize, MixedPrecision]]:
     return list(zip(unit_sizes(runtime), (unit.precision for unit in runtime.units), strict=True))
 
 
-def predicted_state_bytes(runtime: Accounted) -> StateBytes:
+def predicted_state_bytes(runtime: ZeroRuntime) -> StateBytes:
     """This rank's bytes of model states as predicted by `state_bytes.py`."""
     return total_state_bytes(
         runtime.plan,
@@ -81,7 +58,7 @@ def predicted_state_bytes(runtime: Accounted) -> StateBytes:
     )
 
 
-def predicted_offload_bytes(runtime: Accounted) -> OffloadBytes:
+def predicted_offload_bytes(runtime: ZeroRuntime) -> OffloadBytes:
     """This rank's bytes in host memory and in the scratch file as predicted by `offload/memory.py`."""
     if not any(is_offloaded(unit) for unit in runtime.units):
         return OffloadBytes()
@@ -90,48 +67,20 @@ def predicted_offload_bytes(runtime: Accounted) -> OffloadBytes:
     return found
 
 
-def predicted_peak(runtime: Accounted, plan: ZeroPlan | None = None) -> StepPeak:
-    """Upper bound on this rank's bytes during a step by `state_bytes.py`, for `plan` or the runtime's own plan."""
-    return step_peak_bytes(
-        plan or runtime.plan,
-        _sizes_with_precision(runtime),
-        world=runtime.collectives.data_world,
-        prefetch=runtime.settings.prefetch,
-        micro_batches=runtime.settings.micro_batches,
-        **bytes_of_element(runtime),
-    )
-
-
-def saving_trouble(runtime: Accounted) -> str | None:
-    """A warning if the plan that shards one state less has no higher predicted peak than this plan; else None."""
-    other = runtime.plan.less_sharded()
-    if other is None or runtime.collectives.data_world == 1:
-        return None
-    own, less = predicted_peak(runtime), predicted_peak(runtime, other)
-    if own.total < less.total:
-        return None
-    return (
-        f"this plan holds up to {own.total:,} bytes on a rank ({own.states:,} of model states, {own.params:,} of "
-        f"whole parameters, {own.grads:,} of whole gradients), the one that shards one state less {less.total:,}: "
-        "the units that are whole at once are too large a part of the model; set a smaller unit_numel, prefetch=0, "
-        "or use the other plan"
-    )
-
-
 # ---- what exists now -------------------------------------------------------------------------------------------------
 
 
-def scratch_bytes(runtime: Accounted) -> int:
+def scratch_bytes(runtime: ZeroRuntime) -> int:
     """Size of this rank's scratch file in bytes; 0 without one."""
     return runtime.tier.scratch_bytes
 
 
-def host_tensors(runtime: Accounted) -> dict[str, list[torch.Tensor]]:
+def host_tensors(runtime: ZeroRuntime) -> dict[str, list[torch.Tensor]]:
     """The tier's tensors in host memory, by component (params, grads, optimizer, staging)."""
     return runtime.tier.tensors()
 
 
-def state_tensors(runtime: Accounted) -> dict[str, list[torch.Tensor]]:
+def state_tensors(runtime: ZeroRuntime) -> dict[str, list[torch.Tensor]]:
     """Live flat tensors by component, without those in `host_tensors`; aliases share a storage."""
     tensors: dict[str, list[torch.Tensor]] = {"params": [], "grads": [], "optimizer": []}
     for unit in runtime.units:

@@ -110,13 +110,11 @@ def checked_plan(
     refuse_owned(model)
     check_parameters(model)
     tensor = settings.tensor_parallel
-    tensor.check(optimizer, precision)
+    tensor.check(optimizer)
     if settings.sequence_parallel.degree > 1:
         settings.sequence_parallel.check(model, ranks=tensor.data_world(world_size()), tensor_degree=tensor.degree)
     if optimizer is None:
-        plan = load(BEGIN_INFERENCE)(model, plan, precision, settings.offload, settings.wire)
-    else:
-        precision.check_training()
+        load(BEGIN_INFERENCE)(model, plan, settings.offload, settings.wire)
     check_together(plan, precision, optimizer or NO_OPTIMIZER, settings, device_type)
     return plan
 
@@ -193,7 +191,7 @@ class UnitBuilder:
         aligned = self._settings.wire.aligned_numel(self._settings.tensor_parallel.degree)
         collectives = self._collectives
         rules = LayoutRules(collectives.shard_count, collectives.data_world, config.block_numel, aligned)
-        return [rules.layout(spec.shapes, spec.precision, trainable=spec.trainable) for spec in specs]
+        return [rules.layout(spec.shapes, trainable=spec.trainable) for spec in specs]
 
     def _agree_on_kernels(self) -> None:
         """Refuse different kernels on different ranks. Those for CPUs all have the reference's bits."""

@@ -1,4 +1,4 @@
-"""How a unit's shards are kept, sent and read back: here as they are. The wing `quantised` has the codes."""
+"""How a unit's shards are sent and read back: here as they are. The wing `quantised` has the codes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import torch
 
 
 class Codec:
-    """What a rank keeps and sends of a shard, and how the full copy is read from what all ranks sent.
+    """What a rank sends of a shard, and how the full copy is read from what all ranks sent.
 
-    This class keeps and sends values, which another dtype of the full copy is a cast of.
+    This class sends values, which another dtype of the full copy is a cast of.
     """
-
-    def keep(self, values: torch.Tensor, shard: torch.Tensor) -> None:
-        """Fill a shard, or whole blocks of it, with values."""
-        shard.copy_(values)
 
     def encode(self, shard: torch.Tensor) -> torch.Tensor:
         """What is sent of a shard."""

@@ -155,7 +155,7 @@ class Collectives(CollectiveIssuer):
         if after is not None and not _on_cuda(full):
             return Pending(after.wait, then=lambda: self.all_gather(full, shard, unit, lasting=lasting).wait())
         self.ledger.record("all_gather", unit, (self.group_ranks - 1) * shard.numel(), shard.dtype)
-        start = self.gathering(full, shard, self.groups.gather, self.places.get(unit, 0))
+        start = self.all_gather_over(full, shard, self.groups.gather, self.places.get(unit, 0))
         if after is not None:
             start = self._behind("gather", after.wait, start, full.device)
         return Pending(self.issue("all_gather", unit, full, start, polled=lasting))
@@ -164,7 +164,7 @@ class Collectives(CollectiveIssuer):
         """Fill `held` [P / G] from the `shard` [P / N] of every rank at this position of a shard group, which is that
         rank's slice of it with outer sharding."""
         self.ledger.record("outer_all_gather", unit, (self.group_count - 1) * shard.numel(), shard.dtype)
-        start = self.gathering(held, shard, self.groups.outer, self.places.get(unit, 0))
+        start = self.all_gather_over(held, shard, self.groups.outer, self.places.get(unit, 0))
         return Pending(self.issue("outer_all_gather", unit, held, start, polled=True))
 
     def held_part(self, full: torch.Tensor) -> torch.Tensor:
@@ -177,26 +177,12 @@ class Collectives(CollectiveIssuer):
         shard = shard.contiguous()
         if self._shards_across:
             held = self.held_part(full)
-            self.issue("outer_all_gather", "", held, self.gathering(held, shard, self.groups.outer))()
+            self.issue("outer_all_gather", "", held, self.all_gather_over(held, shard, self.groups.outer))()
             shard = held
         if self.group_ranks > 1:
-            self.issue("all_gather", "", full, self.gathering(full, shard, self.groups.gather))()
+            self.issue("all_gather", "", full, self.all_gather_over(full, shard, self.groups.gather))()
         elif not self._shards_across:
             full.copy_(shard)
-
-    def exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]], numel: int
-    ) -> None:
-        """Send a part of `sent` to each rank of the shard group and receive a part of `received` from each. Blocks.
-
-        counts: elements received and sent by rank, in whose order the parts follow each other; 0 for this rank itself.
-        numel: the elements that all ranks exchange, by which the journal compares the ranks.
-        """
-        if self.shard_count == 1:
-            return
-        self.ledger.record("all_to_all", "", sum(counts[1]), sent.dtype)
-        alike = torch.empty(numel, dtype=sent.dtype, device="meta")  # parts differ in size between the ranks
-        self.issue("all_to_all", "", alike, self._exchanging(received, sent, counts))()
 
     def trade(self, received: torch.Tensor, sent: torch.Tensor, unit: str = "", *, kind: str = "all_to_all") -> Pending:
         """Send the r-th of equal parts of `sent` to rank r of the shard group, and receive one from each rank; with one
@@ -204,37 +190,19 @@ class Collectives(CollectiveIssuer):
 
         This rank's own part of `received` has no defined contents. Both tensors must live until the wait.
         """
-        group, ranks = self._widest
+        group, ranks = self.widest
         if ranks == 1:
             return Pending()
         self.ledger.record(kind, unit, sent.numel() // ranks * (ranks - 1), sent.dtype)
-        start = self.trading(received, sent, group, ranks)
+        start = self.all_to_all_over(received, sent, group, ranks)
         return Pending(self.issue(kind, unit, sent, start), held=(received, sent))
 
-    def gather_parts(self, full: torch.Tensor, part: torch.Tensor, unit: str = "", *, kind: str) -> Pending:
-        """Fill `full` from the `part` of every rank that `trade` trades with."""
-        group, ranks = self._widest
-        if ranks == 1:
-            full.copy_(part)
-            return Pending()
-        self.ledger.record(kind, unit, (ranks - 1) * part.numel(), part.dtype)
-        return Pending(self.issue(kind, unit, full, self.gathering(full, part, group)), held=(full, part))
-
     @property
-    def _widest(self) -> tuple[dist.ProcessGroup | None, int]:
+    def widest(self) -> tuple[dist.ProcessGroup | None, int]:
         """The shard group, or with one shard the replicas, and the number of their ranks."""
         if self.shard_count > 1:
             return self.groups.reduce, self.shard_count
         return self.groups.replica, self.replica_count
-
-    def _exchanging(
-        self, received: torch.Tensor, sent: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]]
-    ) -> Start:
-        group = self.groups.reduce
-        if group in self._messages:
-            return _sending(self._messages[group].exchange, received.split(counts[0]), sent.split(counts[1]))
-        into, out = received[: sum(counts[0])], sent[: sum(counts[1])]
-        return _starting(dist.all_to_all_single, into, out, list(counts[0]), list(counts[1]), group=group)
 
     def broadcast(self, tensor: torch.Tensor, unit: str = "", source: int = 0) -> None:
         """Overwrite every rank's contiguous `tensor`, of any dtype, with that of one. Blocks and is not counted."""
@@ -251,7 +219,9 @@ class Collectives(CollectiveIssuer):
         part = self.held_part(full) if self._shards_across else shard
         if self.group_ranks > 1:
             self.ledger.record("reduce_scatter", unit, (self.group_ranks - 1) * part.numel(), full.dtype)
-            scatter = self._start("reduce_scatter", unit, full, self.summing(part, full, self.groups.reduce))
+            scatter = self._start(
+                "reduce_scatter", unit, full, self.reduce_scatter_over(part, full, self.groups.reduce)
+            )
             if self.group_count == 1:
                 return Pending(partial(self._blocking, *scatter))
             if not _on_cuda(shard):
@@ -275,7 +245,7 @@ class Collectives(CollectiveIssuer):
         kind = "outer_reduce_scatter" if self._shards_across else "all_reduce"
         if self._shards_across:
             self.ledger.record(kind, unit, (self.group_count - 1) * shard.numel(), part.dtype)
-            start = self.summing(shard, part, self.groups.replica)
+            start = self.reduce_scatter_over(shard, part, self.groups.replica)
         else:
             start = self._counted_all_reduce(shard, unit)
         if after is not None:
@@ -313,13 +283,15 @@ class Collectives(CollectiveIssuer):
             return Pending(self.issue("all_reduce", unit, shard, start))
         # Over gloo: a reduce-scatter and an all-gather by messages, whose sums are in rank order (see gloo.py).
         own = shard.chunk(self.replica_count)[self.replica_rank]
-        wait = self.issue("all_reduce", unit, shard, self.summing(own, shard, group))
-        return Pending(wait, then=lambda: self.issue("all_reduce", unit, shard, self.gathering(shard, own, group))())
+        wait = self.issue("all_reduce", unit, shard, self.reduce_scatter_over(own, shard, group))
+        return Pending(
+            wait, then=lambda: self.issue("all_reduce", unit, shard, self.all_gather_over(shard, own, group))()
+        )
 
     def _counted_all_reduce(self, shard: torch.Tensor, unit: str) -> Start:
         elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count  # a ring's, see ledger.py
         self.ledger.record("all_reduce", unit, elements, shard.dtype)
-        return self.reducing(shard, self.groups.replica)
+        return self.all_reduce_over(shard, self.groups.replica)
 
     # ---- one collective of a group, also for the wing `parallel` -----------------------------------------------------
 
@@ -327,24 +299,38 @@ class Collectives(CollectiveIssuer):
         """Whether collectives of the group are messages between CPUs, whose sums are in rank order; see gloo.py."""
         return group in self._messages
 
-    def reducing(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
+    def all_reduce_over(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
         """Sums `values` over the group in place, in an order that the backend chooses."""
         return _starting(dist.all_reduce, values, op=dist.ReduceOp.SUM, group=group)
 
-    def trading(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup | None, ranks: int) -> Start:
+    def all_to_all_over(
+        self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup | None, ranks: int
+    ) -> Start:
         """Exchanges equal parts in rank order; messages leave the part that a rank receives from itself as it is."""
         if group in self._messages:
             return _sending(self._messages[group].exchange, received.chunk(ranks), sent.chunk(ranks))
         return _starting(dist.all_to_all_single, received, sent, group=group)
 
-    def gathering(
+    def parts_over(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        counts: tuple[Sequence[int], Sequence[int]],
+        group: dist.ProcessGroup | None,
+    ) -> Start:
+        """Exchanges parts of any size. counts: elements received and sent by rank, 0 for this rank itself."""
+        if group in self._messages:
+            return _sending(self._messages[group].exchange, received.split(counts[0]), sent.split(counts[1]))
+        return _starting(dist.all_to_all_single, received, sent, list(counts[0]), list(counts[1]), group=group)
+
+    def all_gather_over(
         self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None, place: int = 0
     ) -> Start:
         if group in self._messages:
             return _sending(partial(self._messages[group].all_gather, place=place), full, shard)
         return _starting(_all_gather, full, shard, group=group)
 
-    def summing(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
+    def reduce_scatter_over(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
         if group in self._messages:
             return _sending(self._messages[group].reduce_scatter, shard, full)
         return _starting(_reduce_scatter, shard, full, op=dist.ReduceOp.SUM, group=group)
@@ -357,11 +343,6 @@ class Collectives(CollectiveIssuer):
             start = _starting(dist.all_reduce, control, op=dist.ReduceOp.SUM)
             self.issue("control_sum", "", control, start, polled=True)()
         return control
-
-    def compare_ranks(self, device: torch.device) -> None:
-        """Raise RankError on every rank if the ranks have issued different collectives. Blocks; a control message."""
-        sums = self.sum_over_ranks_(torch.tensor(self.fingerprint(), dtype=torch.float64, device=device))
-        self.check_fingerprints(*sums.tolist())
 
     def sum_over_data_(self, control: torch.Tensor) -> torch.Tensor:
         """Sum a few numbers over the data axis in place. Every rank must call it. Blocks; counted as `sum_over_ranks_`.

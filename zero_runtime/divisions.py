@@ -14,7 +14,6 @@ from torch import nn
 
 from zero_runtime.collectives import Collectives
 from zero_runtime.optim.config_base import OptimizerConfig
-from zero_runtime.precision import MixedPrecision
 from zero_runtime.slices import WHOLE, Slices
 
 
@@ -50,8 +49,8 @@ class WholeLayers:
         """Number of ranks along the data axis. PlanError if the degree does not divide the ranks."""
         return world
 
-    def check(self, optimizer: OptimizerConfig | None, precision: MixedPrecision) -> None:
-        """Raise ConfigError if a setting does not know divided parameters. optimizer: None for inference."""
+    def check(self, optimizer: OptimizerConfig | None) -> None:
+        """Raise ConfigError if the optimizer does not know divided parameters. optimizer: None for inference."""
 
     def division(self, model: nn.Module, *, trains: bool) -> LayerDivision:
         """How the full model is divided; changes nothing. PlanError if it does not divide."""

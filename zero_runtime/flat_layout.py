@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeVar
 
-from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
-
 # A shard's size is a multiple of this, so that every shard starts at a 64-byte boundary in dtypes of 16 bits or more.
 SHARD_ALIGNMENT_NUMEL = 32
 READ_NUMEL = 4 << 20  # elements read from a source at a time: bounds the memory needed in addition to the shards
@@ -140,10 +138,7 @@ class LayoutRules:
     state_block_numel: int = 1
     aligned_numel: int = 1
 
-    def layout(
-        self, shapes: Iterable[tuple[str, tuple[int, ...]]], precision: MixedPrecision, *, trainable: bool
-    ) -> FlatLayout:
-        """The layout of a unit: blocks of codes of its weights, or of states and messages, stay in one shard."""
-        of_states = self.state_block_numel if trainable else 1
-        blocks = WEIGHT_BLOCK_NUMEL if precision.weights is not None else math.lcm(of_states, self.aligned_numel)
+    def layout(self, shapes: Iterable[tuple[str, tuple[int, ...]]], *, trainable: bool) -> FlatLayout:
+        """The layout of a unit: blocks of codes of its states and messages stay in one shard."""
+        blocks = math.lcm(self.state_block_numel if trainable else 1, self.aligned_numel)
         return FlatLayout.build(shapes, shard_count=self.shard_count, world=self.world, block_numel=blocks)

@@ -98,13 +98,6 @@ class ZeroPlan:
             raise ConfigError([Broken("zero.stage must be 0, 1, 2 or 3", repr(stage), ("zero.stage=2",))])
         return cls(*_STAGES[stage], shard_ranks=shard_ranks, outer_sharding=outer_sharding)
 
-    def less_sharded(self) -> ZeroPlan | None:
-        """The plan that shards one state less; None if nothing is sharded."""
-        if self.stage == 0:
-            return None
-        keeps_groups = self.stage > 1 and self.outer_sharding is None
-        return ZeroPlan(*_STAGES[self.stage - 1], shard_ranks=self.shard_ranks if keeps_groups else None)
-
     @property
     def stage(self) -> int:
         """The number of the row, for people and for DeepSpeed's files: the runtime asks for states instead."""
@@ -149,13 +142,6 @@ class ZeroPlan:
             )
             found = "zero.stage=1" if self.grads is R else "zero.stage=2"
             raise ConfigError([Broken(rule, found, ("zero.stage=3", "zero.stage=0"))])
-
-    def freeing_params(self) -> ZeroPlan:
-        """This plan, or one that keeps all shards of the parameters on every rank and frees full copies after use.
-
-        For parameters that are stored in another form than they are computed with.
-        """
-        return self if self.params is S else ZeroPlan(S, S, S, shard_ranks=1)
 
     @property
     def keeps_full_params(self) -> bool:

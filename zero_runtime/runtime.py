@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_runtime import accounting, non_finite, whole_tensors
+from zero_runtime import non_finite, whole_tensors
 from zero_runtime.agreed_parameters import AgreedParameters
 from zero_runtime.build import UnitBuilder, checked_plan, make_collectives
 from zero_runtime.closed import hand_back, retire
@@ -97,9 +96,6 @@ class ZeroRuntime:
         self.collectives.journal.begin("forward")
         self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its backward freed its graph
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        trouble = accounting.saving_trouble(self) if self.trains else None
-        if trouble is not None:
-            warnings.warn(trouble, stacklevel=2)
 
     def _install(self, division: LayerDivision) -> None:
         """Install the forwards of divided layers, those of parts of sequences, and `generate` of ranks in step."""

@@ -68,7 +68,7 @@ class Schedule:
         self._reducing: ScheduledUnit | None = None
         self.in_backward = False  # a forward during a backward is a recomputation
         self.sums_locally = False  # this backward leaves its gradients unreduced, for a later one to add to and reduce
-        # Until `reduce_in` replaces it, before the first backward.
+        # Until `set_reduction_order` replaces it, before the first backward.
         self._reduction_order = [unit for unit in reversed(units) if unit.trainable]
         self._has_agreed = False
         self.reduced_last: Collection[ScheduledUnit] = ()  # those of optional modules, see skipped_modules.py
@@ -79,7 +79,7 @@ class Schedule:
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    def before_forward(self, unit: ScheduledUnit) -> None:
+    def before_unit_forward(self, unit: ScheduledUnit) -> None:
         """Called before a module call reads the unit's parameters: gather them."""
         self._gather(unit)
 
@@ -88,7 +88,7 @@ class Schedule:
         """Whether a unit that the forward has read must be gathered again for the backward."""
         return self._plan.releases_params_after(Phase.FORWARD)
 
-    def after_forward(self, unit: ScheduledUnit) -> None:
+    def after_unit_forward(self, unit: ScheduledUnit) -> None:
         """Called when the unit's parameters have been read: release them, except in a recomputation during backward."""
         if not self.in_backward:  # after a recomputation the backward of the same block reads the unit next
             self._in_use.discard(unit)
@@ -108,7 +108,7 @@ class Schedule:
     @property
     def own_reduction_order(self) -> list[int] | None:
         """The positions of the trained units in the reverse of the order in which this rank's forwards first used them,
-        the others last; None after `reduce_in`."""
+        the others last; None after `set_reduction_order`."""
         if self._has_agreed:
             return None
         # Units complete in about this order. The reverse of registration would make the others wait for a unit that is
@@ -120,7 +120,7 @@ class Schedule:
         # the end that there are none.
         return [self._units.index(unit) for unit in sorted(order, key=lambda unit: unit in self.reduced_last)]
 
-    def reduce_in(self, order: list[int]) -> None:
+    def set_reduction_order(self, order: list[int]) -> None:
         """Reduce the units in this order of their positions, which is the same on all ranks, from now on."""
         assert sorted(order) == sorted(map(self._units.index, self._reduction_order)), "the ranks have different units"
         self._reduction_order = [self._units[place] for place in order]
@@ -143,14 +143,14 @@ class Schedule:
         for unit in self._units:
             unit.begin_backward()
 
-    def before_backward(self, unit: ScheduledUnit) -> None:
+    def before_unit_backward(self, unit: ScheduledUnit) -> None:
         """Called before the unit's parameters are read to compute gradients: gather them."""
         # An output that passed through several units reports to each of them, so the unit may be complete already.
         # (In a backward that the runtime did not start, such as autograd.grad, `_complete` is left over from the last.)
         if unit not in self._complete or not self.in_backward:
             self._gather(unit)
 
-    def after_backward(self, unit: ScheduledUnit) -> None:
+    def after_unit_backward(self, unit: ScheduledUnit) -> None:
         """Called when the unit's gradients have arrived, or no call reads a frozen unit for now: release and reduce."""
         self._in_use.discard(unit)
         unit.reshard(Phase.BACKWARD)

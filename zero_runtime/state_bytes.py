@@ -7,7 +7,7 @@ Bytes are counted between the last backward and the step, when every state exist
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, TypedDict
 
 from zero_runtime.flat_layout import FlatLayout
@@ -122,7 +122,7 @@ class BytesPerElement:
 
 def _param_terms(plan: ZeroPlan, precision: MixedPrecision) -> tuple[Term, ...]:
     size = precision.stored_bytes
-    if precision.stores_as_computed or plan.params is Partition.SHARDED:
+    if precision.computes_as_param or plan.params is Partition.SHARDED:
         return ((size, plan.held_params),)
     # The full copy is a cast of the gathered parameters, so the shard that is gathered cannot be a slice of it.
     return ((ITEMSIZE_BYTES[precision.compute or precision.param], plan.params), (size, plan.optimizer))
@@ -188,98 +188,6 @@ def total_state_bytes(
         for kind, sizes in by_kind.items()
     ]
     return StateBytes(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
-
-
-@dataclass(frozen=True)
-class StepPeak:
-    """Upper bound on a rank's bytes during a step: model states plus the units that are unsharded at the same time.
-
-    states: as in `StateBytes`. params, grads: of the units that are unsharded at the same time, if the plan shards
-    them, and of offloaded shards and gradients while they are on the device.
-    """
-
-    states: int
-    params: int
-    grads: int
-
-    @property
-    def total(self) -> int:
-        return self.states + self.params + self.grads
-
-
-def step_peak_bytes(
-    plan: ZeroPlan,
-    units: Iterable[tuple[UnitSize, MixedPrecision]],
-    *,
-    world: int,
-    prefetch: int,
-    micro_batches: int = 1,
-    state_bytes: float = ADAM_BYTES,
-    error_bytes: int = 0,
-    kept_bytes: float = 0.0,
-) -> StepPeak:
-    """The peak of a step, without activations and the collectives' own buffers; `units` in the order of registration.
-
-    Unsharded at the same time are the root, whose parameters are used at both ends of the model; the parameters of
-    1 + prefetch neighbouring units; and the gradients of the unit being filled and of the one before it, which is being
-    reduced. Shards from the host are on the device for one more neighbour.
-    """
-    units = list(units)
-
-    def states_of(size: UnitSize, kind: MixedPrecision) -> StateBytes:
-        return model_state_bytes(
-            plan,
-            kind,
-            [size],
-            world=world,
-            micro_batches=micro_batches,
-            state_bytes=state_bytes,
-            error_bytes=error_bytes,
-            kept_bytes=kept_bytes,
-        )
-
-    away = [states_of(size, kind).total for size, kind in units]
-    # Gradients that go to the host are on the device before that: count them as if they stayed.
-    states = [states_of(replace(size, separate_memory=False), kind) for size, kind in units]
-    leaving = sum(one.total for one in states) - sum(away)
-    params = [int(size.padded_numel * _whole_param_bytes(kind)) for size, kind in units]
-    grads = [size.padded_numel * ITEMSIZE_BYTES[kind.reduce] * size.trainable for size, kind in units]
-    roots = [size.is_root for size, _ in units]
-    shards = [
-        int(size.padded_numel // plan.shard_count(world) * kind.stored_bytes)
-        * (size.params_offloaded and size.separate_memory)
-        for size, kind in units
-    ]
-    brought = _neighbours_peak(shards, roots, 2 + prefetch)
-    return StepPeak(
-        sum(away),
-        _neighbours_peak(params, roots, 1 + prefetch) + brought if plan.params is Partition.SHARDED else 0,
-        leaving
-        + (_backward_peak(grads, [one.grads for one in states], roots) if plan.grads is Partition.SHARDED else 0),
-    )
-
-
-def _neighbours_peak(whole: list[int], roots: list[bool], count: int) -> int:
-    others = [size for size, root in zip(whole, roots, strict=True) if not root]
-    return sum(whole) - sum(others) + max((sum(others[at : at + count]) for at in range(len(others))), default=0)
-
-
-def _backward_peak(whole: list[int], shards: list[int], roots: list[bool]) -> int:
-    """Bytes that full gradients add to the sum of the gradient shards. Backward fills the units in reverse order, and
-    each unit's reduction allocates its shard, the root's last."""
-    root = sum(size for size, is_root in zip(whole, roots, strict=True) if is_root)
-    others = [(size, shard) for size, shard, is_root in zip(whole, shards, roots, strict=True) if not is_root]
-    peak = kept = before = 0
-    for size, shard in reversed(others):
-        peak = max(peak, kept + before + size + root)
-        kept, before = kept + shard, size
-    peak = max(peak, kept + before + root)
-    return max(peak - sum(shards), 0)
-
-
-def _whole_param_bytes(precision: MixedPrecision) -> float:
-    gathered = 0 if precision.stores_as_computed else precision.stored_bytes
-    return ITEMSIZE_BYTES[precision.compute or precision.param] + gathered
 
 
 def formula(

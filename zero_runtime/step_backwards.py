@@ -72,7 +72,7 @@ class StepBackwards:
         collectives.journal.begin("backward")
         order = schedule.own_reduction_order
         if order is not None:  # before the first backward
-            schedule.reduce_in(collectives.order_of_rank_0(order, device))
+            schedule.set_reduction_order(collectives.order_of_rank_0(order, device))
         schedule.begin_backward(boundary=self._is_complete, synced=self.synced)
 
     def end(self) -> None:

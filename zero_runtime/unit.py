@@ -131,7 +131,7 @@ class Unit:
         A collective if the plan keeps it and it is stale.
         """
         parameters = self.parameters
-        alone = self._collectives.shard_count == 1 and not (parameters.params_offloaded or parameters.is_quantized)
+        alone = self._collectives.shard_count == 1 and not parameters.params_offloaded
         if self._plan.keeps_full_params or alone:
             self.unshard()
         parameters.end_gather()
@@ -259,11 +259,9 @@ class Unit:
     def weights_shard(self) -> torch.Tensor:
         """[S]: the shard that holds the weights: the master, or param_shard for frozen parameters.
 
-        Waits for an update that is under way. A copy in fp32 if the unit is quantised.
+        Waits for an update that is under way.
         """
         self.settle()
-        if self.parameters.is_quantized:
-            return self.parameters.decoded_shard()
         master = self.parameters.master_shard
         return self.parameters.param_shard if master is None else master
 
@@ -293,10 +291,6 @@ class Unit:
             return
         self.drop_full()  # first, because a gather under way reads the shard
         with torch.no_grad():
-            if self.parameters.is_quantized:
-                self.settle()
-                self.parameters.fill_codes(names, read_into)
-                return
             self.parameters.fill(self.weights_shard, names, read_into)
             self.parameters.refresh_param_shard()
 

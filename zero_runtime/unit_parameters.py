@@ -25,11 +25,10 @@ from zero_runtime.guarded_parameter import ParameterGuard
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels import ops
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.precision import WEIGHT_BLOCK_NUMEL
 from zero_runtime.shard_location import ON_DEVICE, OffloadedShards, ShardLocation
 from zero_runtime.tensor_source import ReadInto
 from zero_runtime.unit_planner import UnitSpec
-from zero_runtime.wings import SENT_CODES, STORED_CODES, load
+from zero_runtime.wings import SENT_CODES, load
 from zero_runtime.wire import EXACT, Wire
 
 
@@ -66,7 +65,7 @@ class UnitParameters:
     """The parameter tensors of one unit on one rank. Only this class allocates, fills and frees them.
 
     unsharded_param [P] compute_dtype: the full copy; the modules' parameters are views of it. param_shard [S]
-    param_dtype: the shard that is gathered; bytes of codes [stored_numel] uint8 if the unit is quantised.
+    param_dtype: the shard that is gathered.
     master_shard [S] master_dtype: the shard that is updated; None if frozen. group_shard: with outer sharding, what is
     gathered instead of param_shard, which is a slice of it; else None.
     """
@@ -93,10 +92,7 @@ class UnitParameters:
         self.layout = layout
         self._slices = spec.slices
         self.pieces: dict[str, Piece] = {piece.name: piece for piece in layout.pieces(collectives.shard_rank)}
-        self.is_quantized = precision.weights is not None
-        # Of param_shard: S elements, or bytes of codes.
-        self.stored_numel = int(layout.shard_numel * (precision.stored_bytes if self.is_quantized else 1))
-        self.param_dtype = torch.uint8 if self.is_quantized else TORCH_DTYPE[precision.param]
+        self.param_dtype = TORCH_DTYPE[precision.param]
         self.master_dtype = TORCH_DTYPE[precision.master]
         self.state = DataState.UNSHARDED
         self.location: ShardLocation = ON_DEVICE
@@ -111,9 +107,7 @@ class UnitParameters:
         self._decide_aliases(offloaded)
         self._codec = Codec()
         sends_codes = wire.gathers(plan, trainable=spec.trainable) and collectives.shard_count > 1
-        if self.is_quantized:
-            self._codec = load(STORED_CODES)(precision.weights)
-        elif sends_codes:
+        if sends_codes:
             self._codec = load(SENT_CODES)(wire.gather, self.param_dtype, layout.shard_count)
         self._is_direct = not (self.casts or sends_codes)  # shards are gathered into the full copy itself
         self._allocate()
@@ -127,7 +121,7 @@ class UnitParameters:
         the gathered tensor. With outer sharding it is this rank's slice of group_shard.
         master_shard is param_shard itself if both have the same dtype and are stored in the same memory.
         """
-        self.casts = self._compute_dtype != self.param_dtype  # also if the unit is quantised: uint8 computes nothing
+        self.casts = self._compute_dtype != self.param_dtype
         self.param_is_slice = self._keeps_full and not self.casts
         separate = offloaded.separate_memory and offloaded.optimizer and not offloaded.params
         self.master_is_param = self.trainable and self.master_dtype == self.param_dtype and not separate
@@ -146,7 +140,7 @@ class UnitParameters:
         elif self.param_is_slice:
             self.param_shard = self._own_slice()
         else:
-            self.param_shard = self._empty(0 if self.params_offloaded else self.stored_numel, self.param_dtype)
+            self.param_shard = self._empty(0 if self.params_offloaded else self.layout.shard_numel, self.param_dtype)
         if not self._keeps_full:
             self.unsharded_param.untyped_storage().resize_(0)  # `materialize` allocates it, one unit at a time
         if not self.trainable:
@@ -193,12 +187,10 @@ class UnitParameters:
                     segment.of(self.unsharded_param).zero_()  # the padding of a slice, which no source fills
                 self._bind(segment, param)
             if not self.param_is_slice:
-                self._codec.keep(self._own_slice(), self.param_shard)
-            if self.is_quantized:
-                return  # the full copy is freed now, and a gathered one is decoded
+                self.param_shard.copy_(self._own_slice())
             if self.casts:  # a gathered copy would be rounded to param_dtype too
                 self.unsharded_param.copy_(self.unsharded_param.to(self.param_dtype))
-            if self._keeps_full:  # and quantised
+            if self._keeps_full:
                 self._codec.round_(self.unsharded_param)
 
     def _take_values(self, segment: Segment, param: nn.Parameter, initial: InitialValues) -> None:
@@ -253,27 +245,6 @@ class UnitParameters:
             piece = self.pieces.get(name)
             if piece is not None:
                 self._slices.fill(name, piece.start, piece.of(shard), read_into)
-
-    def fill_codes(self, names: Iterable[str], read_into: ReadInto) -> None:
-        """Like `fill` for a quantised param_shard: each piece is read as fp32 values and encoded."""
-        for name in names:
-            piece = self.pieces.get(name)
-            if piece is None:
-                continue
-            # Pieces begin at a block's first element; the rest of the last block is padding, or of the next shard.
-            values = torch.zeros(-(-piece.numel // WEIGHT_BLOCK_NUMEL) * WEIGHT_BLOCK_NUMEL, device=self._device)
-            read_into(name, piece.start, values[: piece.numel])
-            start, stop = (self._code_offset(piece.shard_offset + at) for at in (0, values.numel()))
-            self._codec.keep(values, self.param_shard[start:stop])
-
-    def _code_offset(self, element: int) -> int:
-        return element * self.stored_numel // self.layout.shard_numel
-
-    def decoded_shard(self) -> torch.Tensor:
-        """[S] fp32: the values of a quantised param_shard, a copy."""
-        values = self._empty(self.layout.shard_numel, torch.float32)
-        self._codec.decode(values, self.param_shard)
-        return values
 
     def refresh_param_shard(self) -> None:
         """Round the updated master into param_shard; a no-op if they are the same tensor."""

@@ -184,10 +184,9 @@ def _keeps_dtype(name: str, rules: UnitRules) -> bool:
 
 def _precision_of(name: str, param: nn.Parameter, rules: UnitRules) -> MixedPrecision:
     """The run's precision. For a parameter that keeps its dtype, that dtype replaces the param and compute dtypes, and
-    the master dtype if the run's master dtype is narrower. Only matrices are quantised: norms and biases are small."""
+    the master dtype if the run's master dtype is narrower."""
     if not _keeps_dtype(name, rules):
-        codes = rules.precision.weights is not None and param.dim() > 1
-        return rules.precision if codes else replace(rules.precision, weights=None)
+        return rules.precision
     own = _NAME_OF_DTYPE.get(param.dtype)
     if own is None:
         raise PlanError(
@@ -195,7 +194,7 @@ def _precision_of(name: str, param: nn.Parameter, rules: UnitRules) -> MixedPrec
         )
     wide = ITEMSIZE_BYTES[rules.precision.master] >= ITEMSIZE_BYTES[own]
     master = rules.precision.master if wide else own
-    return replace(rules.precision, param=own, compute=None, master=master, weights=None)
+    return replace(rules.precision, param=own, compute=None, master=master)
 
 
 def _unit_name(owner: str, precision: MixedPrecision, rules: UnitRules, *, trainable: bool) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 BEGIN_INFERENCE = "zero_runtime.generation.inference:begin_inference"
 REFUSE_TRAINING = "zero_runtime.generation.inference:refuse_training"
-STORED_CODES = "zero_runtime.quantised.codes:StoredCodes"
 TURNS = "zero_runtime.generation.gather_turns:GatherTurns"
 WRAP_GENERATE = "zero_runtime.generation.generate:wrap_generate"
 HEAD_OF = "zero_runtime.parallel.tensor.division:head_of"
@@ -27,14 +26,13 @@ LOAD_FOREIGN = "zero_runtime.deepspeed.foreign_checkpoints.source:load_foreign"
 # A folder of weights as a source for a model, and the writer of one.
 READ_WEIGHTS_FOLDER = "zero_runtime.checkpoint.hugging_face.names:weights_for"
 WRITE_WEIGHTS_FOLDER = "zero_runtime.checkpoint.hugging_face.gathered:save_gathered_weights"
-# The update rule of an optimizer by its kind, if it is not element-wise; what compiles kernels before the first step.
+# The update rule of an optimizer by its kind, if it is not element-wise.
 UPDATE_RULES = {
     "lamb": "zero_runtime.optim.lamb:LambRule",
     "muon": "zero_runtime.optim.muon:MuonRule",
     "onebitadam": "zero_runtime.optim.onebit:OneBitRule",
     "torch": "zero_runtime.optim.torch_rule:TorchRule",
 }
-REHEARSE = "zero_runtime.optim.rehearsal:rehearse"
 
 # States that are not on the device: room for them, their tier, their bytes; activations, and memory for quick copies.
 CHECK_OFFLOAD = "zero_runtime.offload.preflight:check_offload"

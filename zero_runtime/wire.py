@@ -57,11 +57,11 @@ class Wire:
         limits.conclude()
 
     def check_inference(self) -> None:
-        """Raise ConfigError if anything is quantised: weights that are stored as codes are sent as codes."""
+        """Raise ConfigError if anything is quantised: a gather would change the weights that are evaluated."""
         limits = Limits({}, "zero")
         if self != EXACT:
             key, found = ("gather_dtype", self.gather) if self.gather else ("reduce_dtype", self.reduce)
-            rule = f"zero.{key} is for training; precision.weights quantises the weights and messages of inference"
+            rule = f"zero.{key} is for training: inference sends exact weights"
             limits.refuse(rule, f"zero.{key}={found}", _EXACT_WORDS)
         limits.conclude()
 

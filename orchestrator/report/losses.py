@@ -14,21 +14,10 @@ Result = Mapping[str, Any]
 
 
 def perplexity_texts(results: Mapping[str, Result | None]) -> dict[str, str]:
-    """The column of evaluations, by the label of each row; empty if there are none.
-
-    Where the weights of some rows are quantised and those of one are not, with the change against that row. (With
-    several such rows, as of two models, nobody says which is the one to compare with.)
-    """
-    found = {label: result["loss"] for label, result in results.items() if result}
-    known = {label: losses for label, losses in found.items() if losses.get("perplexity") is not None}
-    plain = {losses["perplexity"] for losses in known.values() if losses.get("weights") is None}
-    texts = dict.fromkeys(results if known else (), ABSENT)
-    for label, losses in known.items():
-        value, change = losses["perplexity"], ""
-        if len(plain) == 1 and losses.get("weights") is not None:
-            change = f" ({100 * (value / next(iter(plain)) - 1):+.2f} %)"
-        texts[label] = f"{value:.4f}{change}"
-    return texts
+    """The column of evaluations, by the label of each row; empty if there are none."""
+    found = {label: result["loss"].get("perplexity") for label, result in results.items() if result}
+    known = {label: f"{value:.4f}" for label, value in found.items() if value is not None}
+    return {**dict.fromkeys(results, ABSENT), **known} if known else {}
 
 
 def loss_to_exact(config: Config, result: Result, measured: Sequence[tuple[Config, Result]]) -> float | None:

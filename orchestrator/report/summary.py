@@ -327,10 +327,7 @@ def shown_tokens(part: Mapping[str, Any]) -> str:
 def _evaluated(losses: Mapping[str, Any]) -> Row:
     exact = losses.get("perplexity")
     perplexity = "too large for a number" if exact is None else f"{exact:.4f}"
-    coded = f", weights in {losses['weights']}" if losses.get("weights") else ""
-    return Row(
-        "loss", f"{loss(losses['last'])}, perplexity {perplexity} over {losses['tokens']:,} held-out tokens{coded}"
-    )
+    return Row("loss", f"{loss(losses['last'])}, perplexity {perplexity} over {losses['tokens']:,} held-out tokens")
 
 
 def _data_row(data: Mapping[str, Any]) -> Row:

@@ -19,7 +19,6 @@ from orchestrator.worker.result import RunFacts, combined
 from orchestrator.worker.saving import Progress, Saving
 from orchestrator.worker.setup import TrainingSetup, refuse_different_data
 from orchestrator.workloads.data import TokenData
-from zero_runtime.accounting import saving_trouble
 from zero_runtime.step_report import StepReport
 
 
@@ -79,7 +78,7 @@ class ResultWriter:
 
     def warning(self) -> str | None:
         """What a user should know of this run before its first step."""
-        return "; ".join(filter(None, (saving_trouble(self._runtime), *self._data.notes))) or None
+        return "; ".join(self._data.notes) or None
 
     def tell_step(self, step: int, report: StepReport, lr: float | None, seconds: float, *, warmup: bool) -> None:
         """The event of a step (from 1) that took so many seconds."""

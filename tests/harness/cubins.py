@@ -111,22 +111,3 @@ def compiled_for(capability: int) -> Iterator[list[Binary]]:
     with without_device(capability, number=capability) as patch:
         patch.setattr(JITFunction, "run", compile_only)
         yield binaries
-
-
-@contextmanager
-def variants() -> Iterator[list[tuple[str, str]]]:
-    """Every launch inside the context appends its variant, (kernel, key), and is neither compiled nor started.
-
-    Triton compiles a kernel once for each of its keys.
-    """
-    from triton import knobs
-
-    found: list[tuple[str, str]] = []
-
-    def note(*, key: str, fn: Any, **_others: Any) -> bool:
-        found.append((fn.name, str(key)))
-        return True  # do not compile
-
-    with without_device(90, number=-1) as patch:  # under this number nothing is ever compiled
-        patch.setattr(knobs.runtime, "jit_cache_hook", note)
-        yield found

@@ -188,11 +188,10 @@ ROOMS = {
         "settings shard_location slices state_tier tensor_source unit unit_planner wings world",
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives optim pure state_tier unit",
-        "accounting": "collectives optim pure settings state_tier unit wings",
         "closed": "optim pure state_tier unit",
-        "runtime": "accounting agreed_parameters build closed divisions ledger module_hooks non_finite optim "
-        "own_device phase_clock pure settings state_tier step_backwards step_report unit whole_tensors "
-        "wings",
+        "runtime": "agreed_parameters build closed divisions ledger module_hooks non_finite optim own_device "
+        "phase_clock pure settings state_tier step_backwards step_report unit whole_tensors wings",
+        "accounting": "pure runtime state_tier wings",
         "census": "accounting pure runtime",
         "dtype_audit": "dtypes ledger pure runtime state_tier unit",
         "predict": "activations collectives dtypes guarded_parameter module_hooks offload pure runtime settings "

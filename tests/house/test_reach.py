@@ -45,7 +45,6 @@ WINGS = (
     "zero_runtime.optim.lamb",
     "zero_runtime.optim.muon",
     "zero_runtime.optim.onebit",
-    "zero_runtime.optim.rehearsal",
     "zero_runtime.optim.torch_rule",
     "zero_runtime.parallel",
     "zero_runtime.predict",

@@ -21,7 +21,7 @@ from zero_runtime.offload.memory import Moves, host_bytes
 from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.state_bytes import UnitSize, step_peak_bytes
+from zero_runtime.state_bytes import UnitSize, model_state_bytes
 
 PAPER = MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="fp32")
 HOST = OffloadPlan(optimizer=Tier.HOST, copies=PlainCopies)
@@ -85,7 +85,7 @@ def test_bytes_left_on_the_device_match_the_claims_of_the_offload_papers() -> No
         size = UnitSize(
             numel, numel, True, params_offloaded=params_offloaded, optimizer_offloaded=True, separate_memory=True
         )
-        peak = step_peak_bytes(ZeroPlan.from_stage(stage), [(size, kind)], world=1, prefetch=0)
+        states = model_state_bytes(ZeroPlan.from_stage(stage), kind, [size], world=1)
         found = host_bytes([(size, kind)], Moves(shard_count=1, prefetch=0))
-        assert peak.states == device
+        assert states.total == device
         assert 0 <= found.host - host * numel < 6 * 2 * 4096, "pages at the ends of at most six tensors"

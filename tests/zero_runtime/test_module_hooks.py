@@ -128,19 +128,19 @@ def hooked() -> tuple[nn.Sequential, list[FakeUnit], FakeSchedule, ModuleHooks]:
 def test_hooks_report_the_start_and_end_of_each_units_forward_and_backward() -> None:
     model, _, schedule, _ = hooked()
     loss = model(torch.ones(1, 2)).sum()
-    forward = [(event, f"u{i}") for i in range(3) for event in ("before_forward", "after_forward")]
-    forward += [("after_forward", f"u{i}") for i in range(3)]  # end of the root: for units gathered but not used
+    forward = [(event, f"u{i}") for i in range(3) for event in ("before_unit_forward", "after_unit_forward")]
+    forward += [("after_unit_forward", f"u{i}") for i in range(3)]  # end of the root: for units gathered but not used
     assert schedule.events == forward
     schedule.events.clear()
     schedule.in_backward = True
     loss.backward()
     assert schedule.events == [
-        ("before_backward", "u2"),
-        ("after_backward", "u2"),
-        ("before_backward", "u1"),
-        ("after_backward", "u1"),  # frozen: ends when the gradient of its input arrives
-        ("before_backward", "u0"),
-        ("after_backward", "u0"),
+        ("before_unit_backward", "u2"),
+        ("after_unit_backward", "u2"),
+        ("before_unit_backward", "u1"),
+        ("after_unit_backward", "u1"),  # frozen: ends when the gradient of its input arrives
+        ("before_unit_backward", "u0"),
+        ("after_unit_backward", "u0"),
     ]
 
 

@@ -18,10 +18,10 @@ from zero_runtime.unit import Unit
 def test_units_are_reduced_in_the_reverse_of_their_first_uses_and_unused_ones_last() -> None:
     rehearsal = Rehearsal(2, 0)
     for unit in (rehearsal.units[2], rehearsal.units[0], rehearsal.units[2]):
-        rehearsal.schedule.before_forward(unit)  # type: ignore[arg-type]
+        rehearsal.schedule.before_unit_forward(unit)  # type: ignore[arg-type]
     order = rehearsal.schedule.own_reduction_order
     assert order == [0, 2, 1]
-    rehearsal.schedule.reduce_in(order)
+    rehearsal.schedule.set_reduction_order(order)
     assert rehearsal.schedule.own_reduction_order is None
     rehearsal.backward()
     assert rehearsal.said("reduce") == ["reduce a", "reduce c", "reduce b"]
@@ -72,13 +72,13 @@ def _reduces_as_completed(partial_rank: int) -> tuple[list[list[str]], list[int]
 def _full_gradients(runtime: ZeroRuntime) -> list[int]:
     """Counts the full gradients at each release of a unit in the next backward."""
     counts: list[int] = []
-    after = runtime._schedule.after_backward
+    after = runtime._schedule.after_unit_backward
 
     def counting(unit: Unit) -> None:
         counts.append(sum(one.gradients.unsharded_grad is not None for one in runtime.units))
         after(unit)
 
-    runtime._schedule.after_backward = counting  # type: ignore[method-assign]
+    runtime._schedule.after_unit_backward = counting  # type: ignore[method-assign]
     return counts
 
 

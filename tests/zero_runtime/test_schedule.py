@@ -75,15 +75,15 @@ class Rehearsal:
 
     def forward(self) -> None:
         for unit in self.units:
-            self.schedule.before_forward(unit)  # type: ignore[arg-type]
-            self.schedule.after_forward(unit)  # type: ignore[arg-type]
+            self.schedule.before_unit_forward(unit)  # type: ignore[arg-type]
+            self.schedule.after_unit_forward(unit)  # type: ignore[arg-type]
 
     def backward(self, *, boundary: bool = True, without: str = "") -> None:
         self.schedule.begin_backward(boundary=boundary)
         for unit in reversed(self.units):
-            self.schedule.before_backward(unit)  # type: ignore[arg-type]
+            self.schedule.before_unit_backward(unit)  # type: ignore[arg-type]
             if unit.name not in without:
-                self.schedule.after_backward(unit)  # type: ignore[arg-type]
+                self.schedule.after_unit_backward(unit)  # type: ignore[arg-type]
         self.schedule.end_backward()
 
     def said(self, *verbs: str) -> list[str]:
@@ -120,16 +120,16 @@ def test_units_that_were_used_between_two_modules_of_another_are_not_gathered_ag
 
     def forward() -> None:  # `first` has two modules, and `between` is called between them
         for unit, ended in ((first, None), (between, between), (first, first), (last, last)):
-            schedule.before_forward(unit)
+            schedule.before_unit_forward(unit)
             if ended is not None:
-                schedule.after_forward(ended)
+                schedule.after_unit_forward(ended)
 
     def backward() -> None:
         schedule.begin_backward(boundary=True)
         for unit, ended in ((last, last), (first, None), (between, between), (first, first)):
-            schedule.before_backward(unit)
+            schedule.before_unit_backward(unit)
             if ended is not None:
-                schedule.after_backward(ended)
+                schedule.after_unit_backward(ended)
         schedule.end_backward()
 
     for _ in range(2):  # the first records the order

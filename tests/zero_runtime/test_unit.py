@@ -56,7 +56,7 @@ def make_unit(stage: int, precision: MixedPrecision = FP32, micro_batches: int =
     model = Odd()
     (spec,) = plan_units(model, UnitRules(precision))
     rules = LayoutRules(collectives.shard_count, collectives.data_world)
-    layout = rules.layout(spec.shapes, precision, trainable=True)
+    layout = rules.layout(spec.shapes, trainable=True)
     unit = Unit(spec, layout, plan, collectives, device, micro_batches=micro_batches)
     unit.materialize(InitialValues(model, seed=0))
     unit.wait_unshard()  # as in a forward; a plan that shards parameters leaves every new unit sharded

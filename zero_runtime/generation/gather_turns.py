@@ -82,7 +82,8 @@ class GatherTurns:
         ranks. RankError on all of them if they gathered different units, where the backend does not separate these
         (see `Messages` in gloo.py): before anybody sees the output."""
         if self._collectives.mixes_units and not self._running:
-            self._collectives.compare_ranks(self._device)
+            own = torch.tensor(self._collectives.fingerprint(), dtype=torch.float64, device=self._device)
+            self._collectives.check_fingerprints(*self._collectives.sum_over_ranks_(own).tolist())
 
     def _gather(self, scheduled: ScheduledUnit) -> None:
         """Gather a unit that this rank needs; before that, take part in the gathers that other ranks need first."""

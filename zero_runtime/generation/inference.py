@@ -8,16 +8,11 @@ from zero_runtime.errors import CallOrderError
 from zero_runtime.limits import Broken, ConfigError
 from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.precision import MixedPrecision
 from zero_runtime.wire import EXACT, Wire
 
 
-def begin_inference(
-    model: nn.Module, plan: ZeroPlan, precision: MixedPrecision, offload: OffloadPlan, wire: Wire = EXACT
-) -> ZeroPlan:
+def begin_inference(model: nn.Module, plan: ZeroPlan, offload: OffloadPlan, wire: Wire = EXACT) -> None:
     """Freeze the model's parameters; nothing else of a runtime needs to know that they are not trained.
-
-    Returns the plan to follow: weights that are quantised are decoded for each use, also where no rank shards them.
 
     ConfigError, before the model is changed, if the plan or the offload is about states that inference does not have.
     """
@@ -28,7 +23,6 @@ def begin_inference(
         fixes = ("offload=none",) if plan.keeps_full_params else (f"offload.params={offload.optimizer}", "offload=none")
         raise ConfigError([Broken(rule, f"offload.optimizer={offload.optimizer}", fixes)])
     model.requires_grad_(False)
-    return plan if precision.weights is None else plan.freeing_params()
 
 
 def refuse_training(call: str) -> None:

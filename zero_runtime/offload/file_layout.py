@@ -69,7 +69,7 @@ class OffloadedUnit:
             add(name, state.dtype, state.numel())
         param_at = end
         if unit.parameters.params_offloaded and holds_params:
-            add(PARAM, unit.parameters.param_dtype, unit.parameters.stored_numel)
+            add(PARAM, unit.parameters.param_dtype)
         return cls(unit, states, regions, param_at, end)
 
     @property

@@ -95,7 +95,7 @@ class HostLocation(Crossing):
             for name, state in self._states.items():
                 found[name] = self._copies.on_host(state.numel(), state.dtype)
         if unit.parameters.params_offloaded:
-            found[PARAM] = self._copies.on_host(unit.parameters.stored_numel, unit.parameters.param_dtype)
+            found[PARAM] = self._copies.on_host(unit.layout.shard_numel, unit.parameters.param_dtype)
         return found
 
     def zero_states(self) -> None:

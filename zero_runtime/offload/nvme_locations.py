@@ -60,7 +60,7 @@ class NvmeSeparateLocation(Crossing):
         self._after: CopyEvent | None = None
         self._home: torch.Tensor | None = None
         if unit.parameters.params_offloaded and not record.holds_params:
-            self._home = copies.on_host(unit.parameters.stored_numel, unit.parameters.param_dtype)
+            self._home = copies.on_host(unit.layout.shard_numel, unit.parameters.param_dtype)
             unit.parameters.bind_shards(self._home, None)
 
     def offloaded_params(self) -> torch.Tensor | None:

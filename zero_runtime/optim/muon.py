@@ -142,8 +142,15 @@ class MuonRule(UpdateRule):
     def _exchange(self, into: tuple[_Places, torch.Tensor], out: tuple[_Places, torch.Tensor]) -> None:
         (to, received), (of, sent) = into, out
         received[to.exchanged :].copy_(sent[of.exchanged :])  # what stays on this rank
-        counts = (to.counts, of.counts)
-        self._collectives.exchange(received[: to.exchanged], sent[: of.exchanged], counts, self._numel)
+        collectives, kind = self._collectives, "all_to_all"
+        if collectives.shard_count == 1:
+            return
+        collectives.ledger.record(kind, "", sum(of.counts), sent.dtype)
+        # Parts differ in size between the ranks: the journal compares the elements that all ranks exchange.
+        alike = torch.empty(self._numel, dtype=sent.dtype, device="meta")
+        parts = received[: to.exchanged], sent[: of.exchanged]
+        start = collectives.parts_over(*parts, (to.counts, of.counts), collectives.groups.reduce)
+        collectives.issue(kind, "", alike, start)()
 
 
 def lr_factor(shape: tuple[int, int], config: MuonConfig) -> float:

@@ -99,12 +99,22 @@ class OneBitRule(UpdateRule):
             kept.lost_average.add_(_read(codes, kept.lost_average) / ranks)
         part = torch.empty(size, dtype=torch.uint8, device=unit.device)
         _compress_(part, kept.lost_average, self._elements(unit, own))
-        self._collectives.gather_parts(received, part, unit.name, kind="sign_all_gather").wait()
+        self._gather(received, part, unit.name)
         for codes, values in zip(received.chunk(ranks), kept.momentum.chunk(ranks), strict=True):
             read_signs_(values, codes)
         self._clear_padding(unit, kept)
         if kept.momentum is not exp_avg:
             exp_avg.copy_(unit.layout.shard_of(kept.momentum, self._collectives.shard_rank))
+
+    def _gather(self, full: torch.Tensor, part: torch.Tensor, unit: str) -> None:
+        """Fill `full` from the part of every rank."""
+        group, ranks = self._collectives.widest
+        if ranks == 1:
+            full.copy_(part)
+            return
+        kind = "sign_all_gather"
+        self._collectives.ledger.record(kind, unit, (ranks - 1) * part.numel(), part.dtype)
+        self._collectives.issue(kind, unit, full, self._collectives.all_gather_over(full, part, group))()
 
     def _elements(self, unit: Unit, place: int) -> int:
         """Elements of a part of the unit without padding."""

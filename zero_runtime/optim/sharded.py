@@ -26,7 +26,7 @@ from zero_runtime.optim.quantized_state import CodedShard, RoundedShard
 from zero_runtime.optim.rules import ElementwiseRule, Held, StepNumbers, UpdateRule, check_momentum
 from zero_runtime.state_tier import NOTHING_OFFLOADED, Shards, StateTier, is_offloaded
 from zero_runtime.unit import Unit
-from zero_runtime.wings import REHEARSE, UPDATE_RULES, load
+from zero_runtime.wings import UPDATE_RULES, load
 
 ToldState = torch.Tensor | CodedShard | RoundedShard  # a state as others see it: in fp32, or converted to it
 
@@ -63,10 +63,6 @@ class ShardedOptimizer:
         else:
             for device in {device for unit in self._units for device in (unit.device, _where(unit))}:
                 ops.prepare(device)  # here and not in the first step, where the other ranks would wait for it
-            pairs = zip(self._units, self._helds, strict=True)
-            rehearsed = [held for unit, held in pairs if ops.compiles_variants(unit.device)]
-            if rehearsed:
-                load(REHEARSE)(config, rehearsed, collectives)
         self._by_unit = {unit.name: held for unit, held in zip(self._units, self._helds, strict=True)}
         self._offloaded = [unit for unit in self._units if is_offloaded(unit)]
         self._staying = [self._by_unit[unit.name] for unit in self._units if not is_offloaded(unit)]

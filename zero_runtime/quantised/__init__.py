@@ -1,1 +1,1 @@
-"""Messages and weights as codes of 8 or 4 bits: see [Note: quantised collectives] in wire.py."""
+"""Messages as codes of 8 or 4 bits: see [Note: quantised collectives] in wire.py."""

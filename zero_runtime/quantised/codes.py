@@ -1,13 +1,11 @@
-"""Gathers of codes: of shards that are stored exactly, and of shards that are stored as codes."""
+"""Gathers of codes, of shards that are stored exactly."""
 
 from __future__ import annotations
 
 import torch
 
 from zero_runtime.codec import Codec
-from zero_runtime.kernels.weight_codes import decode_weights, encode_weights
 from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise_
-from zero_runtime.precision import CODE_BITS, WeightCode
 from zero_runtime.wire import BITS
 
 
@@ -37,16 +35,3 @@ class SentCodes(Codec):
         rounded = torch.empty(values.numel(), dtype=self._dtype, device=values.device)
         dequantise_(rounded, codes, self._bits)
         values.copy_(rounded)
-
-
-class StoredCodes(Codec):
-    """Shards that are codes already: what is sent is what is stored."""
-
-    def __init__(self, code: WeightCode) -> None:
-        self._bits = CODE_BITS[code]
-
-    def decode(self, full: torch.Tensor, sent: torch.Tensor) -> None:
-        decode_weights(sent, full, bits=self._bits)
-
-    def keep(self, values: torch.Tensor, shard: torch.Tensor) -> None:
-        encode_weights(values, shard, bits=self._bits)

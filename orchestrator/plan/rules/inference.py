@@ -1,4 +1,4 @@
-"""Rules for an evaluation, which has weights and no training, and for quantised weights."""
+"""Rules for an evaluation, which has weights and no training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orchestrator.config.schema import (
     Measure,
     MeasureKind,
 )
-from orchestrator.config.state_groups import Offload, Precision, Zero
+from orchestrator.config.state_groups import Offload, Zero
 from orchestrator.config.strict import Broken
 from orchestrator.plan.rules.scene import Scene
 from zero_runtime.limits import broken_by
@@ -67,11 +67,3 @@ def evaluation_accumulates_nothing(scene: Scene, batch: Batch, measure: Measure)
     rule = "measure=eval has one micro-batch per batch of a rank"
     found = f"batch.accumulation={batch.accumulation} batch.global_size={batch.global_size}"
     return Broken(rule, found, ("batch.accumulation=null batch.global_size=null",))
-
-
-def only_inference_is_quantised(scene: Scene, precision: Precision, measure: Measure) -> Broken | None:
-    weights = precision.dtypes.weights
-    if weights is None or measure.kind is MeasureKind.eval:
-        return None
-    rule = "precision.weights is for measure=eval and `generate`: updates are smaller than the distance of two codes"
-    return Broken(rule, weights, ("measure=eval zero.stage=3", "precision.weights=null"))

@@ -298,7 +298,6 @@ RULES = (
     Rule(inference_rules.evaluation_saves_nothing, ("checkpoint", "measure")),
     Rule(inference_rules.evaluation_has_no_new_adapters, ("adapter", "measure")),
     Rule(inference_rules.evaluation_accumulates_nothing, ("batch", "measure")),
-    Rule(inference_rules.only_inference_is_quantised, ("precision", "measure")),
     Rule(precision_rules.compute_is_param_or_fp32, ("precision",)),
     Rule(precision_rules.scale_keys_are_used, ("precision",)),
     Rule(precision_rules.tf32_is_used, ("precision", "resources")),

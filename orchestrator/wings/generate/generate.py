@@ -68,7 +68,7 @@ def parser() -> VerbParser:
     parser = verb_parser(
         "generate",
         "Greedy text of a causal language model. The weights are sharded over the ranks (zero=stage3) and may be "
-        "quantised (precision.weights=int8 or int4) or offloaded; prompts are given to the ranks in turn.",
+        "offloaded; prompts are given to the ranks in turn.",
     )
     parser.usage = (
         f"{program()} generate [-h] model.path=FOLDER (prompt=TEXT | ask=TEXT | prompts=FILE | tokens=5,6,7) ... "
@@ -178,8 +178,8 @@ def _done(config: RunConfig, found: dict[str, Any]) -> str:
 
 
 def _next(config: RunConfig, asked: GenerationLine) -> str:
-    words = ["measure=eval", "precision.weights=null,int8,int4"]
+    words = ["measure=eval"]
     model = ["model=pretrained"] if config.model.path is not None else []
-    kept = [word for word in asked.words if not word.startswith(("precision.weights=", "measure", "data"))]
+    kept = [word for word in asked.words if not word.startswith(("measure", "data"))]
     stage = [] if "zero" in names(kept) else ["zero=stage3"]
-    return f"{program()} {shlex.join(['-m', *model, *kept, *stage, *words])}      what quantised weights would cost"
+    return f"{program()} {shlex.join([*model, *kept, *stage, *words])}      the loss on held-out text"

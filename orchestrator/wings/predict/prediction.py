@@ -26,7 +26,7 @@ from orchestrator.wings.predict.moments import Met, met
 from orchestrator.wings.predict.point_prediction import PointPrediction
 from orchestrator.wings.predict.remedies import PredictedPeak
 from orchestrator.wings.predict.speed import speed_of
-from orchestrator.wings.predict.step import Memories, bytes_of_element, held_plan, units_of
+from orchestrator.wings.predict.step import Memories, bytes_of_element, units_of
 from orchestrator.wings.predict.target import Target, target_of
 from zero_runtime.predict.memory.activation_count import ActivationBytes
 from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
@@ -142,7 +142,7 @@ def _prediction(
     if "units" not in shapes:
         return str(shapes.get("problem") or shapes["unknown"])
     states = total_state_bytes(
-        held_plan(config),
+        config.zero.plan,
         units_of(config, shapes),
         world=config.data_ranks,
         micro_batches=config.batch.accumulation,

@@ -17,7 +17,6 @@ from zero_runtime.offload.memory import Moves, host_bytes, nvme_bytes
 from zero_runtime.offload_plan import OffloadBytes, Tier
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, whole_itemsize
 from zero_runtime.optim.matrix_owners import OwnedMatrix, most_sent_elements, owned_matrices, working_bytes
-from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.predict.memory.activation_count import LinearTrace
 from zero_runtime.predict.memory.counted_unit import CountRules
@@ -66,17 +65,12 @@ def units_of(config: RunConfig, shapes: Mapping[str, Any]) -> Units:
     return units
 
 
-def held_plan(config: RunConfig) -> ZeroPlan:
-    """The plan by which a rank holds its parameters: quantised ones are never kept in full."""
-    return config.zero.plan if config.precision.dtypes.weights is None else config.zero.plan.freeing_params()
-
-
 def _layout(config: RunConfig, shapes: Mapping[str, Any], unit: Mapping[str, Any]) -> FlatLayout:
-    shards = held_plan(config).shard_count(config.data_ranks)
+    shards = config.zero.plan.shard_count(config.data_ranks)
     aligned = config.zero.wire.aligned_numel(config.parallel.tp)
     rules = LayoutRules(shards, config.data_ranks, int(shapes["block_numel"]), aligned)
     named = [(name, tuple(shape)) for name, shape in unit["shapes"]]
-    return rules.layout(named, MixedPrecision(**unit["precision"]), trainable=unit["trainable"])
+    return rules.layout(named, trainable=unit["trainable"])
 
 
 def matrices_of(config: RunConfig, shapes: Mapping[str, Any]) -> list[OwnedMatrix]:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from orchestrator.config.schema import MeasureKind
-from orchestrator.wings.predict.step import ConfigMemory, Units, held_plan
+from orchestrator.wings.predict.step import ConfigMemory, Units
 from orchestrator.wings.predict.tensor_messages import words
 from zero_runtime.optim.matrix_owners import sent_elements
 from zero_runtime.precision import ITEMSIZE_BYTES
@@ -25,7 +25,7 @@ def theory_of(memory: ConfigMemory, *, updates: int, unread: Collection[int]) ->
     """Of one steady step on rank 0. updates: steps of the optimizer so far. unread: the places of the frozen units that
     no backward reads, such as an embedding before the first trained parameter."""
     config, ranks = memory.config, memory.config.data_ranks
-    plan, wire, trains = held_plan(config), config.zero.wire, config.measure.kind is not MeasureKind.eval
+    plan, wire, trains = config.zero.plan, config.zero.wire, config.measure.kind is not MeasureKind.eval
     shards, group_ranks = plan.shard_count(ranks), plan.group_ranks(ranks)
     counts = memory.collective_counts() if trains else CollectiveCounts(int(not plan.keeps_full_params), 0)
     units = [(size, kind) for size, kind in memory.units if size.trainable == trains]
@@ -62,7 +62,7 @@ def _frozen_elements(memory: ConfigMemory, unread: Collection[int]) -> tuple[int
     A micro-batch gathers each unit in its forward, and in its backward if a gradient passes through the unit.
     """
     config, ranks = memory.config, memory.config.data_ranks
-    plan, micro_batches = held_plan(config), config.batch.accumulation
+    plan, micro_batches = config.zero.plan, config.batch.accumulation
     group_ranks, total, sent, passed = plan.group_ranks(ranks), 0, 0, 0
     for place, (size, kind) in enumerate(memory.units):
         if size.trainable:

@@ -109,7 +109,6 @@ class Evaluation:
                 "validation": loss,
                 "perplexity": perplexity(loss),
                 "tokens": tokens,
-                "weights": self._config.precision.dtypes.weights,
                 "missing_steps": None,
             },
         }

@@ -42,7 +42,7 @@ IDS = {
     "checkpoint=sharded": "9f417ab3fa",
     "recompute=by_operation": "96359b41e4",
     "optimizer.state_dtype=bf16": "3c282a1234",
-    "measure=eval zero=stage0 precision.weights=int8": "770210c5bb",
+    "measure=eval zero=stage0": "8dfb4d6f4b",
     "measure=train train.max_steps=9 train.eval_every=3": "414307486f",
     "optimizer=onebitadam zero=stage0": "37d06f4485",
     "optimizer=lamb optimizer.correction=rate": "f2dcc26dd8",

@@ -6,7 +6,7 @@ import copy
 import pickle
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +15,11 @@ from harness.copies import LateCopies
 from harness.generation import ARCHITECTURES, Counted, answer, count_equal, inference_runtime, request_of, small_model
 from harness.ranks import run_ranks
 
-from zero_runtime.accounting import predicted_state_bytes
 from zero_runtime.census import take_census
 from zero_runtime.errors import CallOrderError, PlanError, RankError
 from zero_runtime.generation.generate import StepwiseGenerate
-from zero_runtime.kernels.weight_codes import decode_weights, encode_weights, record_bytes
 from zero_runtime.limits import ConfigError
 from zero_runtime.offload_plan import OffloadPlan, ScratchSettings, Tier
-from zero_runtime.optim.configs import AdamWConfig
-from zero_runtime.plan import ZeroPlan
-from zero_runtime.precision import CODE_BITS, WEIGHT_BLOCK_NUMEL, MixedPrecision
-from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 SHORT, LONG = 4, 100
 
@@ -189,59 +183,3 @@ def copies_are_plain() -> bool:
 
 def test_a_copy_of_a_model_has_its_own_generate() -> None:
     assert all(run_ranks(copies_are_plain, 2))
-
-
-# ---- quantised weights -----------------------------------------------------------------------------------------------
-
-
-def quantized(number: int, weights: Literal["int8", "int4"]) -> tuple[bool, float, int, int]:
-    """(equal, largest error against its bound, bytes of params, bytes predicted): a model of rounded matrices."""
-    model = small_model("llama")
-    plain = copy.deepcopy(model)
-    bits, largest = CODE_BITS[weights], {"int8": 127, "int4": 7}[weights]
-    worst = 0.0
-    for param in plain.parameters():
-        if param.dim() < 2:
-            continue
-        flat = param.data.flatten()
-        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % WEIGHT_BLOCK_NUMEL))
-        packed = torch.zeros(padded.numel() // WEIGHT_BLOCK_NUMEL * record_bytes(bits), dtype=torch.uint8)
-        encode_weights(padded, packed, bits=bits)
-        decoded = torch.empty_like(padded)
-        decode_weights(packed, decoded, bits=bits)
-        # Half the distance of two codes, and four roundings of fp32: of the scale, the quotient and the product.
-        bound = padded.view(-1, WEIGHT_BLOCK_NUMEL).abs().amax(1, keepdim=True) * (0.5 / largest + 4 * 2.0**-24)
-        worst = max(worst, float(((decoded - padded).view(-1, WEIGHT_BLOCK_NUMEL).abs() / bound).max()))
-        param.data.copy_(decoded[: flat.numel()].view_as(param))
-    plan, precision = ZeroPlan.from_stage(number), MixedPrecision(weights=weights)
-    runtime = ZeroRuntime(model, plan, precision, None, RuntimeSettings(), torch.device("cpu"))
-    held, predicted = take_census(runtime).params, predicted_state_bytes(runtime).params
-    asked = request_of(1, 0)
-    with runtime.uneven_forwards():
-        equal = answer(model, asked) == answer(plain, asked) != []
-    with runtime.full_params() as values:
-        equal &= all(torch.equal(values[name], param) for name, param in plain.named_parameters() if name in values)
-    runtime.close()
-    return equal, worst, held, predicted
-
-
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("number", [0, 3])
-def test_quantised_weights_are_those_of_a_model_rounded_by_hand(number: int, weights: Literal["int8", "int4"]) -> None:
-    for equal, worst, held, predicted in run_ranks(quantized, 2, number, weights):
-        assert equal
-        assert 0 < worst <= 1
-        assert held == predicted
-
-
-def trained_quantized() -> str:
-    with pytest.raises(ConfigError) as caught:
-        ZeroRuntime(
-            small_model("gpt2"), ZeroPlan.from_stage(3), MixedPrecision(weights="int8"), AdamWConfig(),
-            RuntimeSettings(), torch.device("cpu"),
-        )  # fmt: skip
-    return str(caught.value)
-
-
-def test_quantised_weights_are_refused_for_training() -> None:
-    assert "precision.weights=null" in run_ranks(trained_quantized, 1)[0]

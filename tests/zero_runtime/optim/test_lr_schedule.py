@@ -5,28 +5,22 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from zero_runtime.errors import PlanError
-from zero_runtime.optim.configs import AdamWConfig
-from zero_runtime.optim.groups import ParamGroup
 from zero_runtime.optim.lr_schedule import (
     Constant,
     Cosine,
     LRRangeTest,
     LrSchedule,
     OneCycle,
-    Rates,
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
 )
-from zero_runtime.optim.torch_schedule import TorchSchedule
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -151,47 +145,3 @@ def test_schedules_optimizer_configs_groups_and_the_memory_model_do_not_import_t
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "False"
-
-
-# ---- any scheduler of torch -----------------------------------------------------------------------------------------
-
-GROUPS = (ParamGroup(("a",), lr_scale=0.5), ParamGroup(()))
-SCHEDULERS = torch.optim.lr_scheduler
-TORCH = {
-    "step": lambda optimizer: SCHEDULERS.StepLR(optimizer, 2, gamma=0.5),
-    "cosine": lambda optimizer: SCHEDULERS.CosineAnnealingLR(optimizer, 6),
-    "lambda": lambda optimizer: SCHEDULERS.LambdaLR(optimizer, [lambda n: 1.0, lambda n: n, lambda n: n * n]),
-    "sequence": lambda optimizer: SCHEDULERS.SequentialLR(
-        optimizer, [SCHEDULERS.LinearLR(optimizer, 0.1), SCHEDULERS.ExponentialLR(optimizer, 0.9)], [3]
-    ),
-    "one_cycle": lambda optimizer: SCHEDULERS.OneCycleLR(optimizer, [0.1, 0.2, 0.3], total_steps=9),
-    "cyclic": lambda optimizer: SCHEDULERS.CyclicLR(optimizer, 0.1, 0.2, step_size_up=3),
-}
-
-
-@pytest.mark.parametrize("name", TORCH)
-def test_a_torch_scheduler_gives_the_same_rates_as_in_plain_torch(name: str) -> None:
-    optimizer = torch.optim.SGD(
-        [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.05, 0.1, 0.1)], lr=0.1, momentum=0.9
-    )
-    scheduler = TORCH[name](optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns if a scheduler steps before its optimizer
-        ours = TorchSchedule(TORCH[name], AdamWConfig(groups=GROUPS), 0.1)
-        for made in range(8):
-            rates = ours.rates(made)
-            assert rates.lr == tuple(group["lr"] for group in optimizer.param_groups)
-            assert rates.momentum == (optimizer.param_groups[0]["momentum"] if "cycl" in name else None)
-            optimizer.step()
-            scheduler.step()
-
-
-def test_the_rates_of_a_torch_scheduler_depend_only_on_the_number_of_updates() -> None:
-    """A skipped step needs the same rates again, and a restored run needs those of its number of updates."""
-    schedule = TorchSchedule(TORCH["step"], AdamWConfig(), 1.0)
-    assert [schedule.rates(made) for made in (4, 4, 0, 3)] == [Rates((lr,)) for lr in (0.25, 0.25, 1.0, 0.5)]
-
-
-def test_a_scheduler_that_follows_a_metric_is_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="ReduceLROnPlateau: expected a function of the updates made"):
-        TorchSchedule(SCHEDULERS.ReduceLROnPlateau, AdamWConfig(), 1.0)  # type: ignore[arg-type]

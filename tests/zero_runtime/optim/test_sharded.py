@@ -21,7 +21,6 @@ from zero_runtime.optim.configs import (
 )
 from zero_runtime.optim.groups import ParamGroup
 from zero_runtime.optim.lr_schedule import OneCycle, Rates
-from zero_runtime.optim.torch_schedule import TorchSchedule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
@@ -161,30 +160,6 @@ def _cycled_momentum() -> None:
 
 def test_a_cycled_momentum_sets_beta1_or_momentum_as_in_plain_torch() -> None:
     run_ranks(_cycled_momentum, 1)
-
-
-def _torch_scheduler() -> None:
-    def build_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
-
-    config = SgdConfig(groups=(ParamGroup(("1.weight",), lr_scale=0.5),))
-    schedule = TorchSchedule(build_scheduler, config, 0.1)
-    runtime = build(3, config)
-    layers = model()
-    groups = [{"params": [layers[1].weight], "lr": 0.05}, {"params": [layers[1].bias, *layers[2].parameters()]}]
-    optimizer = Sgd(groups, lr=0.1)
-    scheduler = build_scheduler(optimizer)
-    for step in range(4):
-        layers(batch(step)).square().mean().backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        train(runtime, [schedule.rates(runtime.optimizer.updates)], first=step)
-    assert_equal(weights(runtime), {name: p.detach() for name, p in layers.named_parameters()})
-
-
-def test_a_torch_scheduler_drives_groups_as_in_plain_torch() -> None:
-    run_ranks(_torch_scheduler, 2)
 
 
 def _momentum_refused() -> str:

@@ -27,7 +27,7 @@ class PartMessages:
         kind, group = "sequence_all_to_all", collectives.groups.sequence
         collectives.ledger.record(kind, "", (degree - 1) * sent.numel() // degree, sent.dtype)
         into, out = received.view(-1), sent.view(-1)
-        start = collectives.trading(into, out, group, degree)
+        start = collectives.all_to_all_over(into, out, group, degree)
         if collectives.sends_messages(group):  # which leave this rank's own part
             into.chunk(degree)[self.sequence_rank].copy_(out.chunk(degree)[self.sequence_rank])
         collectives.issue(kind, "", sent.new_empty(0), start)()

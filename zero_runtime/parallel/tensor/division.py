@@ -20,7 +20,6 @@ from zero_runtime.parallel.tensor.plan import SplitPlan, owner_of, plan_split
 from zero_runtime.parallel.tensor.refusals import check_divided
 from zero_runtime.parallel.tensor.slices import TensorSlices
 from zero_runtime.parallel.tensor.structure import Kind
-from zero_runtime.precision import MixedPrecision
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class TensorParallel(WholeLayers):
             )
         return world // self.degree
 
-    def check(self, optimizer: OptimizerConfig | None, precision: MixedPrecision) -> None:
-        check_divided(self.degree, optimizer, precision)
+    def check(self, optimizer: OptimizerConfig | None) -> None:
+        check_divided(self.degree, optimizer)
 
     def division(self, model: nn.Module, *, trains: bool) -> LayerDivision:
         if self.degree == 1:

@@ -31,12 +31,15 @@ class SliceMessages:
         kind, flat = "tensor_all_reduce", values.view(-1)
         collectives.ledger.record(kind, "", 2 * (degree - 1) * flat.numel() // degree, values.dtype)
         if not collectives.sends_messages(group):
-            collectives.issue(kind, "", values.new_empty(0), collectives.reducing(flat, group))()
+            collectives.issue(kind, "", values.new_empty(0), collectives.all_reduce_over(flat, group))()
             return values
         missing = -flat.numel() % degree  # messages exchange equal chunks
         padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
         own = padded.chunk(degree)[self.tensor_rank]
-        for start in (collectives.summing(own, padded, group), collectives.gathering(padded, own, group)):
+        for start in (
+            collectives.reduce_scatter_over(own, padded, group),
+            collectives.all_gather_over(padded, own, group),
+        ):
             collectives.issue(kind, "", values.new_empty(0), start)()
         if missing:
             flat.copy_(padded[: flat.numel()])
@@ -53,6 +56,6 @@ class SliceMessages:
         collectives = self._collectives
         if counted:
             collectives.ledger.record(kind, "", (self.tensor_degree - 1) * values.numel(), values.dtype)
-        start = collectives.gathering(full.view(-1), values.contiguous().view(-1), collectives.groups.tensor)
+        start = collectives.all_gather_over(full.view(-1), values.contiguous().view(-1), collectives.groups.tensor)
         collectives.issue(kind, "", values.new_empty(0), start)()
         return full

@@ -14,19 +14,18 @@ from collections.abc import Iterator
 
 from zero_runtime.limits import Broken, ConfigError
 from zero_runtime.optim.config_base import OptimizerConfig
-from zero_runtime.precision import MixedPrecision
 
 ALONE = "parallel.tp=1"
 
 
-def check_divided(degree: int, optimizer: OptimizerConfig | None, precision: MixedPrecision) -> None:
+def check_divided(degree: int, optimizer: OptimizerConfig | None) -> None:
     """Raise ConfigError, with every broken rule, if a setting does not know divided parameters; a no-op for degree 1.
 
     optimizer: None for inference. See [Note: blocks and slices].
     """
     if degree == 1:
         return
-    broken = [*refused_weights(degree, precision), *refused_optimizer(degree, optimizer)]
+    broken = list(refused_optimizer(degree, optimizer))
     if broken:
         raise ConfigError(broken)
 
@@ -36,10 +35,3 @@ def refused_optimizer(degree: int, optimizer: OptimizerConfig | None) -> Iterato
     if degree > 1 and optimizer is not None and optimizer.compresses_in(sys.maxsize):
         why = "sends signs with one scale for slices and replicated parameters"
         yield Broken(f"optimizer.kind={optimizer.kind} {why}", f"parallel.tp={degree}", ("optimizer=adamw", ALONE))
-
-
-def refused_weights(degree: int, precision: MixedPrecision) -> Iterator[Broken]:
-    """The rule that quantised weights break."""
-    if degree > 1 and precision.weights is not None:
-        rule = f"precision.weights={precision.weights} quantises whole parameters"
-        yield Broken(rule, f"parallel.tp={degree}", ("precision.weights=null", ALONE))

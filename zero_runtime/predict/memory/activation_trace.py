@@ -225,19 +225,19 @@ class MarkingSchedule:
     def begin_backward(self) -> None:
         self.in_backward, self.backwards = True, 1
 
-    def before_forward(self, unit: MarkedUnit) -> None:
+    def before_unit_forward(self, unit: MarkedUnit) -> None:
         self.trace.mark(Mark.BEFORE_FORWARD, unit.position)
 
-    def after_forward(self, unit: MarkedUnit) -> None:
+    def after_unit_forward(self, unit: MarkedUnit) -> None:
         self.trace.mark(Mark.AFTER_FORWARD, unit.position)
 
     def end_forward(self) -> None:
         """Not an event of a unit."""
 
-    def before_backward(self, unit: MarkedUnit) -> None:
+    def before_unit_backward(self, unit: MarkedUnit) -> None:
         self.trace.mark(Mark.BEFORE_BACKWARD, unit.position)
 
-    def after_backward(self, unit: MarkedUnit) -> None:
+    def after_unit_backward(self, unit: MarkedUnit) -> None:
         self.trace.mark(Mark.AFTER_BACKWARD, unit.position)
 
 

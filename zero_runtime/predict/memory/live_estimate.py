@@ -50,7 +50,7 @@ def needed_bytes(
     units, layouts = [], LayoutRules(plan.shard_count(world), world)
     for spec in plan_units(model, UnitRules(_PRECISION)):
         size = UnitSize.of(
-            layouts.layout(spec.shapes, spec.precision, trainable=spec.trainable),
+            layouts.layout(spec.shapes, trainable=spec.trainable),
             trainable=spec.trainable,
             is_root=model in spec.modules,
             params_offloaded=params_on_host,

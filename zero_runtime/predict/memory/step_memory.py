@@ -153,21 +153,21 @@ class StepReplay:
     def _begin_backward(self, boundary: bool) -> None:
         order = self._schedule.own_reduction_order
         if order is not None:
-            self._schedule.reduce_in(order)
+            self._schedule.set_reduction_order(order)
         self._schedule.begin_backward(boundary=boundary, synced=boundary or not self._rules.reduces_at_boundary)
 
     def _report(self, kind: Mark, unit: CountedUnit) -> None:
         schedule = self._schedule
         if kind == Mark.BEFORE_FORWARD:
-            schedule.before_forward(unit)
+            schedule.before_unit_forward(unit)
         elif kind == Mark.AFTER_FORWARD:
-            schedule.after_forward(unit)
+            schedule.after_unit_forward(unit)
         elif kind == Mark.BEFORE_BACKWARD:
-            schedule.before_backward(unit)
+            schedule.before_unit_backward(unit)
         elif kind == Mark.GRADIENT:
             unit.take_grad(sums_locally=schedule.sums_locally)
         else:
-            schedule.after_backward(unit)
+            schedule.after_unit_backward(unit)
 
 
 _FORWARD = (Mark.BEFORE_FORWARD, Mark.AFTER_FORWARD)

@@ -80,7 +80,6 @@ BROKEN = [
     (LAPTOP, "measure=eval zero=stage3 checkpoint=sharded", "measure=eval trains nothing that could be saved"),
     (LAPTOP, "measure=eval zero=stage3 adapter=lora", "measure=eval would evaluate adapters that were never trained"),
     (LAPTOP, "measure=eval zero=stage3 batch.accumulation=2", "measure=eval has one micro-batch"),
-    (LAPTOP, "precision.weights=int8", "precision.weights is for measure=eval"),
     (LAPTOP, "optimizer=onebitadam zero=stage2", "optimizer.kind=onebitadam needs each rank's full gradients"),
     (LAPTOP, "optimizer=onebitadam zero=stage1 optimizer.clip_norm=1.0", "optimizer.kind=onebitadam cannot clip"),
     (LAPTOP, "precision=fp32 zero.gather_dtype=int8", "zero.gather_dtype needs sharded parameters, or masters apart"),

@@ -44,7 +44,6 @@ def test_wrong_prompts_are_refused(words: list[str], told: str) -> None:
         (["generate", "prompt=a", "new_tokens=100000"], "new_tokens"),
         (["measure=eval", "zero=stage1"], "all that stages 1 and 2 shard"),
         (["measure=eval", "zero=stage3", "checkpoint=sharded"], "trains nothing that could be saved"),
-        (["precision.weights=int8"], "precision.weights is for measure=eval"),
     ],
 )
 def test_what_inference_does_not_have_is_refused(

@@ -31,7 +31,7 @@ LINE = (
     f"measure=eval measure.steps={BATCHES} precision=fp32 data=synthetic batch.seq={SEQ} batch.micro={MICRO} "
     f"resources.device=cpu resources.ranks={WORLD} resources.threads=1 tracking=none"
 )
-ROWS = {"stage0": "zero=stage0", "stage3": "zero=stage3", "int8": "zero=stage3 precision.weights=int8"}
+ROWS = {"stage0": "zero=stage0", "stage3": "zero=stage3"}
 
 
 def _rank_main(root: Path, rank: int) -> None:
@@ -109,7 +109,7 @@ def test_the_record_has_the_loss_of_plain_transformers_bit_for_bit_at_both_stage
         assert misfit(result, RESULT) is None
         losses = result["loss"]
         assert losses["validation"] == losses["last"] == expected
-        assert (losses["perplexity"], losses["tokens"], losses["weights"]) == (math.exp(expected), tokens, None)
+        assert (losses["perplexity"], losses["tokens"]) == (math.exp(expected), tokens)
         events = EventTail(rows[name][1].metrics).read_new()
         assert [one["loss"] for one in events if one["event"] == "validation"] == [expected]
         assert [one["loss"] for one in events if one["event"] == "step"] == [
@@ -132,11 +132,10 @@ def test_an_evaluation_holds_weights_alone_and_sends_them_once_for_each_forward(
         sent[name] = volumes.pop("all_gather", 0)
         assert not any(volumes.values()), "nothing is reduced"
     assert held["stage0"] / 2 <= held["stage3"] <= held["stage0"]
-    assert held["int8"] < held["stage3"] / 2
-    assert sent["stage0"] == 0 < sent["int8"] < sent["stage3"]
+    assert sent["stage0"] == 0 < sent["stage3"]
 
 
-def test_the_table_has_perplexities_and_the_change_by_quantised_weights(
+def test_the_table_has_perplexities(
     rows: dict[str, tuple[RunConfig, AttemptPaths]],
 ) -> None:
     entries = [
@@ -146,10 +145,9 @@ def test_the_table_has_perplexities_and_the_change_by_quantised_weights(
     ranked = ranking.rank(entries, "perplexity")
     table = ranking.table(ranked)
     texts = {row[1]: row[-1] for row in table.rows}
-    plain, coded = (entries[at].result["loss"]["perplexity"] for at in (0, 2))  # type: ignore[index]
+    plain = entries[0].result["loss"]["perplexity"]  # type: ignore[index]
     assert table.header[-1] == "perplexity"
     assert texts["stage0"] == texts["stage3"] == f"{plain:.4f}"
-    assert texts["int8"] == f"{coded:.4f} ({100 * (coded / plain - 1):+.2f} %)" != texts["stage3"]
     assert "perplexity" in sweep_files.report_md("eval", ranked)
     assert f",{plain}," in sweep_files.results_csv(ranked)
 
@@ -171,12 +169,12 @@ def test_a_sweep_of_evaluations_ends_with_a_table_and_a_command_that_generates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    line = ["-m", *LINE.split(), "model=llama_tiny", "zero=stage0,stage3", "precision.weights=null,int8", "output=out"]
+    line = ["-m", *LINE.split(), "model=llama_tiny", "zero=stage0,stage3", "output=out"]
     assert cli.main(line) == 0
     told = capsys.readouterr().out
     assert "perplexity" in told
     assert "generate" in told
     assert cli.main(["report", "--json", "--output", "out"]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert len(document["points"]) == 4
-    assert len({one["result"]["loss"]["perplexity"] for one in document["points"]}) == 2
+    assert len(document["points"]) == 2
+    assert len({one["result"]["loss"]["perplexity"] for one in document["points"]}) == 1

@@ -16,7 +16,6 @@ from zero_runtime.optim.configs import AdamW8bitConfig, AdamWConfig, LambConfig,
 from zero_runtime.parallel.tensor.division import TensorParallel
 from zero_runtime.parallel.tensor.plan import plan_split
 from zero_runtime.parallel.tensor.refusals import check_divided
-from zero_runtime.precision import MixedPrecision
 
 THIRDS = {"num_attention_heads": 3, "intermediate_size": 42}
 SIXTHS = {"num_attention_heads": 6, "intermediate_size": 42}
@@ -138,27 +137,18 @@ def test_a_degree_that_does_not_divide_the_ranks_is_refused() -> None:
 
 # ---- settings --------------------------------------------------------------------------------------------------------
 
-FP32 = MixedPrecision()
-REFUSED: list[tuple[OptimizerConfig | None, MixedPrecision, tuple[str, ...]]] = [
-    (OneBitAdamConfig(), FP32, ("optimizer.kind=onebitadam", "found parallel.tp=2")),
-    (None, MixedPrecision(weights="int8"), ("precision.weights=int8", "precision.weights=null")),
-]
 
-
-@pytest.mark.parametrize(("optimizer", "precision", "words"), REFUSED)
-def test_settings_with_one_scale_for_slices_and_replicas_are_refused_by_name(
-    optimizer: OptimizerConfig | None, precision: MixedPrecision, words: tuple[str, ...]
-) -> None:
-    check_divided(1, optimizer, precision)
+def test_an_optimizer_with_one_scale_for_slices_and_replicas_is_refused_by_name() -> None:
+    check_divided(1, OneBitAdamConfig())
     with pytest.raises(ConfigError) as error:
-        check_divided(2, optimizer, precision)
-    for word in (*words, "parallel.tp=1"):
+        check_divided(2, OneBitAdamConfig())
+    for word in ("optimizer.kind=onebitadam", "found parallel.tp=2", "parallel.tp=1"):
         assert word in str(error.value)
 
 
 @pytest.mark.parametrize("optimizer", [AdamWConfig(), AdamW8bitConfig(), LambConfig(), MuonConfig(), None])
 def test_other_settings_are_allowed(optimizer: OptimizerConfig | None) -> None:
-    check_divided(2, optimizer, MixedPrecision("bf16"))
+    check_divided(2, optimizer)
 
 
 def test_a_runtime_refuses_before_the_model_is_changed() -> None:

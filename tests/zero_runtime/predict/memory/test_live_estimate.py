@@ -9,7 +9,7 @@ from harness.models import TinySpec, TinyTransformer
 from harness.ranks import run_ranks
 from zero_runtime.zero import estimate_zero2_model_states_mem_needs_all_live as estimate
 
-from zero_runtime.accounting import predicted_offload_bytes, predicted_peak, predicted_state_bytes
+from zero_runtime.accounting import predicted_offload_bytes, predicted_state_bytes
 from zero_runtime.initial_values import parameters_on_meta
 from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import AdamWConfig
@@ -21,9 +21,9 @@ from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 CASES = [(2, False, False), (2, False, True), (3, False, False), (3, False, True), (3, True, True)]
 
 
-def both() -> list[tuple[NeededBytes, int, int, int]]:
+def both() -> list[tuple[NeededBytes, int, int]]:
     """For each case on this rank of two: the estimate, and of a runtime on a device with separate memory the states on
-    the device, the bound of a step, and the host memory."""
+    the device and the host memory."""
     found = []
     for number, params, optimizer in CASES:
         with parameters_on_meta():
@@ -36,14 +36,14 @@ def both() -> list[tuple[NeededBytes, int, int, int]]:
         model = TinyTransformer(TinySpec())
         runtime = ZeroRuntime(model, plan, precision, AdamWConfig(), settings, torch.device("cpu"))
         host = predicted_offload_bytes(runtime).host
-        found.append((estimated, predicted_state_bytes(runtime).total, predicted_peak(runtime).total, host))
+        found.append((estimated, predicted_state_bytes(runtime).total, host))
         runtime.close()
     return found
 
 
-def test_the_estimate_lies_between_the_states_and_the_bound_of_a_runtime() -> None:
-    for estimated, states, bound, host in run_ranks(both, 2)[0]:
-        assert states <= estimated.gpu <= bound
+def test_the_estimate_is_at_least_the_states_of_a_runtime() -> None:
+    for estimated, states, host in run_ranks(both, 2)[0]:
+        assert states <= estimated.gpu
         assert estimated.gpu > 0
         assert estimated.node == 2 * host
 
