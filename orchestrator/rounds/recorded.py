@@ -27,19 +27,17 @@ REFERENCE_WORK = 2  # the version of the work in worker/core_speed.py
 class Round:
     """One round of a point. number: from 1. began: seconds since the epoch. step_ms: of each counted step.
 
-    others_share: the share of the cores that other processes took; None if unknown. stalled: the shares of the time in
-    which some process of the machine waited for a resource, by its name (Linux's pressure stall information); empty if
-    the system does not report them. used: whether it counts. joules_per_step: energy of all ranks' devices, over all
-    steps of the round; None if it was not measured. reference_ms: for each counted step the time of the reference work
-    next to it, the geometric mean over the ranks; empty where there is none. reference_work: which work that was: times
-    of different work, as two versions of the code may have, are not compared.
+    others_share: the share of the cores that other processes took; None if unknown. used: whether it counts.
+    joules_per_step: energy of all ranks' devices, over all steps of the round; None if it was not measured.
+    reference_ms: for each counted step the time of the reference work next to it, the geometric mean over the ranks;
+    empty where there is none. reference_work: which work that was: times of different work, as two versions of the code
+    may have, are not compared.
     """
 
     number: int
     began: float
     step_ms: list[float]
     others_share: float | None = None
-    stalled: dict[str, float] = field(default_factory=dict)
     used: bool = True
     joules_per_step: float | None = None
     reference_ms: list[float] = field(default_factory=list)
@@ -100,13 +98,6 @@ def ms_per_token(result: Mapping[str, Any]) -> list[float]:
     """The same for one token."""
     tokens = result["batch"]["tokens_per_step"]
     return [one / tokens for one in step_medians_ms(result)]
-
-
-def joules_per_step(result: Mapping[str, Any]) -> float | None:
-    """The median over the rounds of the energy of a step in joules; None if a round has none."""
-    found = [one.get("joules_per_step") for one in used_rounds(result)]
-    known = [value for value in found if value is not None]
-    return statistics.median(known) if known and len(known) == len(found) else None
 
 
 def is_ranked(result: Mapping[str, Any]) -> bool:

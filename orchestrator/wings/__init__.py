@@ -25,8 +25,6 @@ VERBS = {
 
 # Entry of a rank of measure=eval, which trains nothing.
 EVALUATION = "orchestrator.wings.validation.evaluate:run_rank"
-# Meter of the energy of a rank's device.
-ENERGY = "orchestrator.wings.energy:meter_of"
 # The variable that asks for a fault, and what refuses one that can never act.
 FAULT, CHECK_FAULT = "ZLAB_FAULT", "orchestrator.wings.faults:problem_of"
 # Modules for what a saved model has besides its weights, and what writes the files next to weights.
@@ -34,6 +32,7 @@ TOKENIZER, ADAPTERS = "orchestrator.wings.pretrained.tokenizer", "orchestrator.w
 WRITE_COMPANIONS = "orchestrator.wings.pretrained.companions:write_companions"
 # What a run does beside its steps: the classes of orchestrator/worker/listeners.py's listeners.
 LISTENERS = {
+    "energy": "orchestrator.wings.energy:Energy",
     "fault": "orchestrator.wings.faults:FaultListener",
     "validation": "orchestrator.wings.validation.held_out:Validation",
     "examples": "orchestrator.wings.generate.examples:Examples",

@@ -118,7 +118,7 @@ ROOMS = {
         "api": "commands config records report",
         "orchestrator": "api",
         "wings.divided": "config",
-        "wings.energy": "",
+        "wings.energy": "rounds worker",
         "wings.faults": "wings worker",
         "wings.optuna": "commands compose config plan records report",
         "plugins": "config wings.optuna",

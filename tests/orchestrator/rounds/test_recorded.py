@@ -13,7 +13,7 @@ from orchestrator.rounds.recorded import Round
 
 
 def of(number: int, ms: float, share: float | None = 0.0, *, used: bool = True) -> Round:
-    return Round(number, 0.0, [ms, ms], share, {}, used)
+    return Round(number, 0.0, [ms, ms], share, used)
 
 
 def result(*rounds: Round, session: str | None = "s") -> dict[str, Any]:
