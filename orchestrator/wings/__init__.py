@@ -49,8 +49,10 @@ ASK_SLURM = "orchestrator.wings.slurm.tools:ask"  # for `zlab doctor`: what one 
 JOIN = "orchestrator.wings.torchrun.join:join"
 # For a task of the user's own srun: sets the variables of a rank.
 PLACE_IN_STEP = "orchestrator.wings.slurm.rank:say_place_in_step"
-# Modules of what a comparison shows besides the trunk's numbers: orchestrator/report/extras.py says what each has.
-EXTRAS = ("orchestrator.wings.profile.extras",)
+# Modules of what a comparison shows besides the trunk's numbers, in the order of the columns, and of what is said of a
+# run and after a comparison: orchestrator/report/extras.py says what each has.
+COLUMNS = ("orchestrator.wings.validation.columns", "orchestrator.wings.profile.extras", "orchestrator.wings.lossy")
+SUMMARIES = ("orchestrator.wings.profile.extras",)
 # Who writes more of a sweep's report: functions that return a ReportPart (orchestrator/report/comparison.py).
 REPORT_PARTS = ("orchestrator.wings.page.files:part",)
 # Modules of what the page shows of other wings: `section`, `markdown` and `figures` of the points of a report.

@@ -120,6 +120,7 @@ ROOMS = {
         "wings.divided": "config",
         "wings.energy": "rounds worker",
         "wings.faults": "wings worker",
+        "wings.lossy": "config records report",
         "wings.optuna": "commands compose config plan records report",
         "plugins": "config wings.optuna",
         "wings.page": "config records report text wings",
@@ -128,7 +129,7 @@ ROOMS = {
         "wings.scripts": "commands config exit_codes launch machine records text",
         "wings.slurm": "config launch machine records report tracking",
         "wings.torchrun": "commands config launch machine plan records report tracking",
-        "wings.validation": "config launch records worker workloads",
+        "wings.validation": "config launch records report text worker workloads",
         "wings.generate": "commands config exit_codes launch records report text wings.predict wings.pretrained worker "
         "workloads",
         "wings.predict": "commands compose config exit_codes launch machine plan records report text wings.divided "

@@ -25,7 +25,7 @@ PROFILED = (
 )
 
 
-def cells(entry: Entry) -> dict[str, object]:
+def cells(entry: Entry, entries: Sequence[Entry]) -> dict[str, object]:
     """Operations, energy and cost; None for what is not known."""
     profile = (entry.result or {}).get("profile") or {}
     price = costs.price_of(entry.config)
@@ -46,11 +46,11 @@ def columns(entries: Sequence[Entry]) -> list[ExtraColumn]:
     shares, rates = ([one.get(key) for one in profiles] for key in ("share_of_matrix_peak", "model_flops_per_s"))
     money = [costs.cost_per_billion(one.config, one.result) for one in entries]
     return [
-        ExtraColumn("MFU", [one.get("mfu") for one in profiles], share_text),
-        ExtraColumn("of matrix peak", shares, share_text, on_screen=False),
-        ExtraColumn("TFLOP/s", rates, lambda rate: significant(rate / TERA), on_screen=False),
-        ExtraColumn("J/token", [costs.joules_per_token(entry.result) for entry in entries], significant),
-        ExtraColumn(costs.column_name(prices), money, significant),
+        ExtraColumn.of_numbers("MFU", [one.get("mfu") for one in profiles], share_text),
+        ExtraColumn.of_numbers("of matrix peak", shares, share_text, on_screen=False),
+        ExtraColumn.of_numbers("TFLOP/s", rates, lambda rate: significant(rate / TERA), on_screen=False),
+        ExtraColumn.of_numbers("J/token", [costs.joules_per_token(entry.result) for entry in entries], significant),
+        ExtraColumn.of_numbers(costs.column_name(prices), money, significant),
     ]
 
 
