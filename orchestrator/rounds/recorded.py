@@ -139,15 +139,3 @@ def in_turns(one: Mapping[str, Any], other: Mapping[str, Any]) -> InTurns | None
 def _by_means(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     # A median of steps at two speeds is one of the two.
     return [{**each, "step_ms": [statistics.geometric_mean(each["step_ms"])]} for each in rounds]
-
-
-def loaded_rounds(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rounds that count and were measured next to a notable load."""
-    return [one for one in used_rounds(result) if (one.get("others_share") or 0.0) >= NOTABLE_SHARE]
-
-
-def left_out_rounds(result: Mapping[str, Any]) -> set[int]:
-    """The numbers of the rounds of which no measurement counts, because each was next to a notable load."""
-    return {int(one["number"]) for one in result.get("rounds") or []} - {
-        int(one["number"]) for one in used_rounds(result)
-    }
