@@ -28,7 +28,7 @@ from orchestrator.report import comparison, summary, trained
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row
 from orchestrator.text.paths import dashboard, shown
-from orchestrator.tracking.feed import Tracker, check_store, start_tracker
+from orchestrator.tracking.feed import Tracker, check_store, complete_left_behind, start_tracker
 
 LOOK_S = 0.2
 
@@ -51,6 +51,8 @@ def run_point(
     """
     screen = screen or Screen(make_console(on_stderr=as_json))
     check_store(point.config, Path(point.config.output).absolute())
+    if point.config.tracking.kind is TrackingKind.none:  # otherwise the tracker does it
+        complete_left_behind(Path(point.config.output).absolute())
     return carry_out(point, _OwnRanks(entry), screen, admission, as_json=as_json)
 
 

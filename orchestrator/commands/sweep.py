@@ -36,7 +36,7 @@ from orchestrator.report.summary import Row
 from orchestrator.text.paths import shown, verb
 from orchestrator.text.streams import complain
 from orchestrator.text.units import many
-from orchestrator.tracking.feed import check_store, start_sync
+from orchestrator.tracking.feed import check_store, complete_left_behind, start_sync
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,8 @@ def swept(request: SweepRequest, hardware: Hardware, screen: Screen) -> tuple[in
             "dim",
         )
     planned = decided(request, hardware, screen)
+    if request.plan_only or not any(point.decision is RunState.queued for point in planned):  # else its tracker does it
+        complete_left_behind(request.output.absolute())
     # A product of axes may contain combinations that no rule allows. They are rows of the table: refusing the sweep for
     # them would make people write exclusions, and dropping them would hide mistakes. Only if all are refused is it an
     # error. Nothing asks for confirmation, which would block scripts; --plan shows what would run.

@@ -28,7 +28,7 @@ from orchestrator.records.sweep_record import SweepPaths, all_sweeps, plan_of
 from orchestrator.report.screen import Screen
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
 from orchestrator.tracking import chart_page, names, schema_version
-from orchestrator.tracking.feed import mlflow_environment, store_uri
+from orchestrator.tracking.feed import complete_left_behind, mlflow_environment, store_uri
 
 FIRST_PORT = 5000
 LOG, LINES_SHOWN = "dashboard.log", 5
@@ -92,6 +92,7 @@ def serve(output: Path, port: int | None, sweep: SweepPaths | None = None) -> in
     # A store that is no file here is asked by the process that writes to it.
     shown_sweep = sweep or (None if is_local else next(iter(all_sweeps(output)), None))
     if shown_sweep is None:
+        complete_left_behind(output)
         pages = links(store_path(output))
     elif (page := _page_of(shown_sweep, screen)) is not None:
         pages = [page]

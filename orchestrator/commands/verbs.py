@@ -34,6 +34,7 @@ from orchestrator.report.summary import Row
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown, verb
 from orchestrator.text.streams import complain
 from orchestrator.text.units import many
+from orchestrator.tracking.feed import complete_left_behind
 
 FOLLOW_S = 0.3
 LOG_BYTES = 64 << 20  # of a larger log, only the end is shown
@@ -43,6 +44,7 @@ PROPOSED = "(a batch that a program proposed)"  # shown for a sweep that has no 
 def main(argv: Sequence[str]) -> int:
     """The exit code of `zlab VERB ...`."""
     arguments = parser().parse_args(argv)
+    complete_left_behind(Path(arguments.output).absolute())
     verb: Callable[[argparse.Namespace], int] = arguments.verb
     try:
         return verb(arguments)

@@ -151,6 +151,7 @@ TURNS = {
 EXITS = Each({"code": int, "time": NUMBER, "monotonic": Maybe(NUMBER)})
 JOB = {"job": str, "log": Maybe(str)}
 HEARTBEAT = {"time": NUMBER}
+LEFT = {"of": str, "tries": int}
 SEEN = {"value": object, "since": NUMBER}  # a value that a machine has seen in a record, and since when
 
 PROVENANCE = {"python": Maybe(str), "packages": Maybe(Each(str)), "variables": Maybe(Each(str))}

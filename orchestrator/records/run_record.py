@@ -96,6 +96,11 @@ def artifacts_path(output: str | Path) -> Path:
     return Path(output) / "artifacts"
 
 
+def tracking_path(output: str | Path) -> Path:
+    """The folder with a file for each run that is not yet complete in the tracking store."""
+    return Path(output) / "tracking"
+
+
 def tracker_log_path(output: str | Path) -> Path:
     return Path(output) / "tracker.log"
 

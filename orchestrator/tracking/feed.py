@@ -17,7 +17,7 @@ from orchestrator.config.strict import Refusal
 from orchestrator.machine import children
 from orchestrator.records.run_record import AttemptPaths, store_path, tracker_log_path
 from orchestrator.records.sweep_record import SweepPaths
-from orchestrator.tracking import names, schema_version
+from orchestrator.tracking import left, names, schema_version
 
 CLOSE_S = 30.0  # without an answer of the child; MLflow waits 20 s for a locked SQLite file
 READY_S = 30.0
@@ -95,14 +95,14 @@ class Tracker:
         self._process = None
 
     def _notice_end(self) -> None:
-        """Warns if the process has died."""
+        """Warns if the process has died; the next command, or sync, writes what is missing."""
         code = None if self._process is None else self._process.poll()
         if code is None:
             return
         self._process = None
         if code:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            self._warn(f"its process {how}")
+            self._warn(f"its process {how}; the next command completes what is missing")
 
     def _listen(self, wait_s: float) -> bool:
         """Takes the child's answers. Whether there were any."""
@@ -144,9 +144,18 @@ def start_tracker(config: RunConfig, output: Path, of: SweepPaths | AttemptPaths
     uri = store_uri(config, output, os.environ)
     # Checked before the child process can create it.
     makes_store = uri == names.local_uri(output) and not store_path(output).exists()
+    left.note(output, of.root)
     what = "--sweep" if isinstance(of, SweepPaths) else "--attempt"
     words = ["follow", "--uri", uri, f"{what}={of.root}", str(output)]
     return Tracker(_start_child(words, output, subprocess.PIPE), makes_store=makes_store)
+
+
+def complete_left_behind(output: Path) -> subprocess.Popen[bytes] | None:
+    """Starts a process that completes what trackers of dead commands left, and does not wait for it. None if they left
+    nothing. The check is cheap, so every command makes it."""
+    if not left.behind(output):
+        return None
+    return _start_child(["complete", str(output)], output, subprocess.DEVNULL)
 
 
 def start_sync(

@@ -1,8 +1,9 @@
 """Writes runs to MLflow from a separate process that follows their records.
 
 `follow` writes a run or a sweep while it goes on, and what is missing of it once its command closes the process's
-stdin or dies; `sync OUTPUT` writes whatever a store lacks of an output folder. Answers go to stdout, one JSON object in
-a line. Nothing here can end a run: failures become warnings, and the records are kept.
+stdin or dies; `complete OUTPUT` writes what such processes of dead commands left; `sync OUTPUT` writes whatever a store
+lacks of an output folder. Answers go to stdout, one JSON object in a line. Nothing here can end a run: failures become
+warnings, and the records are kept.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from orchestrator.records.record_shapes import STATE, SWEEP_EVENTS, TURNS
 from orchestrator.records.run_record import AttemptPaths, settle
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Standing, SweepPaths, is_on_cluster, standings
+from orchestrator.tracking import left
 from orchestrator.tracking.followed_run import FollowedRun, command_tags, open_single
 from orchestrator.tracking.store import MlflowStore
 from orchestrator.tracking.sweep_names import experiment_of
 from orchestrator.tracking.sweep_runs import SweepRuns
-from orchestrator.tracking.sync import sync
+from orchestrator.tracking.sync import complete_left, sync
 
 # After each write the tracker pauses for REST times as long, but at most LONGEST_S: it takes at most 1 % of one core
 # from the ranks that are being measured, as long as a write takes less than 0.3 s.
@@ -124,8 +126,10 @@ class Follower:
                 done = self._guarded(attempt, partial(self._end, attempt)) and done
             if self._sweep is not None:
                 done = self._guarded(self._root, self._finish_sweep) and done
-        if not done or self._open:
-            _answer({"warning": "not everything was written"})
+        if done and not self._open:
+            left.forget(self._output, self._root)
+        else:
+            _answer({"warning": "not everything was written; the next command or the verb sync writes it"})
 
     def _await_end(self, attempt: AttemptPaths) -> None:
         """Waits until a command that was killed has ended, so that its attempt can be settled."""
@@ -181,6 +185,7 @@ def follow(uri: str, output: Path, of: SweepPaths | AttemptPaths) -> NoReturn:
     _answer({"ready": follower.open()})
     # The imports ran at full speed before the ranks measure. From here on this process has low priority.
     os.nice(10)
+    complete_left(output)
     pause_s = 0.0
     while not select.select([sys.stdin], [], [], pause_s)[0]:
         pause_s = follower.tick()
@@ -197,13 +202,17 @@ def main(argv: list[str]) -> int:
     of = follow_parser.add_mutually_exclusive_group(required=True)
     of.add_argument("--sweep", type=lambda root: SweepPaths(Path(root)), dest="of")
     of.add_argument("--attempt", type=lambda root: AttemptPaths(Path(root)), dest="of")
+    complete_parser = actions.add_parser("complete", help="used by every command that finds something left")
     sync_parser = actions.add_parser("sync", help="used by the verbs sync and ui")
     sync_parser.add_argument("--uri", default="")
     sync_parser.add_argument("--sweep", action="append", default=[], type=Path)
-    for one in (follow_parser, sync_parser):
+    for one in (follow_parser, complete_parser, sync_parser):
         one.add_argument("output", type=Path)
     arguments = parser.parse_args(argv)
-    if arguments.action == "sync":
+    if arguments.action == "complete":
+        os.nice(10)
+        complete_left(arguments.output)
+    elif arguments.action == "sync":
         for line in sync(arguments.output, arguments.uri, [SweepPaths(root) for root in arguments.sweep]):
             _answer(line.to_dict())
     else:

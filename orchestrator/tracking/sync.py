@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import Any
 
 from orchestrator.config.schema import TrackingKind, from_dict
 from orchestrator.machine.locks import locked
-from orchestrator.records.record_file import read_or_warn
+from orchestrator.records.record_file import read_or_warn, require_json
 from orchestrator.records.record_shapes import STATE
 from orchestrator.records.run_record import AttemptPaths, settle
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import SweepPaths, all_sweeps, controller_pid, plan_of, standings
 from orchestrator.report import comparison
-from orchestrator.tracking import names
+from orchestrator.tracking import left, names
 from orchestrator.tracking.feed import store_uri
 from orchestrator.tracking.followed_run import command_tags, is_complete, open_single
 from orchestrator.tracking.store import MlflowStore, StoreError
@@ -148,15 +149,45 @@ def _sync_single(output: Path, stores: _Stores, tags: Mapping[str, str], done: S
 
 
 def _single_attempts(output: Path, stores: _Stores) -> Iterator[tuple[AttemptPaths, dict[str, Any], bool]]:
-    """The attempts of tracked points in no sweep, their configurations, and whether each is the last measured one of
-    its point."""
+    """The attempts of tracked points in no sweep that no tracker follows, their configurations, and whether each is the
+    last measured one of its point."""
     in_sweeps = {point.attempt.root for point in _all_standings(output) if point.attempt is not None}
+    others = in_sweeps | left.followed(output)
     for point in sorted((output / "points").glob("*")):
         answer = _last_measured(point)
         for attempt in map(AttemptPaths, sorted((point / "attempts").glob("*"))):
-            config = read_or_warn(attempt.config) if attempt.root not in in_sweeps and attempt.state.exists() else None
+            config = read_or_warn(attempt.config) if attempt.root not in others and attempt.state.exists() else None
             if config is not None and stores.takes(config):
                 yield attempt, config, attempt == answer
+
+
+def complete_left(output: Path) -> None:
+    """Completes what the trackers of dead commands left. Failures are printed to stderr, and a later command tries
+    again."""
+    stores, tags = _Stores(output, ""), command_tags(os.getpid())
+    with locked(output / ".tracking.lock", wait=False) as alone:
+        # Without the lock, another process completes them.
+        for path in left.behind(output) if alone else ():
+            root = left.take(path)
+            try:
+                if root is None or _complete(root, stores, tags):
+                    path.unlink(missing_ok=True)
+            except Exception as error:
+                print(f"{root}: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _complete(root: Path, stores: _Stores, tags: Mapping[str, str]) -> bool:
+    """Writes the ended runs of a sweep or an attempt. Whether nothing is left: a scheduler may still have some."""
+    sweep, attempt = SweepPaths(root), AttemptPaths(root)
+    if attempt.state.exists():
+        if settle(attempt).final:
+            open_single(stores.of(require_json(attempt.config)), attempt, tags).finish()
+        return settle(attempt).final
+    if not sweep.plan.exists() or controller_pid(sweep) is not None:
+        return True  # it was deleted, or has another tracker
+    configs = [point.config for point in plan_of(sweep) if point.config]
+    _write_missing(SweepRuns(stores.of(configs[0]), sweep, tags), Synced(sweep.name))
+    return True
 
 
 def _all_standings(output: Path) -> Iterator[Any]:

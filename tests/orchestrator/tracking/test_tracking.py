@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -24,14 +25,16 @@ from orchestrator.commands import ui as dashboard
 from orchestrator.commands.run import run_point
 from orchestrator.config.schema import TrackingKind, to_dict
 from orchestrator.records.record_file import append_event, require_json, write_json_atomic
-from orchestrator.records.run_record import Attempt, new_attempt, store_path
+from orchestrator.records.run_record import Attempt, new_attempt, store_path, tracking_path
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, SweepPaths, open_sweep, tell
 from orchestrator.report import comparison
 from orchestrator.report.screen import Screen
-from orchestrator.tracking import chart_page, followed_run, names, process, sync
+from orchestrator.tracking import chart_page, followed_run, left, names, process, sync
 from orchestrator.tracking import feed as tracking_feed
-from orchestrator.tracking.feed import Tracker, start_tracker
+from orchestrator.tracking.feed import Tracker, complete_left_behind, start_tracker
+from orchestrator.tracking.sync import complete_left
+from zero_runtime.process_identity import mark
 
 HERE = Path(__file__).parents[1]
 SINGLE = "zlab/tiny"  # the experiment of runs in no sweep
@@ -129,6 +132,7 @@ def test_a_failed_run_ends_as_failed_and_a_run_whose_command_died_ends_as_killed
     comparison.write(scene.sweep, with_png=True)
     tracker.close()  # closes its stdin, as a kill of the command does
     assert tracker.warnings() == []
+    assert list(tracking_path(scene.output).iterdir()) == []
     assert (scene.run("failed").info.status, scene.run("left").info.status) == ("FAILED", "KILLED")
     assert scene.run("failed").data.tags[names.OUTCOME] == "error"
     assert "summary/tokens_per_second" not in scene.run("failed").data.metrics
@@ -148,6 +152,16 @@ def disown(attempt: Attempt) -> None:
     """Changes the record as if the process that owns the attempt had ended."""
     facts = require_json(attempt.paths.state)
     write_json_atomic(attempt.paths.state, {**facts, "owner": {**facts["owner"], "started": "0@an earlier boot"}})
+
+
+def die(output: Path, root: Path) -> Path:
+    """Changes the file of a tracker as if its command had ended."""
+    (note,) = tracking_path(output).glob(f"*.{hashlib.sha256(str(root).encode()).hexdigest()[:8]}")
+    dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    gone = note.with_name(note.name.replace(mark(), mark(dead.pid)))
+    dead.kill()
+    dead.wait()
+    return note.rename(gone)
 
 
 def uri_of(scene: Scene) -> str:
@@ -177,6 +191,44 @@ def assert_is_whole(scene: Scene, label: str) -> None:
     assert len(scene.client.search_runs([experiment], f"attributes.run_name = '{label}'")) == 1
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_a_dead_tracker_left_is_completed_once_and_what_a_living_one_follows_is_not(
+    scene: Scene, begun: bool
+) -> None:
+    scene = Scene(scene.output, f"dead-{begun}")
+    attempt = recorded(scene, "left", RunState.ok)
+    tell(scene.sweep, "started", label="left", attempt=str(attempt.paths.root), slots=[])
+    left.note(scene.output, scene.sweep.root)
+    assert left.behind(scene.output) == [], "this process lives"
+    note = die(scene.output, scene.sweep.root)
+    follower = process.Follower(uri_of(scene), scene.output, scene.sweep, 1)
+    if begun:
+        follower.tick()
+    assert left.behind(scene.output) == [note]
+    complete_left(scene.output)
+    assert_is_whole(scene, "left")
+    assert not note.exists()
+    follower.finish()  # the dead command's own tracker does it only now
+    assert_is_whole(scene, "left")
+
+
+def test_completion_is_tried_three_times_if_the_store_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("the store is away")
+
+    scene = Scene(tmp_path)
+    monkeypatch.setattr(sync, "MlflowStore", refuse)
+    attempt = recorded(scene, "refused", RunState.ok)
+    left.note(tmp_path, attempt.paths.root)
+    die(tmp_path, attempt.paths.root)
+    for count in (1, 1, 1, 1, 0):
+        assert len(left.behind(tmp_path)) == count
+        complete_left(tmp_path)
+    assert capsys.readouterr().err.count(str(attempt.paths.root)) == 3
+
+
 @pytest.mark.full
 def test_after_a_kill_of_the_tracker_nothing_is_missing_or_duplicated(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
@@ -192,9 +244,11 @@ def test_after_a_kill_of_the_tracker_nothing_is_missing_or_duplicated(tmp_path: 
     assert any("was killed by SIGKILL" in one for one in wait_until(tracker.warnings))
     tracker.close()
     assert tracker.warnings() == []
-    assert not [line for line in sync.sync(tmp_path, sweeps=[scene.sweep]) if line.failed]
+    die(tmp_path, scene.sweep.root)
+    assert complete_left_behind(tmp_path).wait() == 0  # type: ignore[union-attr]
     assert_is_whole(scene, "good")
     assert_is_whole(scene, "failed")
+    assert list(tracking_path(tmp_path).iterdir()) == []
 
 
 def test_a_summary_that_a_killed_tracker_began_is_completed_by_its_successor(
@@ -227,7 +281,7 @@ def test_a_tracker_that_dies_is_told_once() -> None:
     tracker = Tracker(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE), makes_store=True)
     tracker.wait_for_store()
     (told,) = tracker.warnings()
-    assert told.startswith("MLflow: its process ended with exit code 3.")
+    assert told.startswith("MLflow: its process ended with exit code 3; the next command completes what is missing.")
     tracker.close()
     assert tracker.warnings() == []
 
