@@ -1,9 +1,11 @@
 """Compiles the C++ sources into a cache on first use, once for all processes.
 
 [Note: the cache] The folder (user_cache.py) is private to the user. A library's name is a hash of its sources, flags,
-compiler and processor, so that machines of several kinds can share a home. It gets its name when it is whole on disk: a
-truncated file would kill every process that maps it. A lock saves the work of compiling twice; correctness does not
-depend on it. It is a lock of the kernel (flock), which is released when its holder dies.
+compiler and processor, so that machines of several kinds can share a home. Its checksum is stored next to it and
+compared before the library is loaded: a truncated file would kill every process that maps it, and a flipped bit would
+change the training. A library that does not verify is compiled again. A lock saves the work of compiling twice;
+correctness does not depend on it. It is a lock of the kernel (flock), which is released when its holder dies, and a
+process that has waited too long compiles without it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from zero_runtime.kernels.user_cache import CacheError, cache_folder
@@ -38,7 +43,16 @@ class BuildError(RuntimeError):
     """The library cannot be built or loaded on this machine; the message gives the reason."""
 
 
-def load_library() -> ctypes.CDLL:
+@dataclass(frozen=True)
+class LockWait:
+    """How long to wait for another process that compiles, and after how long to print a message."""
+
+    limit_s: float = 180.0
+    message_after_s: float = 2.0
+    poll_s: float = 0.05
+
+
+def load_library(wait: LockWait = LockWait()) -> ctypes.CDLL:
     """The library for this machine, compiled if it is not in the cache. Raises BuildError."""
     compiler = find_compiler()
     try:
@@ -46,11 +60,27 @@ def load_library() -> ctypes.CDLL:
     except CacheError as error:
         raise BuildError(str(error)) from error
     try:
-        if not path.exists():
-            _build_once(compiler, path)
+        if not _verifies(path):
+            _build_once(compiler, path, wait)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path} cannot be loaded: {error}") from error
+
+
+def _verifies(path: Path) -> bool:
+    """Whether the library exists and matches its checksum."""
+    try:
+        return _checksum_path(path).read_bytes() == _checksum(path)
+    except OSError:
+        return False
+
+
+def _checksum_path(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _checksum(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).hexdigest().encode()
 
 
 def find_compiler() -> str:
@@ -105,23 +135,16 @@ def _processor() -> str:
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 
-def _build_once(compiler: str, path: Path) -> None:
-    try:
-        file = path.with_suffix(".lock").open("ab")
-    except OSError as error:
-        raise BuildError(f"the lock of {path} cannot be opened: {error}") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:  # a file system without locks
-            logger.warning("%s cannot be locked (%s); compiling without the lock", file.name, error)
-        if not path.exists():
+def _build_once(compiler: str, path: Path, wait: LockWait) -> None:
+    with _lock(path.with_suffix(".lock"), wait):
+        if not _verifies(path):
             compile_library(compiler, path)
 
 
 def compile_library(compiler: str, path: Path) -> None:
-    """Compile into `path`. Raises BuildError with the first lines of the compiler."""
+    """Compile into `path`, with its checksum next to it. Raises BuildError with the first lines of the compiler."""
     part = path.with_name(f"{path.stem}.{os.getpid()}.part")
+    beside = part.with_suffix(".sum")
     command = [compiler, *flags(), *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(part)]
     start = time.perf_counter()
     try:
@@ -131,11 +154,53 @@ def compile_library(compiler: str, path: Path) -> None:
         if run.returncode != 0:
             said = "\n".join(run.stderr.strip().splitlines()[:8])
             raise BuildError(f"{compiler} failed with exit status {run.returncode}: {said}")
-        with part.open("rb") as made:
-            os.fsync(made.fileno())  # otherwise, after a power cut, the name may exist without its bytes
-        os.replace(part, path)
+        beside.write_bytes(_checksum(part))
+        for one, name in ((beside, _checksum_path(path)), (part, path)):
+            _make_durable(one)  # otherwise, after a power cut, a name may exist without its bytes
+            os.replace(one, name)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{compiler} did not compile the CPU kernels: {error}") from error
     finally:
         part.unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
     logger.info("compiled the CPU kernels in %.1f s: %s", time.perf_counter() - start, path)
+
+
+def _make_durable(file: Path) -> None:
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+
+
+@contextmanager
+def _lock(path: Path, wait: LockWait) -> Iterator[None]:
+    """Hold the lock, or continue without it if it cannot be acquired; see [Note: the cache]."""
+    try:
+        file = path.open("ab")
+    except OSError as error:
+        raise BuildError(f"the lock {path} cannot be opened: {error}") from error
+    with file:
+        try:
+            if not _acquire(file.fileno(), path, wait):
+                logger.warning("%s is still held after %.0f s; compiling without it", path, wait.limit_s)
+        except OSError as error:  # a file system without locks
+            logger.warning("%s cannot be locked (%s); compiling without it", path, error)
+        yield
+
+
+def _acquire(descriptor: int, path: Path, wait: LockWait) -> bool:
+    start, said = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited_s = time.monotonic() - start
+        else:
+            return True
+        if waited_s > wait.limit_s:
+            return False
+        if waited_s > wait.message_after_s and not said:
+            said = True
+            logger.warning(
+                "waiting for another process that compiles the CPU kernels (%s), %.0f s at most", path, wait.limit_s
+            )
+        time.sleep(wait.poll_s)

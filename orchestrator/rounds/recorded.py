@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from orchestrator.rounds.intervals import CONTROLLED, LEAST
@@ -51,6 +51,11 @@ class Round:
     def is_loaded(self) -> bool:
         """See [Note: a loaded round]."""
         return self.others_share is not None and self.others_share >= NOTABLE_SHARE
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Round:
+        """The round that a result records. What another version of the code has recorded besides is left out."""
+        return cls(**{one.name: record[one.name] for one in fields(cls) if one.name in record})
 
 
 def counted(steps: Sequence[float], rounds: int) -> Sequence[float]:

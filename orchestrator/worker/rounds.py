@@ -55,7 +55,7 @@ class MeasuredRounds:
         self._counted_s, self._counted_steps = 0.0, 0  # on rank 0
         self._passes: list[int] = []  # how many rounds each repeated
         # With those of the attempts that this one continues.
-        self.found = [Round(**one) for one in self._turns.earlier]
+        self.found = [Round.of(one) for one in self._turns.earlier]
 
     def divide(self, first: int, steps: int) -> int:
         """Makes the steps from `first` to before `steps` the rounds. Returns the step before which the run ends."""

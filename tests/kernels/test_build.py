@@ -3,6 +3,7 @@ reference runs."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import multiprocessing as mp
 import os
@@ -19,7 +20,7 @@ from harness.patience import HANG_S
 
 from zero_runtime.kernels import reference, registration
 from zero_runtime.kernels.cpu import build, operations
-from zero_runtime.kernels.cpu.build import BuildError
+from zero_runtime.kernels.cpu.build import BuildError, LockWait
 from zero_runtime.kernels.user_cache import cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,6 +132,44 @@ def test_without_a_writable_home_the_cache_is_in_the_temporary_folder(
     assert cache_folder() == tmp_path / "home" / ".cache" / "zero-lab"
 
 
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:4096])  # the loader maps such a file and crashes
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": _cut,
+    "one bit": _flip,
+    "another": lambda path: path.write_bytes(b"not a library"),
+    "gone": lambda path: path.unlink(),
+    "no checksum": lambda path: path.with_suffix(".sha256").unlink(),
+    "a torn checksum": lambda path: path.with_suffix(".sha256").write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_library_is_compiled_again_and_never_loaded(
+    damage: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(counting_compiler(tmp_path)))
+    path = cache_folder() / f"kernels-{build.library_key(build.find_compiler())}.so"
+    build.compile_library(build.find_compiler(), path)
+    assert build._verifies(path)
+    DAMAGE[damage](path)
+    assert not build._verifies(path)
+    assert build.load_library().answer() == 42
+    assert build._verifies(path)
+    assert compilations(tmp_path) == 2
+    assert caplog.text == ""
+    assert not [*cache_folder().glob("*.part"), *cache_folder().glob("*.sum")]
+
+
 @pytest.mark.usefixtures("fresh_choice")
 def test_kernels_with_wrong_results_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -169,9 +208,25 @@ def test_processes_that_start_together_compile_once(
     assert compilations(tmp_path) == 1
 
 
-def test_a_leftover_lock_file_that_no_process_holds_is_ignored(sources: Path) -> None:
-    (cache_folder() / f"kernels-{build.library_key(build.find_compiler())}.lock").touch()
-    assert build.load_library().answer() == 42
+def lock_path() -> Path:
+    return cache_folder() / f"kernels-{build.library_key(build.find_compiler())}.lock"
+
+
+def test_a_leftover_lock_file_that_no_process_holds_is_ignored(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lock_path().touch()
+    assert build.load_library(LockWait(limit_s=0.5, message_after_s=0.0)).answer() == 42
+    assert "waiting for another process" not in caplog.text
+    assert "compiling without it" not in caplog.text
+
+
+def test_a_waiting_process_logs_it_and_after_the_limit_compiles_without_the_lock(
+    sources: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with lock_path().open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert build.load_library(LockWait(limit_s=0.5, message_after_s=0.1)).answer() == 42
+    assert "waiting for another process that compiles the CPU kernels" in caplog.text
+    assert "still held after 0 s; compiling without it" in caplog.text
 
 
 # ---- without a compiler ----------------------------------------------------------------------------------------------

@@ -91,3 +91,7 @@ def test_the_first_step_of_a_round_is_counted_only_if_it_is_the_only_one_or_the_
     assert recorded.counted([9.0, 1.0, 2.0], rounds=2) == [1.0, 2.0]
     assert recorded.counted([9.0], rounds=2) == [9.0]
     assert recorded.counted([9.0, 1.0], rounds=1) == [9.0, 1.0]
+
+
+def test_a_round_of_another_version_is_read_without_what_only_that_version_recorded() -> None:
+    assert Round.of({**asdict(of(1, 10.0)), "stalled": {"cpu": 0.5}}) == of(1, 10.0)
