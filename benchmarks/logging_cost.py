@@ -42,11 +42,11 @@ from orchestrator.config.schema import (  # noqa: E402
     TrackingKind,
     to_dict,
 )
+from orchestrator.records.record_file import EventAppender  # noqa: E402
 from orchestrator.records.run_record import Attempt, new_attempt  # noqa: E402
 from orchestrator.records.run_state import RunState  # noqa: E402
 from orchestrator.rounds.comparison import RANGE, of_turns  # noqa: E402
 from orchestrator.tracking.feed import Tracker, start_tracker  # noqa: E402
-from orchestrator.worker.event_writer import EventWriter  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT = 0.01
@@ -126,7 +126,7 @@ def measured(pairs: int, turn_s: float, output: Path) -> LoggingTurns:
 
 
 def _turns(pairs: int, turn_s: float, attempt: Attempt, tracker: Tracker) -> LoggingTurns:
-    step, writer, found = trainer(), EventWriter(attempt.paths.metrics, in_background=False), LoggingTurns()
+    step, events, found = trainer(), EventAppender(attempt.paths.metrics), LoggingTurns()
     child = psutil.Process(tracker.pid)
     number = 0
 
@@ -140,11 +140,10 @@ def _turns(pairs: int, turn_s: float, attempt: Attempt, tracker: Tracker) -> Log
             if logs:
                 before = time.perf_counter()
                 seconds = before - now
-                writer.write(
-                    "step", step=number, warmup=False, loss=loss, grad_norm=1.0, skipped=False, loss_scale=1.0,
-                    lr=1e-3, step_ms=1e3 * seconds, tokens_per_second=SIZE.micro * SIZE.seq / seconds,
-                    memory_mib=500.0, memory_kind="rss",
-                )  # fmt: skip
+                numbers = {"grad_norm": 1.0, "loss_scale": 1.0, "lr": 1e-3, "memory_mib": 500.0, "memory_kind": "rss"}
+                speed = {"step_ms": 1e3 * seconds, "tokens_per_second": SIZE.micro * SIZE.seq / seconds}
+                made = {"step": number, "warmup": False, "loss": loss, "skipped": False}
+                events.append({"event": "step", "time": time.time(), **made, **numbers, **speed})
                 writing += time.perf_counter() - before
         seconds = time.perf_counter() - began
         if not counts:

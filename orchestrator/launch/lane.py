@@ -95,7 +95,7 @@ class Lane:
         turns = self.order.turns(label)
         if turns < self.rounds:
             return turns + 1
-        return next(iter(to_repeat([Round(**one) for one in measured])), None)
+        return next(iter(to_repeat([Round.of(one) for one in measured])), None)
 
 
 def too_large_together(points: Sequence[Planned]) -> str:

@@ -45,7 +45,6 @@ ROUND = {
     "began": NUMBER,
     "step_ms": [NUMBER],
     "others_share": Maybe(NUMBER),
-    "stalled": Maybe(Each(NUMBER)),
     "used": Maybe(bool),
     "joules_per_step": Maybe(NUMBER),
     "reference_ms": Maybe([NUMBER]),

@@ -100,23 +100,6 @@ def _load_warnings(ranked: Sequence[Ranked]) -> list[str]:
     return [text]
 
 
-def _round_warnings(ranked: Sequence[Ranked]) -> list[str]:
-    """Rounds that stayed next to a notable load when repeated: those that count, and those that are left out."""
-    results = {row.entry.label: row.entry.result for row in ranked if row.entry.result}
-    numbers = {
-        label: (len(recorded.loaded_rounds(result)), len(recorded.used_rounds(result)), left_out)
-        for label, result in results.items()
-        for left_out in [len(recorded.left_out_rounds(result))]
-    }
-    counted = [f"{loaded} of {used} of {label}" for label, (loaded, used, _) in numbers.items() if loaded and used > 1]
-    left = [f"{left_out} of {used + left_out} of {label}" for label, (_, used, left_out) in numbers.items() if left_out]
-    load = f"next to a load of at least {100 * NOTABLE_SHARE:.0f} %, also when repeated"
-    return [
-        *([f"rounds {load}: {', '.join(counted)}"] if counted else []),
-        *([f"rounds left out, {load}: {', '.join(left)}"] if left else []),
-    ]
-
-
 def load_text(result: Mapping[str, Any]) -> str | None:
     """A sentence if other processes took a notable share of the cores during a run, else None."""
     share = (result.get("load") or {}).get("others_share")
@@ -138,7 +121,7 @@ def warnings(ranked: Sequence[Ranked]) -> list[str]:
         f"the points differ in {what}, so their {then}: {_grouped(values)}"
         for what, then, values in checks
         if len(set(values.values())) > 1
-    ] + [*_version_warnings(ranked), *_curve_warnings(ranked), *_load_warnings(ranked), *_round_warnings(ranked)]
+    ] + [*_version_warnings(ranked), *_curve_warnings(ranked), *_load_warnings(ranked)]
 
 
 def _grouped(values: dict[str, str]) -> str:

@@ -35,17 +35,12 @@ def _entry(standing: Standing) -> Entry:
         standing.message,
         str(standing.attempt.root) if standing.attempt else "",
         standing.planned.overrides,
-        None if result is None else result.get("measured_at", _ended_at(standing)),
+        None if result is None else result.get("measured_at"),
         standing.planned.config,
         read_or_warn(AttemptPaths(Path(anchor)).result, RESULT) if (anchor := standing.planned.anchor) else None,
         standing.planned.differs or {},
         standing.planned.own,
     )
-
-
-def _ended_at(standing: Standing) -> float | None:
-    """The end of the attempt, for older results that do not record when they were measured."""
-    return (read_or_warn(standing.attempt.state) or {}).get("time") if standing.attempt is not None else None
 
 
 def ranked(sweep: SweepPaths) -> list[Ranked]:

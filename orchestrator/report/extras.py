@@ -1,6 +1,7 @@
 """What wings add to a comparison: columns, cells of results.csv, rows of one run, and lines after the conclusion.
 
-Each module in wings.EXTRAS has the functions of this one, with the same arguments.
+Each module in wings.COLUMNS has `columns` and `cells` of this one, each in wings.SUMMARIES `rows` and `lines`, with the
+same arguments.
 """
 
 from __future__ import annotations
@@ -11,39 +12,42 @@ from typing import Any, NamedTuple
 from orchestrator.report.entry import Entry
 from orchestrator.report.summary import Row
 from orchestrator.text.units import ABSENT
-from orchestrator.wings import EXTRAS, load
+from orchestrator.wings import COLUMNS, SUMMARIES, load
 
 
 class ExtraColumn(NamedTuple):
-    """A column of the comparison. values: of each entry; None if it is not known. on_screen: not in the page alone."""
+    """A column of the comparison. values: of each entry, by which the page sorts; None if it is not known. on_screen:
+    not in the page alone."""
 
     title: str
-    values: Sequence[float | None]
-    text: Callable[[float], str]
+    values: Sequence[float | str | None]
+    texts: Sequence[str]
     on_screen: bool = True
 
-    def cell(self, number: int) -> str:
-        """The text of an entry."""
-        value = self.values[number]
-        return ABSENT if value is None else self.text(value)
+    @classmethod
+    def of_numbers(
+        cls, title: str, values: Sequence[float | None], text: Callable[[float], str], *, on_screen: bool = True
+    ) -> ExtraColumn:
+        """A column of numbers, of which each that is known has this text."""
+        return cls(title, values, [ABSENT if value is None else text(value) for value in values], on_screen)
 
 
 def columns(entries: Sequence[Entry]) -> list[ExtraColumn]:
     """Those of which some entry has a value."""
-    found: list[ExtraColumn] = [one for place in EXTRAS for one in load(place).columns(entries)]
+    found: list[ExtraColumn] = [one for place in COLUMNS for one in load(place).columns(entries)]
     return [one for one in found if any(value is not None for value in one.values)]
 
 
-def cells(entry: Entry) -> dict[str, object]:
-    """The columns of results.csv by their names; None for what is not known."""
-    return {name: value for place in EXTRAS for name, value in load(place).cells(entry).items()}
+def cells(entry: Entry, entries: Sequence[Entry]) -> dict[str, object]:
+    """The columns of results.csv by their names, for one of the entries; None for what is not known."""
+    return {name: value for place in COLUMNS for name, value in load(place).cells(entry, entries).items()}
 
 
 def rows(result: Mapping[str, Any], config: Mapping[str, Any]) -> list[Row]:
     """What the summary of one run says besides."""
-    return [row for place in EXTRAS for row in load(place).rows(result, config)]
+    return [row for place in SUMMARIES for row in load(place).rows(result, config)]
 
 
 def lines(entries: Sequence[Entry]) -> list[str]:
     """Points that are named besides the fastest; the entries have results."""
-    return [line for place in EXTRAS for line in load(place).lines(entries)]
+    return [line for place in SUMMARIES for line in load(place).lines(entries)]

@@ -8,12 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from orchestrator.config.lossy import lossy_words
 from orchestrator.config.strict import nearest
 from orchestrator.records.run_state import RunState
 from orchestrator.report import extras, trained
 from orchestrator.report.entry import Entry
-from orchestrator.report.losses import loss_to_exact, perplexity_texts
 from orchestrator.report.summary import Table, run_command, without_key
 from orchestrator.rounds import recorded
 from orchestrator.rounds.comparison import EQUAL, SpeedVerdict, compare
@@ -154,7 +152,6 @@ HEADER = (
     "loss last",
 )
 RANGE, STEPS = "95 % range", "p10-p90"
-LOSSY_HEADER = ("lossy", "loss - exact")
 # The order in which a narrow terminal leaves columns out, and the columns of metrics that may sort the rows.
 DROPS = ("step ms", "sent/step", "states/rank", "loss last", "others", "vs best", "peak/rank")
 SHOWN_IN = {
@@ -177,38 +174,19 @@ def table(ranked: Sequence[Ranked]) -> Table:
     if any(row.entry.is_loaded for row in ranked):
         header = (*header, "others")
         rows = [(*cells, _load_cell(row.entry)) for cells, row in zip(rows, ranked, strict=True)]
-    if perplexities := perplexity_texts({row.entry.label: row.entry.result for row in ranked}):
-        header = (*header, "perplexity")
-        rows = [(*cells, perplexities[row.entry.label]) for cells, row in zip(rows, ranked, strict=True)]
-    for column in extras.columns([row.entry for row in ranked]):
-        if column.on_screen:
-            header = (*header, column.title)
-            rows = [(*row, column.cell(number)) for number, row in enumerate(rows)]
     if trains(ranked):
         header = (*header, "loss held out")
         held = [(row.entry.result or {}).get("loss", {}).get("validation") for row in ranked]
         rows = [(*cells, ABSENT if one is None else loss(one)) for cells, one in zip(rows, held, strict=True)]
-    if any(lossy_words(row.entry.config) for row in ranked):
-        header = (*header, *LOSSY_HEADER)
-        entries = [row.entry for row in ranked]
-        rows = [(*cells, *_lossy_cells(row.entry, entries)) for cells, row in zip(rows, ranked, strict=True)]
+    for column in extras.columns([row.entry for row in ranked]):
+        if column.on_screen:
+            header = (*header, column.title)
+            rows = [(*cells, text) for cells, text in zip(rows, column.texts, strict=True)]
     if any(row.entry.is_reused for row in ranked):
         header = (*header, "reused from")
         rows = [(*cells, _reused_from(row.entry)) for cells, row in zip(rows, ranked, strict=True)]
     kept = (SHOWN_IN[ranked[0].metric],) if ranked and ranked[0].metric in SHOWN_IN else ()
     return Table(header, tuple(rows), names=2, drops=DROPS, kept=kept)
-
-
-def _lossy_cells(entry: Entry, entries: Sequence[Entry]) -> tuple[str, str]:
-    """What is lossy in a row, and by how much its last loss is above that of the exact row."""
-    difference = to_exact(entry, entries)
-    return ", ".join(lossy_words(entry.config)) or "exact", ABSENT if difference is None else f"{difference:+.4f}"
-
-
-def to_exact(entry: Entry, entries: Sequence[Entry]) -> float | None:
-    """By how much its last loss is above that of the exact entry; None if there is none."""
-    measured = [(one.config, one.result) for one in entries if one.result is not None]
-    return None if entry.result is None else loss_to_exact(entry.config, entry.result, measured)
 
 
 def _reused_from(entry: Entry) -> str:

@@ -140,18 +140,12 @@ def _data_text(config: RunConfig) -> str:
 
 def ready_text(event: Mapping[str, Any]) -> str:
     """Facts that are known once the ranks have built the model and read the data."""
-    states = _states(event.get("predicted"))
+    known = event.get("predicted") or {}
+    states, kept, peak = map(known.get, ("states", "activations_predicted_bytes", "peak_predicted_bytes"))
     predicted = f", model states predicted {size(_sum(states, 'predicted_bytes'))} a rank" if states else ""
-    kept = (event.get("predicted") or {}).get("activations_predicted_bytes")
     predicted += f", activations {size(kept)}" if kept is not None else ""
-    peak = (event.get("predicted") or {}).get("peak_predicted_bytes")
     predicted += f", peak {size(peak)}" if peak is not None else ""
     return f"{count(event.get('parameters'))} parameters{predicted}, data hash {event.get('data_hash', ABSENT)}"
-
-
-def _states(predicted: Any) -> list[dict[str, Any]]:
-    states = predicted.get("states", []) if isinstance(predicted, Mapping) else predicted or []
-    return list(states)
 
 
 def _sum(states: Sequence[Mapping[str, Any]], key: str) -> float | None:

@@ -7,7 +7,6 @@ import io
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from orchestrator.config.lossy import lossy_words
 from orchestrator.report import extras, named_apart
 from orchestrator.report.cautions import failures, reused, warnings
 from orchestrator.report.entry import Entry
@@ -23,7 +22,6 @@ from orchestrator.report.ranking import (
     speed,
     states_bytes,
     table,
-    to_exact,
 )
 from orchestrator.report.summary import PHASES, Table, run_command
 from orchestrator.report.varied import ABSENT_VALUE, varied_keys
@@ -99,8 +97,7 @@ def result_rows(ranked: Sequence[Ranked]) -> list[dict[str, object]]:
     entries = [row.entry for row in ranked]
     settings = varied_keys([entry.overrides for entry in entries])
     return [
-        _csv_row(row, {key: _value_of(key, values[number], row.entry) for key, values in settings.items()})
-        | {"lossy": ", ".join(lossy_words(row.entry.config)), "loss_to_exact": to_exact(row.entry, entries)}
+        _csv_row(row, {key: _value_of(key, values[number], row.entry) for key, values in settings.items()}, entries)
         for number, row in enumerate(ranked)
     ]
 
@@ -115,7 +112,7 @@ def _value_of(key: str, typed: str, entry: Entry) -> object:
     return None if isinstance(value, Mapping) else value
 
 
-def _csv_row(ranked: Ranked, settings: Mapping[str, object]) -> dict[str, object]:
+def _csv_row(ranked: Ranked, settings: Mapping[str, object], entries: Sequence[Entry]) -> dict[str, object]:
     entry, result = ranked.entry, ranked.entry.result
     steps = result["throughput"] if result else {}
     known = speed(result) if result else None
@@ -149,8 +146,7 @@ def _csv_row(ranked: Ranked, settings: Mapping[str, object]) -> dict[str, object
         "loss_first": result["loss"]["first"] if result else None,
         "loss_last": result["loss"]["last"] if result else None,
         "loss_validation": result["loss"]["validation"] if result else None,
-        "perplexity": result["loss"].get("perplexity") if result else None,
-        **extras.cells(entry),
+        **extras.cells(entry, entries),
         "data_hash": result["data"]["hash"] if result else None,
         "world": result["world"] if result else None,
         "folder": entry.folder,

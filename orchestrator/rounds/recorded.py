@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from orchestrator.rounds.intervals import CONTROLLED, LEAST
@@ -27,19 +27,17 @@ REFERENCE_WORK = 2  # the version of the work in worker/core_speed.py
 class Round:
     """One round of a point. number: from 1. began: seconds since the epoch. step_ms: of each counted step.
 
-    others_share: the share of the cores that other processes took; None if unknown. stalled: the shares of the time in
-    which some process of the machine waited for a resource, by its name (Linux's pressure stall information); empty if
-    the system does not report them. used: whether it counts. joules_per_step: energy of all ranks' devices, over all
-    steps of the round; None if it was not measured. reference_ms: for each counted step the time of the reference work
-    next to it, the geometric mean over the ranks; empty where there is none. reference_work: which work that was: times
-    of different work, as two versions of the code may have, are not compared.
+    others_share: the share of the cores that other processes took; None if unknown. used: whether it counts.
+    joules_per_step: energy of all ranks' devices, over all steps of the round; None if it was not measured.
+    reference_ms: for each counted step the time of the reference work next to it, the geometric mean over the ranks;
+    empty where there is none. reference_work: which work that was: times of different work, as two versions of the code
+    may have, are not compared.
     """
 
     number: int
     began: float
     step_ms: list[float]
     others_share: float | None = None
-    stalled: dict[str, float] = field(default_factory=dict)
     used: bool = True
     joules_per_step: float | None = None
     reference_ms: list[float] = field(default_factory=list)
@@ -53,6 +51,11 @@ class Round:
     def is_loaded(self) -> bool:
         """See [Note: a loaded round]."""
         return self.others_share is not None and self.others_share >= NOTABLE_SHARE
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Round:
+        """The round that a result records. What another version of the code has recorded besides is left out."""
+        return cls(**{one.name: record[one.name] for one in fields(cls) if one.name in record})
 
 
 def counted(steps: Sequence[float], rounds: int) -> Sequence[float]:
@@ -102,13 +105,6 @@ def ms_per_token(result: Mapping[str, Any]) -> list[float]:
     return [one / tokens for one in step_medians_ms(result)]
 
 
-def joules_per_step(result: Mapping[str, Any]) -> float | None:
-    """The median over the rounds of the energy of a step in joules; None if a round has none."""
-    found = [one.get("joules_per_step") for one in used_rounds(result)]
-    known = [value for value in found if value is not None]
-    return statistics.median(known) if known and len(known) == len(found) else None
-
-
 def is_ranked(result: Mapping[str, Any]) -> bool:
     """Whether there are enough rounds to compare its speed with another's."""
     return len(used_rounds(result)) >= LEAST
@@ -148,15 +144,3 @@ def in_turns(one: Mapping[str, Any], other: Mapping[str, Any]) -> InTurns | None
 def _by_means(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     # A median of steps at two speeds is one of the two.
     return [{**each, "step_ms": [statistics.geometric_mean(each["step_ms"])]} for each in rounds]
-
-
-def loaded_rounds(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rounds that count and were measured next to a notable load."""
-    return [one for one in used_rounds(result) if (one.get("others_share") or 0.0) >= NOTABLE_SHARE]
-
-
-def left_out_rounds(result: Mapping[str, Any]) -> set[int]:
-    """The numbers of the rounds of which no measurement counts, because each was next to a notable load."""
-    return {int(one["number"]) for one in result.get("rounds") or []} - {
-        int(one["number"]) for one in used_rounds(result)
-    }

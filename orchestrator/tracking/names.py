@@ -1,6 +1,6 @@
 """The names of a run's data in MLflow: experiments, parameters, metrics with units in their names, and tags.
 
-`METRICS` lists every metric; a test compares it with what is logged.
+docs/tracking.md lists every metric; a test compares it with what is logged.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import cache
 from importlib import metadata
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from orchestrator.records.run_record import store_path
 
@@ -27,69 +27,6 @@ STATUS = {
     **dict.fromkeys(("ok", "tight", "oom", "oom_host"), "FINISHED"),
     **dict.fromkeys(("error", "hang", "timeout"), "FAILED"),
     **dict.fromkeys(("preempted", "cancelled", "lost"), "KILLED"),
-}
-
-
-class MetricUnit(NamedTuple):
-    """What a metric counts. `end`: how the names of metrics with this unit end; empty for numbers without one."""
-
-    text: str
-    end: str
-
-
-TOKENS_PER_S = MetricUnit("tokens/s", "_per_second")
-MS, MEBIBYTES, NONE = MetricUnit("ms", "_ms"), MetricUnit("MiB (2^20 bytes)", "_mib"), MetricUnit("", "")
-MEBIBYTES_PER_STEP = MetricUnit("MiB (2^20 bytes) a step", "_mib_per_step")
-_OF_RANKS = "of all ranks together"
-_MEMORY_KINDS = {
-    "rss": "of the process",
-    "allocated": "of tensors in the device's allocator",
-    "reserved": "that the device's allocator took",
-}
-_COMPONENTS = ("params", "grads", "optimizer")
-_PHASES = {
-    "data": "waiting for the batch",
-    "forward": "forward",
-    "backward": "backward",
-    "communication_exposed": "communication that no computation hides",
-    "optimizer": "the optimizer's step",
-    "other": "everything else",
-}
-# Every metric, with its unit and its meaning. `*` stands for a component and a dtype, which depend on the settings.
-METRICS: Mapping[str, tuple[MetricUnit, str]] = {
-    "train/loss": (NONE, "mean loss of a token, of each step"),
-    "train/learning_rate": (NONE, "of each step"),
-    "train/grad_norm": (NONE, "norm of the gradient before it is clipped, of each step"),
-    "validation/loss": (NONE, "mean loss of a token of the validation data"),
-    "throughput/tokens_per_second": (TOKENS_PER_S, f"{_OF_RANKS}, of each step"),
-    "time/step_ms": (MS, "of each step"),
-    "memory/rss_mib": (MEBIBYTES, "of rank 0's process after each step, on a CPU"),
-    "memory/allocated_mib": (MEBIBYTES, "of tensors in the allocator of rank 0's GPU, peak so far, on a GPU"),
-    "summary/tokens_per_second": (TOKENS_PER_S, f"{_OF_RANKS}, median: the speed that ranks"),
-    "summary/tokens_per_second_p10": (TOKENS_PER_S, "its 10th percentile"),
-    "summary/tokens_per_second_p90": (TOKENS_PER_S, "its 90th percentile"),
-    "summary/tokens_per_second_per_rank": (TOKENS_PER_S, "of one rank, median"),
-    "summary/step_ms": (MS, "of a step, median"),
-    **{f"summary/{phase}_ms": (MS, f"{text}, of a step, median") for phase, text in _PHASES.items()},
-    "summary/loss_first": (NONE, "of the first step"),
-    "summary/loss_last": (NONE, "of the last step"),
-    "summary/loss_validation": (NONE, "on the validation data, at the end"),
-    "summary/perplexity": (NONE, "on the validation data, at the end"),
-    "summary/peak_mib": (MEBIBYTES, "peak memory of a rank: of the device's allocator; on a CPU, of the process"),
-    "summary/peak_predicted_mib": (MEBIBYTES, "the predicted peak of the device's allocator"),
-    **{f"summary/peak_{kind}_mib": (MEBIBYTES, f"peak memory {text}") for kind, text in _MEMORY_KINDS.items()},
-    "summary/states_measured_mib": (MEBIBYTES, "model states of a rank: parameters, gradients, optimizer; counted"),
-    "summary/states_predicted_mib": (MEBIBYTES, "the same, predicted"),
-    **{
-        f"summary/{component}_{how}_mib": (MEBIBYTES, f"of the {component} of a rank, {text}")
-        for component in _COMPONENTS
-        for how, text in (("measured", "counted"), ("predicted", "predicted"))
-    },
-    "summary/*_*_mib": (MEBIBYTES, "of a component in one dtype, counted, such as summary/params_bf16_mib"),
-    "summary/activations_mib": (MEBIBYTES, "activations that forward keeps for backward, on a rank, counted"),
-    "summary/activations_predicted_mib": (MEBIBYTES, "the same, predicted"),
-    "summary/other_tensors_mib": (MEBIBYTES, "tensors of a rank that are neither states nor activations"),
-    "summary/sent_mib_per_step": (MEBIBYTES_PER_STEP, "that a rank sends in collectives of parameters and gradients"),
 }
 
 

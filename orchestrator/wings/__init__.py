@@ -25,8 +25,6 @@ VERBS = {
 
 # Entry of a rank of measure=eval, which trains nothing.
 EVALUATION = "orchestrator.wings.validation.evaluate:run_rank"
-# Meter of the energy of a rank's device.
-ENERGY = "orchestrator.wings.energy:meter_of"
 # The variable that asks for a fault, and what refuses one that can never act.
 FAULT, CHECK_FAULT = "ZLAB_FAULT", "orchestrator.wings.faults:problem_of"
 # Modules for what a saved model has besides its weights, and what writes the files next to weights.
@@ -34,6 +32,7 @@ TOKENIZER, ADAPTERS = "orchestrator.wings.pretrained.tokenizer", "orchestrator.w
 WRITE_COMPANIONS = "orchestrator.wings.pretrained.companions:write_companions"
 # What a run does beside its steps: the classes of orchestrator/worker/listeners.py's listeners.
 LISTENERS = {
+    "energy": "orchestrator.wings.energy:Energy",
     "fault": "orchestrator.wings.faults:FaultListener",
     "validation": "orchestrator.wings.validation.held_out:Validation",
     "examples": "orchestrator.wings.generate.examples:Examples",
@@ -50,8 +49,10 @@ ASK_SLURM = "orchestrator.wings.slurm.tools:ask"  # for `zlab doctor`: what one 
 JOIN = "orchestrator.wings.torchrun.join:join"
 # For a task of the user's own srun: sets the variables of a rank.
 PLACE_IN_STEP = "orchestrator.wings.slurm.rank:say_place_in_step"
-# Modules of what a comparison shows besides the trunk's numbers: orchestrator/report/extras.py says what each has.
-EXTRAS = ("orchestrator.wings.profile.extras",)
+# Modules of what a comparison shows besides the trunk's numbers, in the order of the columns, and of what is said of a
+# run and after a comparison: orchestrator/report/extras.py says what each has.
+COLUMNS = ("orchestrator.wings.validation.columns", "orchestrator.wings.profile.extras", "orchestrator.wings.lossy")
+SUMMARIES = ("orchestrator.wings.profile.extras",)
 # Who writes more of a sweep's report: functions that return a ReportPart (orchestrator/report/comparison.py).
 REPORT_PARTS = ("orchestrator.wings.page.files:part",)
 # Modules of what the page shows of other wings: `section`, `markdown` and `figures` of the points of a report.

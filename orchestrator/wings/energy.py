@@ -18,6 +18,9 @@ from typing import Any, Protocol
 
 import torch
 
+from orchestrator.rounds.recorded import Round
+from orchestrator.worker.listeners import Listener, RankRun
+
 POWERCAP = Path("/sys/class/powercap")
 
 
@@ -137,6 +140,26 @@ class EnergyMeter:
             with contextlib.suppress(OSError, ValueError):
                 found[counter.name] = counter.read_j()
         return found
+
+
+class Energy(Listener):
+    """Records the energy of a step in each round."""
+
+    def __init__(self, run: RankRun) -> None:
+        super().__init__(run)
+        self._meter = meter_of(run.runtime.device)
+        self._steps_before = 0
+
+    def before_round(self) -> None:
+        self._steps_before = len(self.run.measurement.readings.step_s)
+        self._meter.begin()
+
+    def after_round(self, one: Round) -> None:
+        """Adds the energy of all ranks. A collective."""
+        steps = len(self.run.measurement.readings.step_s) - self._steps_before
+        # Ranks may share a counter, which is counted once, so that all of them are needed at a time.
+        joules = EnergyMeter.of_all(self.run.runtime.collectives.gather_objects(self._meter.end()))
+        one.joules_per_step = None if joules is None else joules / steps
 
 
 def meter_of(device: torch.device) -> EnergyMeter:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # the command refuses a fault that never acts, by a wing that
     from orchestrator.config.schema import RunConfig
     from orchestrator.launch.rank import RankInfo
     from orchestrator.records.run_record import AttemptPaths
+    from orchestrator.rounds.recorded import Round
     from orchestrator.worker.loop import Loop
     from orchestrator.worker.measurement import Measurement
     from orchestrator.worker.result_writer import ResultWriter
@@ -35,17 +36,18 @@ class RankRun:
     saving: Saving
     examples: list[dict[str, Any]] = field(default_factory=list)
 
-    def tell_all(self) -> None:
-        """Returns when all steps are in the record, as a checkpoint of the last one assumes."""
-        self.measurement.read_last_step()
-        self.writer.flush()
-
 
 class Listener:
     """Is told of the moments of a run. Every rank has the same listeners, and tells them in the same order."""
 
     def __init__(self, run: RankRun) -> None:
         self.run = run
+
+    def before_round(self) -> None:
+        """A round of measured steps begins now, after the wait for its turn."""
+
+    def after_round(self, one: Round) -> None:
+        """The round ended, and the clock of its last step was read. What is set in it is recorded."""
 
     def before_step(self, step: int) -> None:
         """The clock of this step (from 1) has begun: what is done here is in the step's time."""
@@ -64,6 +66,7 @@ def listeners_of(run: RankRun) -> list[Listener]:
     """The listeners that the configuration asks for, in the order in which they are told."""
     config = run.config
     asked = {
+        "energy": True,
         "fault": bool(os.environ.get(wings.FAULT)),
         "validation": config.measure.validation_batches != 0,
         "examples": config.trains_to_the_end and config.train.examples > 0,

@@ -1,4 +1,4 @@
-"""Measures what other processes did to a run: their share of the cores, and how often resources were waited for.
+"""Measures what other processes did to a run: their share of the cores.
 
 /proc/stat counts for each core the time in which it worked for any process; the ranks of a machine know their own time.
 The difference, as a share of the cores that the ranks may use and of the elapsed time, is what others took. The
@@ -17,27 +17,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 STAT = Path("/proc/stat")
-PRESSURE = Path("/proc/pressure")
 PROCESSES = Path("/proc")
-RESOURCES = ("cpu", "memory", "io")
 # user, nice, system, irq, softirq, steal (a hypervisor runs another machine on the core); guest time is already in user
 _WORKING = (0, 1, 2, 5, 6, 7)
 
 
 class Used(NamedTuple):
     """Seconds of processor time on one rank's machine during `wall_s`: this rank's own, and per core that of all
-    processes. `busy_s` is empty if it cannot be measured there. stalled_s: by resource the seconds in which some
-    process waited for it, where the system counts them. beside_s: of the ranks that waited for their turns. joules: by
-    counter of energy. counted_s: of this rank's clock, in counted steps. reference_ms: of the
-    reference work next to each counted step."""
+    processes. `busy_s` is empty if it cannot be measured there. beside_s: of the ranks that waited for their turns.
+    counted_s: of this rank's clock, in counted steps. reference_ms: of the reference work next to each counted step."""
 
     host: str
     wall_s: float
     own_s: float
     busy_s: dict[int, float]
-    stalled_s: dict[str, float] | None = None
     beside_s: float = 0.0
-    joules: dict[str, float] | None = None
     counted_s: float = 0.0
     reference_ms: Sequence[float] = ()
 
@@ -45,8 +39,8 @@ class Used(NamedTuple):
 class LoadMeter:
     """Measures processor time on one rank, from `begin` to `end`."""
 
-    def __init__(self, stat: Path = STAT, pressure: Path = PRESSURE, processes: Path = PROCESSES) -> None:
-        self._stat, self._pressure, self._processes = stat, pressure, processes
+    def __init__(self, stat: Path = STAT, processes: Path = PROCESSES) -> None:
+        self._stat, self._processes = stat, processes
         self._cores = usable_cores()
         self.begin()
 
@@ -54,18 +48,16 @@ class LoadMeter:
         """Starts the measured time; a later call restarts it. beside: the sessions of ranks that wait meanwhile."""
         self._beside = frozenset(beside)
         self._beside_s = session_seconds(self._processes, self._beside)
-        self._start, self._stalled = self._read(), stalled_seconds(self._pressure)
+        self._start = self._read()
 
     def end(self) -> Used:
         """The time used since the last `begin`."""
         (wall, own, busy), (wall_then, own_then, busy_then) = self._read(), self._start
-        stalled = stalled_seconds(self._pressure)
         return Used(
             platform.node(),
             wall - wall_then,
             own - own_then,
             {core: busy[core] - busy_then[core] for core in busy.keys() & busy_then.keys()},
-            {name: now - self._stalled[name] for name, now in stalled.items() if name in self._stalled},
             max(session_seconds(self._processes, self._beside) - self._beside_s, 0.0),
         )
 
@@ -99,27 +91,6 @@ def session_seconds(processes: Path, sessions: Collection[int]) -> float:
             if int(fields[3]) in sessions:
                 ticks += int(fields[11]) + int(fields[12])  # user and system mode, see proc(5)
     return ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
-
-
-def stalled_seconds(pressure: Path) -> dict[str, float]:
-    """By resource the seconds since the machine started in which some process waited for it; empty if not counted."""
-    found = {}
-    for name in RESOURCES:
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            some = (pressure / name).read_text(encoding="utf-8").splitlines()[0]
-            found[name] = int(some.rpartition("total=")[2]) / 1e6
-    return found
-
-
-def stalled_shares(ranks: Sequence[Used]) -> dict[str, float]:
-    """By resource the share of the time in which some process waited for it; the largest over the machines."""
-    # Only recorded for the reader: ranks that are more than the cores wait for each other.
-    shares: dict[str, float] = {}
-    for rank in ranks:
-        for name, stalled_s in (rank.stalled_s or {}).items():
-            if rank.wall_s:
-                shares[name] = max(shares.get(name, 0.0), min(stalled_s / rank.wall_s, 1.0))
-    return shares
 
 
 def others_share(ranks: Sequence[Used]) -> float | None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -105,23 +106,6 @@ def memory(runtime: ZeroRuntime, worst: Mapping[str, int | None]) -> dict[str, A
     return {**states, "other_tensors_bytes": other, **others}
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile (linear interpolation between order statistics)."""
-    ordered = sorted(values)
-    return {
-        "median": statistics.median(ordered),
-        "p10": _percentile(ordered, 0.10),
-        "p90": _percentile(ordered, 0.90),
-    }
-
-
-def _percentile(ordered: Sequence[float], share: float) -> float:
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
 def throughput(readings: Readings, tokens_per_step: int, world: int, warmup_steps: int) -> dict[str, Any]:
     """Time and tokens per second over the steps that count. Padding and masked tokens are counted too.
 
@@ -141,7 +125,8 @@ def throughput(readings: Readings, tokens_per_step: int, world: int, warmup_step
 
 def _of_rounds(rounds: Sequence[Sequence[float]]) -> dict[str, float]:
     median = statistics.median(statistics.median(steps) for steps in rounds)
-    return {**spread([value for steps in rounds for value in steps]), "median": median}
+    low, high = np.percentile([value for steps in rounds for value in steps], (10, 90)).tolist()
+    return {"median": median, "p10": low, "p90": high}
 
 
 def phases_ms(readings: Readings, warmup_steps: int) -> dict[str, float]:

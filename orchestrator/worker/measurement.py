@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
-from orchestrator import wings
 from orchestrator.config.schema import RunConfig
 from orchestrator.records.run_record import AttemptPaths
+from orchestrator.rounds.recorded import Round
 from orchestrator.worker import measure
 from orchestrator.worker.core_speed import ReferenceWork, compares_cores
 from orchestrator.worker.rounds import MeasuredRounds, Tell
@@ -18,6 +19,13 @@ from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport
 
 TellStep = Callable[[float], None]
+
+
+class RoundListener(Protocol):
+    """What Measurement tells of its rounds; see Listener."""
+
+    def before_round(self) -> None: ...
+    def after_round(self, one: Round) -> None: ...
 
 
 class Measurement:
@@ -39,14 +47,16 @@ class Measurement:
             runtime.collectives.gather_objects,
             tell,
             self._show_waiting,
-            wings.load(wings.ENERGY)(runtime.device),
             ReferenceWork(uses_cores=compares_cores(config)).timed_ms,
         )
+        self._listeners: Sequence[RoundListener] = ()
         self._census_step = 0
         self._unread: Callable[[], None] | None = None
 
-    def begin(self, first: int, steps: int) -> int:
-        """Divides the steps from `first` to before `steps`. Returns the step before which the run ends."""
+    def begin(self, first: int, steps: int, listeners: Sequence[RoundListener]) -> int:
+        """Divides the steps from `first` to before `steps`. Returns the step before which the run ends. listeners: are
+        told of the rounds."""
+        self._listeners = listeners
         # A resumed run may have fewer steps left than the configured number.
         self.warmup_steps = min(self._configured_warmup, steps - first - 1)
         # The census walks all of Python's objects, so it is taken in a step that is not counted, if there is one, and
@@ -79,12 +89,13 @@ class Measurement:
             self.read_last_step()
         if (number := self.rounds.ends(step)) is not None:
             self.read_last_step()
-            self.rounds.end(number)
+            self._end_round(number)
         if self.counts(step):  # before anything is saved that a later run could go on from
             readings.dtypes = self.audit.conclude(readings.ledger)
 
     def read_last_step(self) -> None:
-        """Reads the clock of the last step, if it was not read.
+        """Reads the clock of the last step, if it was not read. All steps are then in the record, as a checkpoint of
+        the last one assumes.
 
         A GPU is still at the step's last kernels when the host has read its loss. Instead of waiting for them, the host
         issues the next step first, and reads when they have run.
@@ -125,17 +136,24 @@ class Measurement:
     def _time_rounds(self, rounds: Sequence[tuple[int, int]], step: Callable[[], None]) -> None:
         """Measures rounds with these numbers and steps."""
         for number, steps in rounds:
-            self.rounds.begin()
+            self._begin_round()
             for _ in range(steps):
                 self._start_clock()
                 step()
                 self.readings.add_step(self._runtime.clock.end().seconds())
                 self._runtime.reset_ledger()  # the messages of the result are those of a step of the run
-            self.rounds.end(number)
+            self._end_round(number)
 
     def _begin_round(self) -> None:
         self.read_last_step()  # also waits for a GPU to reach the end of the step
         self.rounds.begin()
+        for one in self._listeners:
+            one.before_round()
+
+    def _end_round(self, number: int) -> None:
+        found = self.rounds.end(number)
+        for one in self._listeners:
+            one.after_round(found)
 
     def _start_clock(self) -> None:
         self.rounds.before_step()

@@ -5,42 +5,29 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from orchestrator.config.schema import Measure
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns
 from orchestrator.rounds.order import round_sizes
 from orchestrator.rounds.recorded import PASSES, Round, counted, to_repeat, with_repeated, without_loaded
-from orchestrator.worker.machine_load import LoadMeter, Used, others_share, stalled_shares
+from orchestrator.worker.machine_load import LoadMeter, Used, others_share
 
 Tell = Callable[..., None]
 MOST_FURTHER = 18  # rounds for measure.min_s: beyond that they become longer, because each change of turns takes time
 ROUND_S = 1.0  # how long they are otherwise, if the configured ones are longer: a load comes and goes in seconds
 
 
-class Meter(Protocol):
-    """Measures the energy of a rank's device; orchestrator/wings/energy.py has one."""
-
-    def begin(self) -> None:
-        """Starts the measured time."""
-
-    def end(self) -> dict[str, float]:
-        """Joules since the last `begin`, by counter."""
-
-    def of_all(self, ranks: Sequence[Mapping[str, float]]) -> float | None:
-        """Joules of all ranks; None if a rank has no counter."""
-
-
 class MeasuredRounds:
     """Divides steps into rounds. All ranks must make the same calls.
 
     gather: gives every rank the values of all ranks, in their order. tell: records an event. waiting: called many times
-    a second while the rank waits for a turn. step_s: the seconds of all steps so far, to which the caller adds. energy:
-    of this rank's device. reference: does the reference work of core_speed.py and returns its milliseconds, or None.
+    a second while the rank waits for a turn. step_s: the seconds of all steps so far, to which the caller adds.
+    reference: does the reference work of core_speed.py and returns its milliseconds, or None.
     """
 
     def __init__(
@@ -51,14 +38,13 @@ class MeasuredRounds:
         gather: Callable[[Used], list[Used]],
         tell: Tell,
         waiting: Callable[[], None],
-        energy: Meter | None = None,
         reference: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._turns = Turns(attempt)
         self._configured, self._min_s = measure.rounds, measure.min_s
         self._asked = measure.rounds if self._turns.number is None else 1
         self._step_s, self._gather, self._tell, self._waiting = step_s, gather, tell, waiting
-        self._load, self._energy = LoadMeter(), energy
+        self._load = LoadMeter()
         self._time_reference = reference
         self._reference_ms: list[float] | None = None  # of the current round: before each step, and after the last
         self._begins: set[int] = set()  # the first steps of the rounds
@@ -69,7 +55,7 @@ class MeasuredRounds:
         self._counted_s, self._counted_steps = 0.0, 0  # on rank 0
         self._passes: list[int] = []  # how many rounds each repeated
         # With those of the attempts that this one continues.
-        self.found = [Round(**one) for one in self._turns.earlier]
+        self.found = [Round.of(one) for one in self._turns.earlier]
 
     def divide(self, first: int, steps: int) -> int:
         """Makes the steps from `first` to before `steps` the rounds. Returns the step before which the run ends."""
@@ -100,8 +86,6 @@ class MeasuredRounds:
         self._first, self._begun_at = len(self._step_s), time.time()
         self._reference_ms = []
         self._load.begin(self._turns.beside)
-        if self._energy is not None:
-            self._energy.begin()
 
     def before_step(self) -> None:
         """Times the reference work, if a round has begun."""
@@ -112,37 +96,32 @@ class MeasuredRounds:
         """The number of the round that ends with this step, if one does. The caller then calls `end`."""
         return self._last_steps.get(step)
 
-    def end(self, number: int) -> None:
-        """Ends the current round. A collective."""
+    def end(self, number: int) -> Round:
+        """Ends the current round and returns it. A collective."""
         self.before_step()
         reference, self._reference_ms = self._reference_ms or [], None
         around = [math.sqrt(one * other) for one, other in pairwise(reference)]  # of each step: before and after it
         made = self._step_s[self._first :]
         step_ms = [1e3 * seconds for seconds in counted(made, self._asked)]
         used = self._load.end()._replace(
-            joules=self._energy.end() if self._energy else None,
             counted_s=sum(step_ms) / 1e3,
             reference_ms=counted(around, self._asked),
         )
         ranks = self._gather(used)
         self._counted_s, self._counted_steps = self._counted_s + ranks[0].counted_s, self._counted_steps + len(step_ms)
-        # Ranks may share a counter, which is counted once, so that all of them are needed at a time.
-        joules = self._energy.of_all([rank.joules or {} for rank in ranks]) if self._energy else None
-        per_step = None if joules is None else joules / len(made)
-        shares = (others_share(ranks), stalled_shares(ranks))
         by_step = zip(*(rank.reference_ms for rank in ranks), strict=True)
         one = Round(
             number,
             self._begun_at,
             step_ms,
-            *shares,
-            joules_per_step=per_step,
+            others_share(ranks),
             reference_ms=list(map(statistics.geometric_mean, by_step)),
         )
         # One that was measured again replaces its earlier measurement only if it met less load, never by its speed.
         is_repeated = any(earlier.number == number for earlier in self.found)
         self.found = with_repeated(self.found, one) if is_repeated else [*self.found, one]
         self._tell("round", number=number, step_ms=one.median_ms, others_share=one.others_share, again=is_repeated)
+        return one
 
     def further(self) -> list[tuple[int, int]]:
         """The number and the steps of each round that is missing for measure.min_s, of all rounds so far. A no-op if

@@ -52,8 +52,6 @@ def train_and_record(run: RankRun) -> Stopped | None:
         with contextlib.suppress(Exception):  # of a device that failed; the rank's own error is the one to raise
             run.measurement.read_last_step()
         raise
-    finally:
-        run.writer.end()
 
 
 def train(run: RankRun) -> Stopped | None:
@@ -71,7 +69,9 @@ def train(run: RankRun) -> Stopped | None:
     # The model is built, loaded and compiled: from here on resources.stuck_s limits how long a rank may keep the
     # others waiting.
     runtime.collectives.journal.end_start()
-    end = measurement.begin(first, loop.steps)  # of a point that takes turns, the end may be that of one round
+    end = measurement.begin(
+        first, loop.steps, listeners
+    )  # of a point that takes turns, the end may be that of one round
     for step in range(first, end):
         measurement.before_step(step)
         for one in listeners:
@@ -82,15 +82,15 @@ def train(run: RankRun) -> Stopped | None:
         measurement.after_step(step, report, partial(writer.tell_step, step + 1, report, lr, warmup=warms_up))
         # A run that resumes takes its curve from the record, so no checkpoint may be ahead of it.
         if saving.is_due(loop.progress):
-            run.tell_all()
+            measurement.read_last_step()
         for one in listeners:
             one.after_step(step + 1)
         saving.after_step(loop.progress)
         if report.stop and step + 1 < loop.steps:
-            run.tell_all()
+            measurement.read_last_step()
             return Stopped(loop.progress.step, saving.stop(loop.progress))
     runtime.clock.stop()
-    run.tell_all()
+    measurement.read_last_step()
     if config.trains_to_the_end:
         measurement.keep_peaks()  # those of training: what listeners do next uses memory of its own
     for one in listeners:

@@ -117,8 +117,9 @@ ROOMS = {
         "api": "commands config records report",
         "orchestrator": "api",
         "wings.divided": "config",
-        "wings.energy": "",
+        "wings.energy": "rounds worker",
         "wings.faults": "wings worker",
+        "wings.lossy": "config records report",
         "wings.optuna": "commands compose config plan records report",
         "plugins": "config wings.optuna",
         "wings.page": "config records report text wings",
@@ -127,7 +128,7 @@ ROOMS = {
         "wings.scripts": "commands config exit_codes launch machine records text",
         "wings.slurm": "config launch machine records report tracking",
         "wings.torchrun": "commands config launch machine plan records report tracking",
-        "wings.validation": "config launch records worker workloads",
+        "wings.validation": "config launch records report text worker workloads",
         "wings.generate": "commands config exit_codes launch records report text wings.predict wings.pretrained worker "
         "workloads",
         "wings.predict": "commands compose config exit_codes launch machine plan records report text wings.divided "

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from orchestrator.report import extras, ranking
 from orchestrator.report.extras import ExtraColumn
-from orchestrator.report.losses import perplexity_texts
 from orchestrator.report.varied import Varied
 from orchestrator.text.units import ABSENT, change_text, difference, digits, loss, size
 from orchestrator.wings.page.report_points import ReportPoint
@@ -78,7 +77,7 @@ def _measured_at(point: ReportPoint) -> Cell:
 
 
 def columns(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> list[Column]:
-    """All columns, in their order. Those of perplexity and of a peak on the device only where some point has one."""
+    """All columns, in their order. Those of wings only where some point has one."""
     best = max((point.speed for point in points if point.speed), default=0.0)
     found = [
         Column("place", _place),
@@ -98,10 +97,6 @@ def columns(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> list[C
         Column("loss held out", _of_result(_results_number("loss", "validation"), loss)),
     ]
     found += map(_extra, extras.columns([point.entry for point in points]))
-    texts = perplexity_texts({point.label: point.result for point in points})
-    if texts:
-        value = _results_number("loss", "perplexity")
-        found.append(Column("perplexity", lambda point: (value(point) or "", texts[point.label])))
     others = _of_result(lambda point: point.entry.others_share, lambda share: f"{100 * share:.0f} %")
     return [*found, Column("other load", others), Column("measured", _measured_at, number=False)]
 
@@ -109,7 +104,7 @@ def columns(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> list[C
 def _extra(extra: ExtraColumn) -> Column:
     def cell(point: ReportPoint) -> Cell:
         value = extra.values[point.number]
-        return NOTHING if value is None else (value, extra.text(value))
+        return ("" if value is None else value), extra.texts[point.number]
 
     return Column(extra.title, cell)
 

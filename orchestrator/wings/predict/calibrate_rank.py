@@ -14,10 +14,9 @@ from torch import nn
 
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo
-from orchestrator.records.record_file import require_json, write_json_atomic
+from orchestrator.records.record_file import append_event, require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.wings.predict import speed
-from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.setup import build_deferred, offload_plan, prepare_process, unit_rules, world_of
 from orchestrator.workloads.models import token_losses
 from zero_runtime.accounting import unit_sizes
@@ -47,8 +46,12 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
     config = from_dict(require_json(attempt.config))
     device = prepare_process(config, rank.local_rank)
     with world_of(attempt, config, rank, device) as watch:
-        events = EventWriter(attempt.metrics, in_background=False)
-        calibration = Calibration(device, watch, lambda job: events.write("measured", key=job["key"], kind=job["kind"]))
+
+        def tell(job: dict[str, Any]) -> None:
+            event = {"event": "measured", "time": time.time(), "key": job["key"], "kind": job["kind"]}
+            append_event(attempt.metrics, event)
+
+        calibration = Calibration(device, watch, tell)
         answers = calibration.answers(asked["jobs"], asked["budget_s"])
         if rank.rank == 0:
             write_json_atomic(attempt.result, {"answers": answers})

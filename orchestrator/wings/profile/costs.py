@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from orchestrator.rounds import recorded
+from orchestrator.rounds.recorded import used_rounds
 from orchestrator.text.units import significant
 
 TOKENS = 10**9
@@ -68,8 +69,10 @@ def column_name(currencies: Collection[str]) -> str:
 
 
 def joules_per_step(result: Mapping[str, Any] | None) -> float | None:
-    """Energy of a step of all ranks' devices; None if it was not measured."""
-    return None if result is None else recorded.joules_per_step(result)
+    """Energy of a step of all ranks' devices, the median over the rounds; None if a round has none."""
+    found = [one.get("joules_per_step") for one in used_rounds(result or {})]
+    known = [value for value in found if value is not None]
+    return statistics.median(known) if known and len(known) == len(found) else None
 
 
 def joules_per_token(result: Mapping[str, Any] | None) -> float | None:

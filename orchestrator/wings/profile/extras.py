@@ -24,7 +24,7 @@ PROFILED = (
 )
 
 
-def cells(entry: Entry) -> dict[str, object]:
+def cells(entry: Entry, entries: Sequence[Entry]) -> dict[str, object]:
     """Operations, energy and cost; None for what is not known."""
     profile = (entry.result or {}).get("profile") or {}
     price = costs.price_of(entry.config)
@@ -45,10 +45,10 @@ def columns(entries: Sequence[Entry]) -> list[ExtraColumn]:
     rates = [one.get("model_flops_per_s") for one in profiles]
     money = [costs.cost_per_billion(one.config, one.result) for one in entries]
     return [
-        ExtraColumn("MFU", [one.get("mfu") for one in profiles], share_text),
-        ExtraColumn("TFLOP/s", rates, lambda rate: significant(rate / TERA), on_screen=False),
-        ExtraColumn("J/token", [costs.joules_per_token(entry.result) for entry in entries], significant),
-        ExtraColumn(costs.column_name(prices), money, significant),
+        ExtraColumn.of_numbers("MFU", [one.get("mfu") for one in profiles], share_text),
+        ExtraColumn.of_numbers("TFLOP/s", rates, lambda rate: significant(rate / TERA), on_screen=False),
+        ExtraColumn.of_numbers("J/token", [costs.joules_per_token(entry.result) for entry in entries], significant),
+        ExtraColumn.of_numbers(costs.column_name(prices), money, significant),
     ]
 
 

@@ -45,12 +45,6 @@ class Evaluation:
         self._tokens = 0
 
     def run(self) -> None:
-        try:
-            self._run()
-        finally:
-            self._writer.end()
-
-    def _run(self) -> None:
         runtime, warmup = self._runtime, self._config.measure.warmup_steps
         self._writer.tell_ready()
         runtime.collectives.journal.end_start()

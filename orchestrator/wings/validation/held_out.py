@@ -28,7 +28,7 @@ class Validation(Listener):
         if not self._batches or not (is_due or step == self.run.loop.steps):
             return
         run = self.run
-        run.tell_all()  # the events of all steps come before; also waits for a GPU to reach the end of the step
+        run.measurement.read_last_step()  # its event comes first; also waits for a GPU to reach the end of the step
         loss = self.loss()
         run.runtime.reset_ledger()  # the communication of a step is that of training
         run.measurement.readings.validation_loss = loss

@@ -268,17 +268,6 @@ def test_the_load_of_other_processes_is_a_column_where_it_is_notable() -> None:
     assert (table.header[-1], [row[-1] for row in table.rows]) == ("others", ["0 %", "23 %"])
 
 
-def test_rounds_that_stayed_loaded_are_counted() -> None:
-    entry = make_entry("a", 100)
-    assert entry.result is not None
-    entry.result["rounds"][1]["others_share"] = 0.4
-    told = "rounds next to a load of at least 10 %, also when repeated: 1 of 6 of a"
-    assert cautions.warnings(ranking.rank([entry])) == [told]
-    entry.result["rounds"][1]["used"] = False
-    told = "rounds left out, next to a load of at least 10 %, also when repeated: 1 of 6 of a"
-    assert cautions.warnings(ranking.rank([entry])) == [told]
-
-
 @pytest.mark.parametrize(
     ("median", "then"),
     [(101, "rows of that day can be compared with those of today"), (80, "--fresh measures them again")],

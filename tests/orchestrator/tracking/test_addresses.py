@@ -29,7 +29,6 @@ def test_every_chart_shows_a_metric_that_is_logged() -> None:
     drawn = set(re.findall(r'"(?:metricKey|key)": "([^"]+)"', chart_page.view()))
     assert drawn
     assert drawn - {"memory/allocated_mib"} <= set(logged), "which is of GPUs"
-    assert {*drawn} <= set(names.METRICS)
 
 
 def test_metric_names_are_valid_in_mlflow_and_non_finite_values_are_left_out() -> None:

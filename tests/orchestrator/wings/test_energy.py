@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
-from orchestrator.wings.energy import EnergyMeter, gpu_counters, package_counters
+from orchestrator.rounds.recorded import Round
+from orchestrator.wings.energy import Energy, EnergyMeter, gpu_counters, package_counters
 
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
 
@@ -103,3 +105,17 @@ def test_ranks_that_share_a_counter_count_it_once_and_one_without_leaves_the_sum
     assert EnergyMeter.of_all([{"a": 2.0}, {}]) is None
     assert EnergyMeter.of_all([]) is None
     assert EnergyMeter().end() == {}
+
+
+def test_the_energy_of_a_round_is_divided_by_all_of_its_steps_and_unknown_without_counters() -> None:
+    steps, of_ranks = [9.0], iter([[{"a": 4.0}, {"b": 2.0}], [{"a": 4.0}, {}]])
+    measurement = SimpleNamespace(readings=SimpleNamespace(step_s=steps))
+    collectives = SimpleNamespace(gather_objects=lambda mine: next(of_ranks))
+    runtime = SimpleNamespace(device=torch.device("cpu"), collectives=collectives)
+    listener = Energy(SimpleNamespace(measurement=measurement, runtime=runtime))  # type: ignore[arg-type]
+    for number, joules in ((1, 2.0), (2, None)):
+        one = Round(number, 0.0, [])
+        listener.before_round()
+        steps += [1.0] * 3
+        listener.after_round(one)
+        assert one.joules_per_step == joules

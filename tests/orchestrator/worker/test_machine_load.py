@@ -13,8 +13,6 @@ from orchestrator.worker.machine_load import (
     Used,
     busy_seconds,
     others_share,
-    stalled_seconds,
-    stalled_shares,
     usable_cores,
 )
 
@@ -76,20 +74,6 @@ def test_a_meter_measures_from_its_begin_to_its_end(tmp_path: Path) -> None:
     assert used.own_s >= 0
 
 
-def test_the_time_in_which_processes_waited_for_a_resource_is_a_share_of_the_rounds_time(tmp_path: Path) -> None:
-    assert stalled_seconds(tmp_path) == {}
-    for name, total in (("cpu", 2_500_000), ("io", 0)):
-        (tmp_path / name).write_text(f"some avg10=1.00 avg60=2.00 avg300=3.00 total={total}\nfull avg10=0 total=9\n")
-    (tmp_path / "memory").write_text("nothing of the kind\n")
-    assert stalled_seconds(tmp_path) == {"cpu": 2.5, "io": 0.0}
-    meter = LoadMeter(tmp_path / "stat", tmp_path)
-    (tmp_path / "cpu").write_text("some avg10=1.00 avg60=2.00 avg300=3.00 total=3500000\n")
-    assert meter.end().stalled_s == {"cpu": 1.0, "io": 0.0}
-    found = [{"cpu": 1.0}, {"cpu": 4.0, "io": 20.0}, None]
-    ranks = [Used(f"host{number}", 10.0, 8.0, {}, one) for number, one in enumerate(found)]
-    assert stalled_shares(ranks) == {"cpu": 0.4, "io": 1.0}
-
-
 def test_ranks_of_the_sweep_that_wait_are_not_others(tmp_path: Path) -> None:
     def process(number: int, session: int, ticks: int) -> None:
         (tmp_path / str(number)).mkdir(exist_ok=True)
@@ -98,7 +82,7 @@ def test_ranks_of_the_sweep_that_wait_are_not_others(tmp_path: Path) -> None:
 
     for number, session in ((11, 11), (12, 11), (13, 13)):
         process(number, session, 100)
-    meter = LoadMeter(tmp_path / "stat", tmp_path, tmp_path)
+    meter = LoadMeter(tmp_path / "stat", tmp_path)
     meter.begin([11])
     for number, session in ((11, 11), (12, 11), (13, 13)):
         process(number, session, 150)

@@ -19,7 +19,6 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.turns import Turns, grant, open_turns
 from orchestrator.rounds.intervals import CONTROLLED
 from orchestrator.rounds.recorded import NOTABLE_SHARE
-from orchestrator.wings.energy import EnergyMeter
 from orchestrator.worker.core_speed import PAGE_BYTES, ReferenceWork, arrays_in
 from orchestrator.worker.machine_load import Used
 from orchestrator.worker.rounds import MOST_FURTHER, MeasuredRounds
@@ -39,7 +38,6 @@ class Rank:
             self._gather,
             lambda event, **values: self.events.append((event, values)),
             lambda: None,
-            EnergyMeter(),
         )
 
     def _gather(self, used: Used) -> list[Used]:
@@ -260,12 +258,3 @@ def test_a_short_attempt_ends_after_the_steps_of_one_round(tmp_path: Path) -> No
     assert rounds.divide(2, 9) == 2 + 7 // 3
     assert (rounds.begins(2), rounds.ends(3)) == (True, 1)
     assert Rank(tmp_path / "other", 3).rounds.divide(2, 9) == 9
-
-
-def test_the_energy_of_a_round_is_divided_by_all_of_its_steps_and_unknown_without_counters(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, 2)
-    gathered = iter([{"a": 6.0}, None])
-    used = Used("here", 10.0, 5.0, {0: 5.0})
-    rank.rounds._gather = lambda _: [used._replace(joules=next(gathered))]
-    rank.run(0, [0.9, 0.1, 0.2, 0.9, 0.3, 0.4])
-    assert [one.joules_per_step for one in rank.rounds.found] == [2.0, None]

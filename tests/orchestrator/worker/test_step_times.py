@@ -12,16 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness.patience import HANG_S
 from points import config_of, make_config
 from rank_runs import run as run_all_ranks
 
 from orchestrator.config.schema import Measure
 from orchestrator.config.state_groups import Offload
 from orchestrator.launch.rank import RankInfo
-from orchestrator.records.record_file import EventTail
-from orchestrator.worker import event_writer, train
-from orchestrator.worker.event_writer import EventWriter
+from orchestrator.records.record_file import EventAppender, EventTail
+from orchestrator.worker import train
 from orchestrator.worker.listeners import RankRun
 from orchestrator.worker.measure import Readings, phases_ms
 from orchestrator.worker.measurement import Measurement
@@ -55,7 +53,7 @@ def run_on(device: str, folder: Path) -> tuple[RankRun, Clock]:
     clock, config = Clock(), make_config(folder)
     writer = object.__new__(ResultWriter)
     writer._config, writer._rank = config, RankInfo(0, 1, 0, "nowhere")
-    writer._events = EventWriter(folder / "metrics.jsonl", in_background=device == "cuda")
+    writer._events = EventAppender(folder / "metrics.jsonl")
     writer._runtime = SimpleNamespace(device=SimpleNamespace(type="cpu"))  # type: ignore[assignment]
     writer.facts = RunFacts(config, *[None] * 2, 1, 2)  # type: ignore[arg-type]
     measurement = object.__new__(Measurement)
@@ -68,7 +66,7 @@ def run_on(device: str, folder: Path) -> tuple[RankRun, Clock]:
         "end": lambda number: None,
     }
     measurement.rounds = SimpleNamespace(**nothing)  # type: ignore[assignment]
-    measurement._unread, measurement._census_step = None, -1
+    measurement._unread, measurement._census_step, measurement._listeners = None, -1, ()
     parts: dict[str, Any] = {"measurement": measurement, "writer": writer, "config": config}
     return RankRun(**parts, **dict.fromkeys(("attempt", "rank", "runtime", "data", "loop", "saving"))), clock
 
@@ -96,7 +94,7 @@ def test_on_a_gpu_the_host_reads_a_step_when_it_has_issued_the_next(tmp_path: Pa
     run.measurement.read_last_step()
     assert clock.read == [1]
     note(run, 1, 2.0)
-    run.tell_all()
+    run.measurement.read_last_step()
     assert clock.read == [1, 2]
     assert told(tmp_path) == [(1, 1000.0), (2, 2000.0)]
     assert readings.step_s == [1.0, 2.0]
@@ -109,17 +107,13 @@ def test_on_a_cpu_the_clock_of_a_step_is_read_immediately(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_before_a_save_all_steps_are_in_the_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    for waits in ("KEEP_S", "LATE_S"):
-        monkeypatch.setattr(event_writer, waits, HANG_S)
+def test_before_a_save_all_steps_are_in_the_record(tmp_path: Path, device: str) -> None:
     run, _ = run_on(device, tmp_path)
     for step in range(2):
         note(run, step, 3.0)
         if device == "cuda":
             run.measurement.read_last_step()
-    run.tell_all()
+    run.measurement.read_last_step()
     assert told(tmp_path) == [(1, 1000.0), (2, 2000.0)]
 
 
