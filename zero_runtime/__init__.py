@@ -59,7 +59,6 @@ _DEEPSPEED = {
     "DeepSpeedConfigError": "deepspeed.runtime.config",
     "DeepSpeedEngine": "deepspeed.runtime.engine",
     "OnDevice": "deepspeed.on_device",
-    "add_tuning_arguments": "deepspeed.runtime.lr_schedules",
     "log_dist": "deepspeed.utils.logging",
     "logger": "deepspeed.utils.logging",
 }
@@ -83,5 +82,5 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name) or _DEEPSPEED.get(name)
     if home is None:
         absent = import_module(f"zero_runtime.{_ABSENT}")
-        raise absent.missing("zero_runtime", name, absent.ABSENT)
+        raise absent.missing("zero_runtime", name)
     return getattr(import_module(f"zero_runtime.{home}"), name)

@@ -201,8 +201,8 @@ ROOMS = {
         "profile": "accounting census phase_clock predict runtime",
         "checkpoint": "agreement collectives optim process_identity pure runtime slices tensor_source unit wings",
         "deepspeed": "agreement checkpoint closed deferred_values dtypes initial_values optim own_device parallel "
-        "predict pure recorded_values runtime state_tier step_report tensor_source unit unit_planner "
-        "users_backward watch world",
+        "predict pure recorded_values runtime step_report tensor_source unit unit_planner users_backward "
+        "watch world",
         "import_finders": "",
         "zero_runtime": "import_finders",
     },
@@ -210,7 +210,6 @@ ROOMS = {
 # Libraries that a floor may import in addition to the standard library and the floors below it.
 # The files that are exempt: they integrate another library, and are imported only where a script names them.
 INTEGRATIONS = {
-    "zero_runtime/deepspeed/json_text.py": {"hjson"},
     "zero_runtime/deepspeed/integrations/pretrained.py": {"transformers"},
     "zero_runtime/deepspeed/integrations/transformers.py": {"transformers"},
     "zero_runtime/parallel/sequence/attention.py": {"transformers"},

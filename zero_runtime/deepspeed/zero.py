@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zero_runtime.deepspeed import comm
-from zero_runtime.deepspeed.absent import ABSENT_OF_ZERO, missing
+from zero_runtime.deepspeed.absent import missing
 from zero_runtime.deepspeed.entry import init_distributed, own_device
 from zero_runtime.deepspeed.live_engines import owned
 from zero_runtime.deepspeed.sharded_names import ZeroParamStatus, is_zero_param, name_as_sharded, registered_as_sharded
@@ -211,4 +211,4 @@ def _changed(found: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 
 
 def __getattr__(name: str) -> NoReturn:
-    raise missing(__name__, name, ABSENT_OF_ZERO)
+    raise missing(__name__, name)
