@@ -57,7 +57,7 @@ def read_foreign(folder: Path) -> Values:
     found = open_deepspeed(folder)
     found.verify()
     return {
-        f"{state}/{name}": source.read(name, 0, math.prod(found.parameters[name].shape))
+        f"{state}/{name}": source.read(name, 0, math.prod(found.parameters[name]))
         for state, source in ((state, found.source(state)) for state in found.chunks)
         for name in source.names()
     }

@@ -104,10 +104,8 @@ def adams() -> None:
     for made, switches, config, plain in cases:
         model, other = small_model(), small_model()
         optimizer = made(model.parameters(), **constants, **switches)
-        engine, view, *_ = initialize_quietly(model=model, optimizer=optimizer, config=config)
+        engine, *_ = initialize_quietly(model=model, optimizer=optimizer, config=config)
         assert isinstance(optimizer, made)
-        assert isinstance(view.optimizer, FusedAdam)
-        assert isinstance(engine.optimizer, torch.optim.AdamW) == (plain is AdamW)
         expected = plain(other.parameters(), **constants)
         for step in range(3):
             engine.backward(mean_loss(engine, step))

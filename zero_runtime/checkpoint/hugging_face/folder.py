@@ -9,21 +9,20 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import torch
 
-from zero_runtime.checkpoint.tensor_file import bytes_of, fsync_folder
+from zero_runtime.checkpoint.tensor_file import bytes_of, fsync_folder, header_of
 from zero_runtime.errors import CheckpointError
 from zero_runtime.tensor_source import TensorSource
 
 MODEL = "model"  # file name prefix of a model's own weights
 MAX_FILE_BYTES = 5 * 10**9  # the default that save_pretrained uses
 BLOCK_NUMEL = 4 << 20  # elements in memory at a time
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class Written(NamedTuple):
@@ -143,20 +142,10 @@ class FolderWriter:
         self._close_file()
         names = self._groups[self._opened]
         self._file = (self._partial / self._names[self._opened]).open("xb")
-        self._file.write(self._header(names))
+        tensors = ((name, self._dtype, self._shapes[name]) for name in names)
+        self._file.write(header_of(tensors, {"format": "pt"}))  # transformers refuses a file without this
         self._left = sum(map(self._bytes, names))
         self._opened += 1
-
-    def _header(self, names: Sequence[str]) -> bytes:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
-        offset = 0
-        for name in names:
-            end = offset + self._bytes(name)
-            entry = {"dtype": _NAMES[self._dtype], "shape": list(self._shapes[name]), "data_offsets": [offset, end]}
-            header[name], offset = entry, end
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
 
     def _close_file(self) -> None:
         assert self._left == 0, f"{self._left} bytes have not come"

@@ -27,7 +27,7 @@ import torch
 
 from zero_runtime.checkpoint.files import opened, read_small_file
 from zero_runtime.checkpoint.layout import MASTER
-from zero_runtime.deepspeed.foreign_checkpoints.source import Chunk, ForeignCheckpoint, Shape, of_tensor
+from zero_runtime.deepspeed.foreign_checkpoints.source import Chunk, ForeignCheckpoint, of_tensor
 from zero_runtime.errors import CheckpointError, brief
 
 LATEST = "latest"
@@ -78,10 +78,10 @@ def _open(folder: Path, files: Sequence[Path]) -> ForeignCheckpoint:
     read = _stage3 if stage == 3 else _stages1_and_2
     model_files = _model_files(folder, stage, world)
     model = [_load(file) for file in model_files]
-    parameters = {name: Shape(tuple(shape)) for group in model[0]["param_shapes"] for name, shape in group.items()}
+    parameters = {name: tuple(shape) for group in model[0]["param_shapes"] for name, shape in group.items()}
     chunks = read(folder, optimizer, parameters, model[0]["param_shapes"])
     for name, shape, found in _frozen(model, stage):
-        parameters[name] = Shape(shape)
+        parameters[name] = shape
         chunks[MASTER][name] = found
     return ForeignCheckpoint(
         path=folder,
@@ -127,7 +127,7 @@ def _model_files(folder: Path, stage: int, world: int) -> list[Path]:
 
 
 def _stages1_and_2(
-    folder: Path, ranks: Sequence[Mapping[str, Any]], parameters: Mapping[str, Shape], _groups: object
+    folder: Path, ranks: Sequence[Mapping[str, Any]], parameters: Mapping[str, tuple[int, ...]], _groups: object
 ) -> dict[str, dict[str, list[Chunk]]]:
     chunks: dict[str, dict[str, list[Chunk]]] = {}
     reached = dict.fromkeys(parameters, 0)
@@ -143,7 +143,7 @@ def _stages1_and_2(
                     chunk = of_tensor(values, start, stop, address.start)
                     chunks.setdefault(state, {}).setdefault(name, []).append(chunk)
     for name, end in reached.items():
-        if end != math.prod(parameters[name].shape):
+        if end != math.prod(parameters[name]):
             raise _bad(folder, f"all of {name}", f"{end} elements", "copy the whole folder")
     return chunks
 
@@ -151,7 +151,7 @@ def _stages1_and_2(
 def _stage3(
     folder: Path,
     ranks: Sequence[Mapping[str, Any]],
-    parameters: Mapping[str, Shape],
+    parameters: Mapping[str, tuple[int, ...]],
     groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, dict[str, list[Chunk]]]:
     chunks: dict[str, dict[str, list[Chunk]]] = {}
@@ -162,7 +162,7 @@ def _stage3(
         ]
         place = offset = 0
         for name in (name for group in groups for name in group):
-            numel = math.prod(parameters[name].shape)
+            numel = math.prod(parameters[name])
             part = -(-numel // len(ranks))  # rounded up: the last rank's part may have padding
             # The flat tensor of this group is used up: the parameter is in the next group.
             while offset == flats[place][MASTER].numel() and part:

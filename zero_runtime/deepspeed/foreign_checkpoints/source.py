@@ -30,10 +30,6 @@ class Chunk(NamedTuple):
     read: Callable[[int, int], torch.Tensor]
 
 
-class Shape(NamedTuple):
-    shape: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class ForeignCheckpoint:
     """A checkpoint of another library.
@@ -46,7 +42,7 @@ class ForeignCheckpoint:
     path: Path
     kind: str
     updates: int
-    parameters: dict[str, Shape]
+    parameters: dict[str, tuple[int, ...]]
     chunks: dict[str, dict[str, list[Chunk]]]
     tied: dict[str, str] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -76,7 +72,7 @@ class _ChunkSource:
         return list(self._chunks)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._checkpoint.parameters[name].shape
+        return self._checkpoint.parameters[name]
 
     def dtype(self, name: str) -> torch.dtype:
         return torch.float32
