@@ -42,7 +42,8 @@ def read_own(folder: Path) -> Values:
     with CheckpointReader.open(folder) as found:
         values = {
             f"{state}/{name}": source.read(name, 0, math.prod(source.shape(name)))
-            for state, source in found.sources().items()
+            for state in ("master", *found.index.optimizer.states)
+            for source in [found.state(state)]
             for name in source.names()
         }
         return {**values, **found.buffers()}
