@@ -38,7 +38,6 @@ def write_weights(
     out: str | Path,
     *,
     dtype: torch.dtype,
-    max_file_bytes: int = MAX_FILE_BYTES,
     stem: str = MODEL,
 ) -> Written:
     """Write all weights of `source`, cast to `dtype`, into the new folder `out`, which appears once it is complete.
@@ -46,7 +45,7 @@ def write_weights(
     Memory: BLOCK_NUMEL elements, regardless of tensor sizes. CheckpointError if `out` exists or cannot be written.
     """
     shapes = {name: source.shape(name) for name in source.names()}
-    with FolderWriter(out, shapes, dtype, max_file_bytes, stem) as writer:
+    with FolderWriter(out, shapes, dtype, stem) as writer:
         for name, shape in shapes.items():
             numel = math.prod(shape)
             for start in range(0, numel, BLOCK_NUMEL):
@@ -65,7 +64,6 @@ class FolderWriter:
         out: str | Path,
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
-        max_file_bytes: int = MAX_FILE_BYTES,
         stem: str = MODEL,
     ) -> None:
         self._out = Path(out)
@@ -74,7 +72,7 @@ class FolderWriter:
                 f"{self._out}: expected a folder that is not there yet, found one; give another, or remove it"
             )
         self._shapes, self._dtype, self._stem = dict(shapes), dtype, stem
-        self._groups = list(self._grouped(max_file_bytes))
+        self._groups = list(self._grouped())
         count = len(self._groups)
         self._names = [
             f"{stem}.safetensors" if count == 1 else f"{stem}-{place + 1:05d}-of-{count:05d}.safetensors"
@@ -125,13 +123,13 @@ class FolderWriter:
     def _bytes(self, name: str) -> int:
         return math.prod(self._shapes[name]) * self._dtype.itemsize
 
-    def _grouped(self, max_file_bytes: int) -> Iterator[list[str]]:
+    def _grouped(self) -> Iterator[list[str]]:
         """Names in order, as many per file as fit; a tensor larger than the limit has a separate file."""
         group: list[str] = []
         size = 0
         for name in self._shapes:
             own = self._bytes(name)
-            if group and size + own > max_file_bytes:
+            if group and size + own > MAX_FILE_BYTES:
                 yield group
                 group, size = [], 0
             group.append(name)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from zero_runtime.deepspeed.auto import AutoValues, fill_auto, mismatches
+from zero_runtime.deepspeed.auto import AutoValues, auto_values, mismatches, with_values
 from zero_runtime.deepspeed.json_text import load
 from zero_runtime.deepspeed.schema import AUTO
 from zero_runtime.errors import PlanError
@@ -57,7 +57,7 @@ def engine_config(given: Mapping[str, Any], args: Any, model: nn.Module, total_s
             f"deepspeed: expected the values of TrainingArguments, found others: {'; '.join(wrong)}; write "
             '"auto" in the configuration, or the same value in both'
         )
-    return _without_rest(fill_auto(asked, values))
+    return _without_rest(with_values(asked, auto_values(asked, values)))
 
 
 def _without_rest(config: dict[str, Any]) -> dict[str, Any]:
