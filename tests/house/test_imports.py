@@ -210,6 +210,7 @@ ROOMS = {
 # Libraries that a floor may import in addition to the standard library and the floors below it.
 # The files that are exempt: they integrate another library, and are imported only where a script names them.
 INTEGRATIONS = {
+    "zero_runtime/deepspeed/json_text.py": {"hjson"},
     "zero_runtime/deepspeed/integrations/pretrained.py": {"transformers"},
     "zero_runtime/deepspeed/integrations/transformers.py": {"transformers"},
     "zero_runtime/parallel/sequence/attention.py": {"transformers"},

@@ -134,12 +134,16 @@ class Engine(EngineLoop):
             self, load_dir, tag, weights_only=weights_only, with_schedule=load_lr_scheduler_states
         )
 
+    def save_fp16_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
+        """The older name of save_16bit_model."""
+        return self.save_16bit_model(save_dir, save_filename)
+
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
         """Gather the weights, round them to 16 bits and write them into `save_dir`, which may exist.
 
         Every rank calls it, outside of backwards. Also writes config.json if the module has a Hugging Face `config`.
         Replaces files of an earlier save under the same name. They are safetensors, which from_pretrained reads, also
-        for names in .bin (model.safetensors for pytorch_model.bin).
+        for names in .bin (model.safetensors for pytorch_model.bin); a name in .pt or .pth gives one file of torch.save.
         """
         save_16bit(self.runtime, engine_checkpoint.folder_of("save_16bit_model", save_dir), save_filename)
         return True

@@ -11,13 +11,13 @@ from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.runtime import ZeroRuntime
 
 
-def full_state(runtime: ZeroRuntime, *, kept: bool) -> dict[str, torch.Tensor]:
-    """The model's state dict with full CPU tensors, in the dtype that it computes in; empty unless `kept`.
+def full_state(runtime: ZeroRuntime, *, kept: bool, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The model's state dict with full CPU tensors, in `dtype` or the one that it computes in; empty unless `kept`.
 
     Every rank calls it, outside of backwards. One unit is unsharded at a time; a rank with `kept` then has all of it.
     """
     runtime.check_weights("full_state")
-    dtype = TORCH_DTYPE[runtime.precision.param]
+    dtype = dtype or TORCH_DTYPE[runtime.precision.param]
     full: dict[str, torch.Tensor] = {}
     for unit in runtime.units:
         with runtime.full_params(unit.names) as values:

@@ -6,6 +6,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ _STRING_OR_TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
 
 
 def load(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """The configuration as a dict. A file may have //, # and /* */ comments and trailing commas.
+    """The configuration as a dict. A file may have //, # and /* */ comments and trailing commas, and be
+    HJSON where the package hjson is installed.
 
     Any other text that is not JSON, and a key that occurs twice in one object, raise PlanError; syntax errors give the
     line.
@@ -39,10 +42,11 @@ def load(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if text is None:
         raise PlanError(f"config: expected a dict or the path of a JSON file, found no file {shown(str(config))}")
     try:
-        found = json.loads(_bare(text), object_pairs_hook=_once)
+        found = _parsed(text)
     except json.JSONDecodeError as error:
         raise PlanError(
-            f"config {path}, line {error.lineno}: expected JSON, found: {error.msg}; mend the file"
+            f"config {path}, line {error.lineno}: expected JSON, found: {error.msg} (HJSON, as keys without quotes, "
+            "is read if the package hjson is installed)"
         ) from error
     except PlanError as error:
         raise PlanError(f"config {path}: {error}") from error
@@ -51,6 +55,17 @@ def load(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise PlanError(f"config {path}: expected an object {{...}}, found a {type(found).__name__}")
     return found
+
+
+def _parsed(text: str) -> Any:
+    """The content of JSON with comments; of HJSON too, as in DeepSpeed, if there is a package for it."""
+    try:
+        return json.loads(_bare(text), object_pairs_hook=_once)
+    except json.JSONDecodeError:
+        with suppress(ImportError, ValueError):  # ValueError: it is no HJSON either, and the error of JSON is told
+            hjson = import_module("hjson")
+            return hjson.loads(text, object_pairs_hook=_once)
+        raise
 
 
 def _bare(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,33 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(PlanError) as caught:
         read_config(path, 1)
     assert told in str(caught.value)
+
+
+HJSON = "{\n  # as DeepSpeed reads it\n  train_batch_size: 8\n  gradient_clipping: 0.5\n}\n"
+
+
+class _Hjson:
+    """Stands for the package hjson, which the tests do not need: `loads` of HJSON above alone."""
+
+    @staticmethod
+    def loads(text: str, object_pairs_hook: Any) -> Any:
+        if text != HJSON:
+            raise ValueError(text)
+        return object_pairs_hook([("train_batch_size", 8), ("gradient_clipping", 0.5)])
+
+
+def test_hjson_is_read_where_its_package_is_and_else_the_error_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(HJSON)
+    monkeypatch.setitem(sys.modules, "hjson", None)  # importing it raises ImportError
+    assert "line 3: expected JSON, found: Expecting property name" in refused(path)
+    assert "is read if the package hjson is installed" in refused(path)
+    monkeypatch.setitem(sys.modules, "hjson", _Hjson)
+    assert read_config(path, 2).clip_norm == 0.5
+    path.write_text("{a b c")
+    assert "line 1: expected JSON" in refused(path)
 
 
 def test_a_missing_file_and_a_value_that_is_no_dict_are_refused() -> None:

@@ -124,9 +124,10 @@ def _within_a_step(root: Path) -> None:
         engine.step()
         folder = root / str(stage)
         assert all(torch.equal(value, whole[name]) for name, value in engine.module_state_dict().items())
-        engine.save_16bit_model(folder)
-        saved = load_file(folder / "model.safetensors")
-        assert all(torch.equal(value, whole[name].bfloat16()) for name, value in saved.items())
+        engine.save_16bit_model(folder, "model.pt")
+        assert all(
+            torch.equal(value, whole[name].bfloat16()) for name, value in torch.load(folder / "model.pt").items()
+        )
         with pytest.warns(UserWarning, match="are not saved") if dist.get_rank() == 0 else nullcontext():
             engine.save_checkpoint(folder)
         engine.backward(engine(torch.ones(2, 4)).square().mean())
@@ -219,16 +220,19 @@ def _hugging_face(root: Path) -> list[str]:
     engine.step()
     engine.save_checkpoint(root / "checkpoint")
     engine.save_checkpoint(root / "checkpoint", tag="tag")
-    for name in ("model.safetensors", "pytorch_model.bin", "adapter.bin"):
+    for name in ("model.safetensors", "pytorch_model.bin", "adapter.bin", "model.pt"):
         (root / name).mkdir(exist_ok=True)
         (root / name / "notes.txt").write_text("kept")
         for _ in range(2):  # the second replaces the first
             assert engine.save_16bit_model(root / name, name)
+    pickled = torch.load(root / "model.pt/model.pt", weights_only=True)  # DeepSpeed's form: a state dict of torch.save
+    assert pickled.keys() == engine.module_state_dict().keys()
     if dist.get_rank() == 0:
         told = GPT2LMHeadModel.from_pretrained(root / "pytorch_model.bin", dtype="auto")
         with engine.runtime.full_params() as values, torch.no_grad():
             for key, param in told.named_parameters():
                 assert torch.equal(param, values[key].bfloat16()), key
+                assert torch.equal(param, pickled[key]), key
     else:
         with engine.runtime.full_params():
             pass
@@ -244,8 +248,10 @@ def test_16_bit_weights_are_saved_as_safetensors_into_existing_folders(tmp_path:
                 ("model.safetensors", "model.safetensors"),
                 ("pytorch_model.bin", "model.safetensors"),
                 ("adapter.bin", "adapter.safetensors"),
+                ("model.pt", "model.pt"),
             )
             for file in (weights, "config.json", "notes.txt")
+            if (folder, file) != ("model.pt", "config.json")
         )
     # `export-weights` also accepts the engine's checkpoint, including the configuration in it, and the folder of a tag,
     # in which the newest is taken.

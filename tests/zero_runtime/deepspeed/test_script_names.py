@@ -5,6 +5,7 @@ Values "of the real package" are those of DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -205,6 +206,7 @@ PATHS = {  # what scripts import, and the attribute of `zero_runtime` that it is
     "runtime.config": "DeepSpeedConfig DeepSpeedConfigError",
     "runtime.dataloader": "utils.RepeatingLoader",
     "runtime.engine": "DeepSpeedEngine",
+    "runtime.lr_schedules": "add_tuning_arguments",
     "runtime.zero": "zero.Init zero.GatheredParameters zero.ZeroParamStatus zero.unwrap_model_for_generation",
     "runtime.zero.partition_parameters": "zero.Init zero.GatheredParameters zero.ZeroParamStatus",
     "runtime.zero.stage3": "zero.estimate_zero3_model_states_mem_needs_all_live",
@@ -286,6 +288,11 @@ def test_helpers_of_scripts() -> None:
     assert (copies["a"][0].tolist(), copies["a"][1], copies["c"][0].requires_grad) == ([0.0, 1.0], "b", False)
     assert (copies["a"][0].untyped_storage().nbytes(), type(copies["c"])) == (8, tuple)
     assert deepspeed.zero.register_external_parameter(inside, inside.weight) is None
+    parser = argparse.ArgumentParser()
+    deepspeed.add_tuning_arguments(parser)
+    asked = parser.parse_args(["--lr_schedule", "WarmupLR", "--warmup_num_steps", "7"])
+    assert lr_schedules.get_config_from_args(asked) == ({"type": "WarmupLR", "params": {"warmup_num_steps": 7}}, None)
+    assert lr_schedules.get_config_from_args(parser.parse_args([]))[0] is None
     assert (lr_schedules.WARMUP_MIN_LR, lr_schedules.DECAY_LR_RATE) == ("warmup_min_lr", "decay_lr_rate")
 
 

@@ -52,7 +52,7 @@ class Seq2SeqTrainer(ZeroTrainer, transformers.Seq2SeqTrainer):
 
 
 class HfDeepSpeedConfig:
-    """The counterpart of transformers' class: holds a configuration.
+    """The counterpart of transformers' class: holds a configuration, and answers questions about it.
 
     In transformers its existence makes from_pretrained shard a model of its own; here the function from_pretrained of
     this module does that, and a model that transformers loaded in full is sharded by initialize.
@@ -69,3 +69,17 @@ class HfDeepSpeedConfig:
                 return default
             place = place[name]
         return place
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether the key is there and true."""
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether the key is there and false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def is_offload(self) -> bool:
+        """Whether optimizer states or parameters are offloaded."""
+        devices = (self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param"))
+        return any(device in ("cpu", "nvme") for device in devices)

@@ -6,6 +6,7 @@ these names: WARMUP_MIN_LR is "warmup_min_lr".
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -19,6 +20,7 @@ from zero_runtime.deepspeed.schedules import JsonSchedule
 from zero_runtime.deepspeed.schema import Reader
 from zero_runtime.optim import lr_schedule
 
+LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
 WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
@@ -50,7 +52,7 @@ class _Schedule(JsonSchedule):
         """An argument of the schedule, of the first group; min_lrs and max_lrs are those of all groups."""
         made = self.__dict__.get("_schedules", [])
         for argument in _LISTS.get(name, (name,)):
-            if made and argument in _ARGUMENTS and hasattr(made[0], argument):
+            if made and argument in _KINDS and hasattr(made[0], argument):
                 values = [getattr(one, argument) for one in made]
                 values = [max(2, one) for one in values] if name == "warmup_num_steps" else values
                 return values if name in _LISTS else values[0]
@@ -122,16 +124,43 @@ def of_section(optimizer: torch.optim.Optimizer, schedule_of: ScheduleOf) -> Jso
     return made
 
 
+def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --lr_schedule and an option for each argument of the schedules, which get_config_from_args reads."""
+    group = parser.add_argument_group("learning rate schedule")
+    group.add_argument(f"--{LR_SCHEDULE}", choices=VALID_LR_SCHEDULES)
+    for name, kind in _KINDS.items():
+        group.add_argument(f"--{name}", type=kind)
+    return parser
+
+
+def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
+    """The section scheduler that these arguments describe, and None; or None and what is missing."""
+    kind = getattr(args, LR_SCHEDULE, None)
+    if kind not in VALID_LR_SCHEDULES:
+        return None, f"--{LR_SCHEDULE}: expected one of {', '.join(VALID_LR_SCHEDULES)}, found {kind}"
+    found = {name: getattr(args, name, None) for name in _arguments(kind)}
+    return {"type": kind, "params": {name: value for name, value in found.items() if value is not None}}, None
+
+
 def _arguments(kind: str) -> list[str]:
     """The names of a schedule's arguments, in DeepSpeed's order."""
     names = [field.name for field in fields(getattr(lr_schedule, kind)) if field.name != "lr"]
     return sorted(names, key=lambda name: name != "total_num_steps")
 
 
-_ARGUMENTS = {name for kind in VALID_LR_SCHEDULES for name in _arguments(kind)}
+def _kind_of(told: str) -> type:
+    return next(kind for kind in (float, int, bool, str) if kind.__name__ in told)
+
+
+_KINDS = {
+    field.name: _kind_of(str(field.type))
+    for kind in VALID_LR_SCHEDULES
+    for field in fields(getattr(lr_schedule, kind))
+    if field.name != "lr"
+}
 
 
 def __getattr__(name: str) -> str:
-    if name.isupper() and name.lower() in _ARGUMENTS:
+    if name.isupper() and name.lower() in _KINDS:
         return name.lower()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
