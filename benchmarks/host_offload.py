@@ -32,7 +32,7 @@ from benchmarks.gpt import Gpt, GptSize  # noqa: E402
 from benchmarks.stages_report import cpu_name  # noqa: E402
 from zero_runtime.accounting import host_tensors, predicted_state_bytes  # noqa: E402
 from zero_runtime.initial_values import parameters_on_meta  # noqa: E402
-from zero_runtime.offload.copy_streams import Copies, PlainCopies, copies_for  # noqa: E402
+from zero_runtime.offload.copy_streams import Copies, copies_for  # noqa: E402
 from zero_runtime.offload_plan import (  # noqa: E402
     OffloadPlan,
     ScratchSettings,
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def build_rows(size: GptSize, device: torch.device, accumulation: int, folder: Path) -> list[Row]:
-    copies = PlainCopies if device.type == "cpu" else None
+    copies = Copies if device.type == "cpu" else None
     optimizer = OffloadPlan(optimizer=Tier.HOST, copies=copies)
     in_file = OffloadPlan(optimizer=Tier.NVME, scratch=ScratchSettings(folder), copies=copies)
     plans = {
@@ -146,7 +146,7 @@ def leaving(runtime: ZeroRuntime) -> float:
     if not grads:
         return 0.0
     sources = [torch.zeros_like(grad, device=runtime.device) for grad in grads]
-    copies: Copies = copies_for(runtime.device) or PlainCopies(runtime.device)
+    copies: Copies = copies_for(runtime.device) or Copies(runtime.device)
     settle(runtime)
     start = time.perf_counter()
     for mark in [copies.to_host(grad, source) for grad, source in zip(grads, sources, strict=True)]:

@@ -82,5 +82,5 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name) or _DEEPSPEED.get(name)
     if home is None:
         absent = import_module(f"zero_runtime.{_ABSENT}")
-        raise absent.missing("zero_runtime", name, absent.ABSENT)
+        raise absent.missing("zero_runtime", name)
     return getattr(import_module(f"zero_runtime.{home}"), name)

@@ -21,7 +21,7 @@ SPLIT = "zero_runtime.parallel.tensor.slices:Split"
 # The checkpoints of a run that saves or resumes.
 RUN_CHECKPOINTS = "zero_runtime.checkpoint.of_run:RunCheckpoints"
 # What opens another library's checkpoint in a folder, or None, and what loads it into a runtime.
-FOREIGN_READER = "zero_runtime.deepspeed.foreign_checkpoints.formats:foreign_reader"
+FOREIGN_READER = "zero_runtime.deepspeed.foreign_checkpoints.deepspeed:foreign_reader"
 LOAD_FOREIGN = "zero_runtime.deepspeed.foreign_checkpoints.source:load_foreign"
 # A folder of weights as a source for a model, and the writer of one.
 READ_WEIGHTS_FOLDER = "zero_runtime.checkpoint.hugging_face.names:weights_for"

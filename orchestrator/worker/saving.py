@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ class Saving:
             self._tell("resumed", step=progress.step, path=str(checkpoint.path), **missing)
         return progress
 
-    def _take_over(self, reader: Callable[[Iterable[str]], Any]) -> Progress:
+    def _take_over(self, reader: Callable[[], Any]) -> Progress:
         """Loads another library's states and its number of updates, which Adam's bias correction needs.
 
         Steps, data and schedule start again: its checkpoint has none of ours.

@@ -14,7 +14,6 @@ import odd
 import odd_yaml
 import pytest
 import torch
-from foreign.small_dcp import DATA, NAMES, read_all, write_dcp
 from harness.attack_counts import Tally
 from harness.checkpoints import Setting, save_after
 from harness.models import TinySpec, TinyTransformer
@@ -27,7 +26,6 @@ from zero_runtime.checkpoint.files import WEIGHTS, WEIGHTS_INDEX
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.checkpoint.layout import INDEX, checksum_text
 from zero_runtime.checkpoint.load import CheckpointReader
-from zero_runtime.deepspeed.foreign_checkpoints.dcp import open_dcp
 from zero_runtime.deepspeed.foreign_checkpoints.deepspeed import open_deepspeed
 from zero_runtime.errors import CheckpointError
 
@@ -44,7 +42,8 @@ def read_own(folder: Path) -> Values:
     with CheckpointReader.open(folder) as found:
         values = {
             f"{state}/{name}": source.read(name, 0, math.prod(source.shape(name)))
-            for state, source in found.sources().items()
+            for state in ("master", *found.index.optimizer.states)
+            for source in [found.state(state)]
             for name in source.names()
         }
         return {**values, **found.buffers()}
@@ -55,10 +54,19 @@ def read_weights(folder: Path) -> Values:
         return {name: found.read(name, 0, math.prod(found.shape(name))) for name in found.names()}
 
 
+def read_foreign(folder: Path) -> Values:
+    found = open_deepspeed(folder)
+    found.verify()
+    return {
+        f"{state}/{name}": source.read(name, 0, math.prod(found.parameters[name]))
+        for state, source in ((state, found.source(state)) for state in found.chunks)
+        for name in source.names()
+    }
+
+
 READERS: dict[str, Callable[[Path], Values]] = {
     OWN: read_own,
-    "dcp": lambda folder: read_all(open_dcp(folder, NAMES)),
-    **{f"stage{stage}": lambda folder: read_all(open_deepspeed(folder)) for stage in (1, 2, 3)},
+    **{f"stage{stage}": read_foreign for stage in (1, 2, 3)},
     "one-file": read_weights,
     "two-files": read_weights,
 }
@@ -73,7 +81,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One undamaged checkpoint folder of each kind."""
     root = tmp_path_factory.mktemp("checkpoints")
     run_ranks(_save, 2, root)
-    write_dcp(root / "dcp")
     for stage in (1, 2, 3):
         shutil.copytree(MADE / f"stage{stage}", root / f"stage{stage}")
     values = {name: param.detach().clone() for name, param in TinyTransformer(TinySpec(width=8)).named_parameters()}
@@ -133,7 +140,7 @@ def damage(folder: Path, chance: random.Random) -> tuple[str, bool]:
         file.write_bytes(reshaped(data, chance))
     else:
         file.write_bytes(odd.changed(data, chance))
-    sealed = file.name == DATA or folder.name == OWN
+    sealed = folder.name == OWN
     if folder.name == OWN and chance.random() < 0.7:
         signed(folder)
         sealed = False

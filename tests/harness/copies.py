@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zero_runtime.offload.copy_streams import CopyEvent, PlainCopies
+from zero_runtime.offload.copy_streams import Copies, CopyEvent
 
 
 class _Late:
@@ -29,7 +29,7 @@ class _Late:
     hold_device = wait
 
 
-class LateCopies(PlainCopies):
+class LateCopies(Copies):
     """Copies as late as CUDA's may be: until the event is waited for, the target holds NaN, and a source in host memory
     has not been read. (A source on the device is read in the order of the work issued there, so it is read at the
     call.) A thread must call `enter_thread` before it copies or waits."""

@@ -13,7 +13,7 @@ from harness.plain_optimizers import plain_optimizer
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.dtypes import TORCH_DTYPE
-from zero_runtime.offload.copy_streams import PlainCopies
+from zero_runtime.offload.copy_streams import Copies
 from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import OptimizerConfig, SgdConfig
 from zero_runtime.parallel.sequence.axis import SequenceAxis
@@ -33,8 +33,8 @@ MICRO, SEQ, LR, TRAINED_STEPS = 2, 12, 0.1, 3
 PROMPT = 4  # tokens of a sequence without a label, in runs with parts of sequences: most of the first of two parts
 IGNORED = -100
 NO_RECOMPUTATION = RecomputeRule()
-HOST = OffloadPlan(optimizer=Tier.HOST, copies=PlainCopies)
-HOST_PARAMS = OffloadPlan(Tier.HOST, Tier.HOST, copies=PlainCopies)
+HOST = OffloadPlan(optimizer=Tier.HOST, copies=Copies)
+HOST_PARAMS = OffloadPlan(Tier.HOST, Tier.HOST, copies=Copies)
 
 # By kind: the architecture, and what differs from the sizes above.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

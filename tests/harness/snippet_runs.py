@@ -105,7 +105,7 @@ def _trained(job: Job) -> dict[str, Any]:
         "computes": config.precision.param,
         "reduces": config.precision.reduce,
         "scale": None if config.precision.param != "fp16" else engine.loss_scale(),
-        "optimizer": type(engine.optimizer._config).__name__,
+        "optimizer": type(engine.runtime.optimizer.config).__name__,
         "rate": engine.optimizer.param_groups[0]["lr"],
         "schedule": str(getattr(trainer.lr_scheduler, "_schedules", ["the Trainer's"])[0]),
         "offloads": (config.offload.optimizer.value, config.offload.params.value),

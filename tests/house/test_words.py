@@ -22,6 +22,7 @@ SPEAKERS = (
     RUNTIME / "deepspeed" / "compressed.py",
     RUNTIME / "deepspeed" / "engine_settings.py",
     RUNTIME / "deepspeed" / "runtime" / "config.py",
+    RUNTIME / "deepspeed" / "runtime" / "zero" / "__init__.py",
     RUNTIME / "deepspeed" / "foreign_checkpoints" / "deepspeed.py",
 )
 NAMING_FIELDS = ("id", "attr", "arg", "name", "asname", "module")  # fields of syntax nodes that can hold an identifier

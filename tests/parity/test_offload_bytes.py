@@ -16,7 +16,7 @@ from test_offload import FP32, SPEC, offload_to, runtime_of
 
 from zero_runtime.accounting import host_tensors, predicted_offload_bytes, predicted_state_bytes, scratch_bytes
 from zero_runtime.census import take_census
-from zero_runtime.offload.copy_streams import PlainCopies
+from zero_runtime.offload.copy_streams import Copies
 from zero_runtime.offload.memory import Moves, host_bytes
 from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.plan import ZeroPlan
@@ -24,7 +24,7 @@ from zero_runtime.precision import MixedPrecision
 from zero_runtime.state_bytes import UnitSize, model_state_bytes
 
 PAPER = MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="fp32")
-HOST = OffloadPlan(optimizer=Tier.HOST, copies=PlainCopies)
+HOST = OffloadPlan(optimizer=Tier.HOST, copies=Copies)
 
 
 def plans_of(stage: int, folder: Path) -> list[OffloadPlan]:
@@ -34,8 +34,8 @@ def plans_of(stage: int, folder: Path) -> list[OffloadPlan]:
         HOST,
         nvme,
         replace(nvme, ratio=0.5),
-        replace(nvme, copies=PlainCopies),
-        replace(nvme, ratio=0.5, copies=PlainCopies),
+        replace(nvme, copies=Copies),
+        replace(nvme, ratio=0.5, copies=Copies),
     ]
     if stage == 3:
         plans += [replace(plan, params=Tier.HOST) for plan in plans[-2:]]

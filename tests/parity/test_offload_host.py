@@ -25,7 +25,7 @@ from test_offload import BF16, FP32, SPEC, offload_to, runtime_of
 from zero_runtime.accounting import host_tensors
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
-from zero_runtime.offload.copy_streams import PlainCopies
+from zero_runtime.offload.copy_streams import Copies
 from zero_runtime.offload.host import HostTier
 from zero_runtime.offload_plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import AdamW8bitConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig
@@ -42,7 +42,7 @@ CLIP = 0.3  # below the gradient norm of every step in these tests
 
 def plans_of(stage: int) -> list[OffloadPlan]:
     plans = [OPTIMIZER, replace(OPTIMIZER, ratio=0.5)]
-    return plans + ([PARAMS, replace(BOTH, copies=PlainCopies), replace(BOTH, ratio=0.5)] if stage == 3 else [])
+    return plans + ([PARAMS, replace(BOTH, copies=Copies), replace(BOTH, ratio=0.5)] if stage == 3 else [])
 
 
 def behind_it(stage: int, folder: Path) -> list[OffloadPlan]:
@@ -53,7 +53,7 @@ def behind_it(stage: int, folder: Path) -> list[OffloadPlan]:
         plans += [replace(optimizer, params=Tier.HOST, ratio=ratio) for ratio in (1.0, 0.5)]
         plans += [
             replace(offload_to(folder, params=True, ahead=ahead), copies=copies)
-            for ahead, copies in ((1, LateCopies), (2, PlainCopies))
+            for ahead, copies in ((1, LateCopies), (2, Copies))
         ]
     return plans
 

@@ -23,7 +23,7 @@ from zero_runtime.dtype_audit import DTypeAudit, refuse
 from zero_runtime.dtype_rules import MESSAGES, AskedDTypes
 from zero_runtime.dtypes import short_name
 from zero_runtime.errors import DTypeError
-from zero_runtime.offload.copy_streams import PlainCopies
+from zero_runtime.offload.copy_streams import Copies
 from zero_runtime.offload_plan import OffloadPlan, ScratchSettings, Tier
 from zero_runtime.optim.configs import AdamW8bitConfig, OptimizerConfig, SgdConfig, TorchConfig
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
@@ -37,7 +37,7 @@ PAPER = MixedPrecision("bf16", reduce="bf16", accumulate="bf16")
 PURE = MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="bf16")
 CAST = MixedPrecision("bf16", compute="fp32")
 PRECISIONS = (FP32, BF16, FP16, PAPER, PURE, CAST, MixedPrecision("fp32", reduce="bf16"))
-HOST = OffloadPlan(optimizer=Tier.HOST, copies=PlainCopies)
+HOST = OffloadPlan(optimizer=Tier.HOST, copies=Copies)
 SCRATCH = OffloadPlan(optimizer=Tier.NVME, scratch=ScratchSettings(Path(), block_bytes=8192, requests=2))
 TINY = TinySpec(width=8, blocks=2)
 
@@ -108,8 +108,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"offload": SCRATCH, "micro_batches": 2},
     {"offload": HOST},
     {"offload": replace(HOST, ratio=0.5)},
-    {"offload": replace(SCRATCH, copies=PlainCopies)},
-    {"offload": replace(SCRATCH, copies=PlainCopies), "optimizer": AdamW8bitConfig()},
+    {"offload": replace(SCRATCH, copies=Copies)},
+    {"offload": replace(SCRATCH, copies=Copies), "optimizer": AdamW8bitConfig()},
     {"model": "Adapters"},
     {"model": "FrozenMiddle", "offload": HOST},
     {"model": "Tied", "micro_batches": 2},
@@ -118,7 +118,7 @@ VARIANTS: list[dict[str, Any]] = [
 KEPT: list[dict[str, Any]] = [
     {"model": "Fp32Norms", "keep_dtype": ("*norm*",), **one} for one in (VARIANTS[0], VARIANTS[2], *VARIANTS[5:8])
 ]
-WITH_PARAMS = [replace(plan, params=plan.optimizer) for plan in (HOST, SCRATCH, replace(SCRATCH, copies=PlainCopies))]
+WITH_PARAMS = [replace(plan, params=plan.optimizer) for plan in (HOST, SCRATCH, replace(SCRATCH, copies=Copies))]
 WITH_PARAMS += [replace(HOST, optimizer=Tier.DEVICE, params=Tier.HOST)]
 # Rows that differ in stage and precision alone, in groups.
 GROUPS = [

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zero_runtime.agreement import agree, trouble_of
 from zero_runtime.checkpoint.save import Save, SaveSettings, begin
-from zero_runtime.checkpoint.snapshot import LateValues, Snapshot
+from zero_runtime.checkpoint.snapshot import Snapshot
+from zero_runtime.checkpoint.tensor_file import LateValues
 from zero_runtime.runtime import ZeroRuntime
-
-
-class Stall(NamedTuple):
-    """How long one call of `save` waited for the previous save, agreed with the other ranks, and copied the state."""
-
-    waited_s: float
-    agreed_s: float
-    copied_s: float
-
-    @property
-    def total_s(self) -> float:
-        return sum(self)
 
 
 class BackgroundSaver:
@@ -36,7 +23,6 @@ class BackgroundSaver:
     def __init__(self, root: str | Path, settings: SaveSettings | None = None) -> None:
         self.root = Path(root)
         self.settings = settings or SaveSettings()
-        self.last_stall = Stall(0.0, 0.0, 0.0)
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._trouble: str | None = None
@@ -51,24 +37,17 @@ class BackgroundSaver:
 
         If part of the state is in a scratch file, the state is written before this returns.
         """
-        times = [time.monotonic()]
         self._join()
-        times.append(time.monotonic())
         trouble, self._trouble = self._trouble, None
         save = begin(runtime, self.root, step=step, trainer=trainer, settings=self.settings, trouble=trouble)
-        times.append(time.monotonic())
         if any(isinstance(part.values, LateValues) and part.values.in_file for part in save.parts):
             # The next step overwrites the scratch file that holds these values. They are in a file because memory is
             # short, so they are not copied, but written before training continues.
             self._run(save)
-            times.append(time.monotonic())
-            self.last_stall = Stall(*(end - start for start, end in pairwise(times)))
-            return save.final
-        save.parts = self._snapshot.copy(save.parts)
-        self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint-writer")
-        self._thread.start()
-        times.append(time.monotonic())
-        self.last_stall = Stall(*(end - start for start, end in pairwise(times)))
+        else:
+            save.parts = self._snapshot.copy(save.parts)
+            self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint-writer")
+            self._thread.start()
         return save.final
 
     def wait(self, runtime: ZeroRuntime) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -11,13 +10,6 @@ from torch import nn
 from zero_runtime.checkpoint.layout import Index
 from zero_runtime.errors import CheckpointError, some
 from zero_runtime.runtime import ZeroRuntime
-
-
-class Shaped(Protocol):
-    """A parameter of a checkpoint, as far as the comparison needs it."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -32,7 +24,7 @@ def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def check_same_model(runtime: ZeroRuntime, index: Index, where: str) -> None:
     """Raise CheckpointError unless parameters, their shapes, which of them are trained, and the buffers agree."""
-    check_shapes(runtime, index.parameters, where, index.tied)
+    check_shapes(runtime, {name: entry.shape for name, entry in index.parameters.items()}, where, index.tied)
     expected = {name: unit.trainable for unit in runtime.units for name in unit.names}
     other = [name for name, trainable in expected.items() if index.parameters[name].trainable is not trainable]
     if other:
@@ -52,35 +44,29 @@ def check_same_model(runtime: ZeroRuntime, index: Index, where: str) -> None:
 
 
 def check_shapes(
-    runtime: ZeroRuntime, found: Mapping[str, Shaped], where: str, tied: Mapping[str, str] | None = None
+    runtime: ZeroRuntime, found: Mapping[str, tuple[int, ...]], where: str, tied: Mapping[str, str]
 ) -> None:
-    """Raise CheckpointError unless `found` has exactly the runtime's parameters, with equal shapes."""
+    """Raise CheckpointError unless `found` has exactly the runtime's parameters, with equal shapes.
+
+    tied: other names of parameters there, each with the name that `found` has.
+    """
     expected = {name: shape for unit in runtime.units for name, shape in unit.full_shapes.items()}
     missing = [name for name in expected if name not in found]
     extra = [name for name in found if name not in expected]
     if missing or extra:
-        alias = [f"{name} is tied to {(tied or {})[name]} there" for name in missing if name in (tied or {})]
+        alias = [f"{name} is tied to {tied[name]} there" for name in missing if name in tied]
         raise CheckpointError(
             f"{where}: another architecture: expected the {len(expected)} parameters of this model, found "
             f"{len(found)}; it lacks {some(missing)} and has {some(extra)} too many"
             f"{''.join(f' ({text})' for text in alias[:1])}; build the model that saved it"
         )
-    other = [name for name, shape in expected.items() if shape != tuple(found[name].shape)]
-    if not other:
-        return
-    name = other[0]
-    shapes = f"expected {name} of shape {list(expected[name])}, found {list(found[name].shape)}"
-    rows = {(expected[one][:1], tuple(found[one].shape)[:1]) for one in other}
-    if len(rows) == 1 and all(expected[one][1:] == tuple(found[one].shape)[1:] for one in other):
-        ((own,), (its,)) = next(iter(rows))
+    other = [name for name, shape in expected.items() if shape != found[name]]
+    if other:
+        name = other[0]
         raise CheckpointError(
-            f"{where}: another vocabulary: {shapes}: {own} rows against {its}, and nothing else differs; build the "
-            "model with the vocabulary size that saved it"
+            f"{where}: another architecture: expected {name} of shape {list(expected[name])}, found "
+            f"{list(found[name])} ({len(other)} of {len(expected)} parameters differ); build the model that saved it"
         )
-    raise CheckpointError(
-        f"{where}: another architecture: {shapes} ({len(other)} of {len(expected)} parameters differ); build the "
-        "model that saved it"
-    )
 
 
 def check_same_optimizer(runtime: ZeroRuntime, index: Index, where: str) -> None:

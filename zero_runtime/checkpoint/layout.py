@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zero_runtime.checkpoint.files import DTYPE_BYTES
 from zero_runtime.errors import CheckpointError, brief
 from zero_runtime.optim.configs import MATRIX_STATES, MuonConfig
 from zero_runtime.slices import DividedParameter
@@ -281,7 +282,7 @@ class _Strict:
         }
         shape = tuple(int(size) for size in self.take(entry, "shape", list))
         split = self._split(self.take(entry, "split", dict), shape) if "split" in entry else None
-        return ParameterEntry(shape, self.take(entry, "dtype", str), self.take(entry, "trainable", bool), pieces, split)
+        return ParameterEntry(shape, self._dtype(entry), self.take(entry, "trainable", bool), pieces, split)
 
     def _split(self, found: Mapping[str, Any], shape: tuple[int, ...]) -> DividedParameter:
         dim, degree = self.take(found, "dim", int), self.take(found, "degree", int)
@@ -293,7 +294,13 @@ class _Strict:
 
     def _buffer(self, entry: Mapping[str, Any]) -> BufferEntry:
         shape = tuple(int(size) for size in self.take(entry, "shape", list))
-        return BufferEntry(shape, self.take(entry, "dtype", str), self.take(entry, "file", str))
+        return BufferEntry(shape, self._dtype(entry), self.take(entry, "file", str))
+
+    def _dtype(self, entry: Mapping[str, Any]) -> str:
+        found: str = self.take(entry, "dtype", str)
+        if found not in DTYPE_BYTES:
+            raise self.fail(f"one of the dtypes {', '.join(DTYPE_BYTES)}", repr(found[:40]))
+        return found
 
     def _file(self, entry: Mapping[str, Any]) -> FileEntry:
         return FileEntry(self.take(entry, "bytes", int), self.take(entry, "checksum", str))

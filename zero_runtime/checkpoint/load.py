@@ -67,7 +67,6 @@ class CheckpointReader:
                 f"{path}: expected the checkpoint of step {named}, found one of step {checkpoint.index.step}; the "
                 "folder was renamed: give it its own name"
             )
-        _check_dtypes(checkpoint.index, path / INDEX)
         if verify:
             checkpoint.verify()
         return checkpoint
@@ -83,10 +82,6 @@ class CheckpointReader:
     def state(self, state: str) -> TensorSource:
         """The source of one state: `master`, or one of `index.optimizer.states`."""
         return StateSource(self, state)
-
-    def sources(self) -> dict[str, TensorSource]:
-        """The source of every state, by name."""
-        return {state: self.state(state) for state in (MASTER, *self.index.optimizer.states)}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The model's buffers by name, each in its shape."""
@@ -149,13 +144,6 @@ class CheckpointReader:
             )
         return found
 
-    def read(self, state: str, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of one state of a flattened parameter; see TensorSource."""
-        dtype = DTYPES[self.index.parameters[name].dtype] if state == MASTER else torch.float32
-        values = torch.empty(stop - start, dtype=dtype)
-        self.read_into(state, name, start, values)
-        return values
-
     def read_into(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
         """Fill the 1-D `target` from element `start` of the full parameter on.
 
@@ -187,17 +175,6 @@ class CheckpointReader:
                 low += block.numel()
 
 
-def _check_dtypes(index: Index, path: Path) -> None:
-    dtypes = {name: entry.dtype for name, entry in index.parameters.items()}
-    dtypes |= {name: entry.dtype for name, entry in index.buffers.items()}
-    for name, dtype in dtypes.items():
-        if dtype not in DTYPES:
-            raise CheckpointError(
-                f"{path}: expected {name} in one of the dtypes {', '.join(DTYPES)}, found {dtype[:40]!r}; the "
-                "checkpoint is damaged: take another one, or a copy"
-            )
-
-
 class StateSource:
     """One state of a checkpoint as a TensorSource."""
 
@@ -219,7 +196,9 @@ class StateSource:
         return DTYPES[self._checkpoint.index.parameters[name].dtype] if self._state == MASTER else torch.float32
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._checkpoint.read(self._state, name, start, stop)
+        values = torch.empty(stop - start, dtype=self.dtype(name))
+        self._checkpoint.read_into(self._state, name, start, values)
+        return values
 
 
 # ---- into a runtime ------------------------------------------------------------------------------------------------

@@ -60,7 +60,6 @@ class SaveSettings:
     limit_s: the save fails if ranks have not reported and the folder has not grown for this many seconds.
     block_bytes: bytes per write call.
     within_step: the save may come between the backwards of a step, whose gradients it leaves out.
-    pause_s: sleep after each write call and before the commit, in seconds; only tests set it.
     """
 
     node: int | None = None
@@ -69,7 +68,6 @@ class SaveSettings:
     limit_s: float = 300.0
     block_bytes: int = 8 << 20
     within_step: bool = False
-    pause_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.node is not None and self.retention.keep_last == 1:
@@ -194,10 +192,7 @@ class Save:
         try:
             tensors = {tensor_key(part.state, part.name): part.values for part in self.parts}
             metadata = {"format": "zero-lab", "step": str(self.step), "rank": str(self.rank), "world": str(self.world)}
-            settings = self.settings
-            entry = write_tensor_file(
-                path, tensors, metadata, block_bytes=settings.block_bytes, pause_s=settings.pause_s
-            )
+            entry = write_tensor_file(path, tensors, metadata, block_bytes=self.settings.block_bytes)
             self._report({"file": entry._asdict(), "pieces": [part[:4] for part in self.parts]})
         except OSError as error:
             trouble = self._unwritable(error)
@@ -236,7 +231,6 @@ class Save:
             troubles = [report["trouble"] for report in reports.values() if "trouble" in report]
             if troubles:
                 raise CheckpointError(troubles[0])
-            time.sleep(self.settings.pause_s)
             self._write_text(self.partial / INDEX, self._index(reports).to_text())
             for rank in self.members:
                 (self.partial / report_file(rank, self.world)).unlink()

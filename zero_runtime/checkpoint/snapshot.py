@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import nn
 from zero_runtime.checkpoint.compatibility import kept_buffers
 from zero_runtime.checkpoint.layout import BUFFER, BufferEntry, Index, OptimizerEntry, ParameterEntry
 from zero_runtime.checkpoint.load import shards_of
-from zero_runtime.checkpoint.tensor_file import DTYPE_NAMES
+from zero_runtime.checkpoint.tensor_file import DTYPE_NAMES, LateValues
 from zero_runtime.errors import CheckpointError
 from zero_runtime.optim.configs import scale_name
 from zero_runtime.optim.quantized_state import CodedShard
@@ -23,30 +23,6 @@ from zero_runtime.unit import Unit
 from zero_runtime.wings import PAGE_LOCKED, load
 
 _PAGE_BYTES = 4096
-
-
-class LateValues:
-    """Stands in for a tensor whose values are in a scratch file or quantized: each call of `cpu` computes them again.
-
-    `in_file`: the values are in a scratch file, so no copy of them is made in memory before they are written.
-    """
-
-    is_cuda = False
-
-    def __init__(self, dtype: torch.dtype, numel: int, load: Callable[[], torch.Tensor], *, in_file: bool) -> None:
-        self.dtype = dtype
-        self.in_file = in_file
-        self._numel = numel
-        self._load = load
-
-    def numel(self) -> int:
-        return self._numel
-
-    def element_size(self) -> int:
-        return self.dtype.itemsize
-
-    def cpu(self) -> torch.Tensor:
-        return self._load()
 
 
 class StatePart(NamedTuple):

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -39,17 +38,29 @@ _SMALL_BYTES = 1 << 16  # tensors below this are joined before they are written
 _READ_BYTES = 8 << 20
 
 
-class HostReadable(Protocol):
-    """Values to write: a tensor, or an object that loads an offloaded tensor when `cpu` is called."""
+class LateValues:
+    """Stands in for a tensor whose values are in a scratch file or quantized: each call of `cpu` computes them again.
 
-    @property
-    def dtype(self) -> torch.dtype: ...
+    `in_file`: the values are in a scratch file, so no copy of them is made in memory before they are written.
+    """
 
-    def numel(self) -> int: ...
+    def __init__(self, dtype: torch.dtype, numel: int, load: Callable[[], torch.Tensor], *, in_file: bool) -> None:
+        self.dtype = dtype
+        self.in_file = in_file
+        self._numel = numel
+        self._load = load
 
-    def element_size(self) -> int: ...
+    def numel(self) -> int:
+        return self._numel
 
-    def cpu(self) -> torch.Tensor: ...
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def cpu(self) -> torch.Tensor:
+        return self._load()
+
+
+Values = torch.Tensor | LateValues
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -60,11 +71,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def write_tensor_file(
-    path: Path, tensors: Mapping[str, HostReadable], metadata: Mapping[str, str], *, block_bytes: int, pause_s: float
+    path: Path, tensors: Mapping[str, Values], metadata: Mapping[str, str], *, block_bytes: int
 ) -> FileEntry:
     """Write 1-D contiguous tensors and fsync. Tensors on a device are copied to the host one at a time.
 
-    An OSError leaves an incomplete file. `pause_s`: sleep after each block, in seconds; only tests set it.
+    An OSError leaves an incomplete file.
     """
     digest, size = RunningDigest(), 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -74,8 +85,6 @@ def write_tensor_file(
             _write_all(fd, block)
             _start_writeback(fd, size, len(block))
             size += len(block)
-            if pause_s:
-                time.sleep(pause_s)
         os.fsync(fd)
     finally:
         digest.close()
@@ -84,10 +93,11 @@ def write_tensor_file(
 
 
 def _blocks(
-    tensors: Mapping[str, HostReadable], metadata: Mapping[str, str], block_bytes: int
+    tensors: Mapping[str, Values], metadata: Mapping[str, str], block_bytes: int
 ) -> Iterator[bytes | memoryview]:
     """The bytes of the file in order: large tensors as slices of their memory, small ones joined into blocks."""
-    joined = bytearray(_header(tensors, metadata))
+    parts = ((key, values.dtype, (values.numel(),)) for key, values in tensors.items())
+    joined = bytearray(header_of(parts, metadata))
     for tensor in tensors.values():
         data = bytes_of(tensor.cpu())  # no copy if it is on the CPU already
         if len(data) < min(_SMALL_BYTES, block_bytes):
@@ -104,16 +114,13 @@ def _blocks(
         yield bytes(joined)
 
 
-def _header(tensors: Mapping[str, HostReadable], metadata: Mapping[str, str]) -> bytes:
+def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a file with these tensors (name, dtype, shape), whose bytes follow without gaps."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
-    for key, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        entries[key] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": [tensor.numel()],
-            "data_offsets": [offset, end],
-        }
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)

@@ -20,5 +20,5 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     if name in absent.ABSENT:
-        raise absent.missing(__name__, name, absent.ABSENT)
+        raise absent.missing(__name__, name)
     return getattr(zero_runtime, name)

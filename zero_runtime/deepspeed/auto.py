@@ -107,7 +107,6 @@ _RULES: dict[str, _Rule] = {
     "bfloat16.enabled": _plain("bf16"),
     **{path: _size(rule) for path, rule in SIZES_BY_HIDDEN.items()},
 }
-SOURCES: Mapping[str, str] = {path: rule.source for path, rule in _RULES.items()}
 
 
 def auto_values(config: Mapping[str, Any], values: AutoValues, world: int | None = None) -> dict[str, AutoValue]:
@@ -131,7 +130,7 @@ def auto_values(config: Mapping[str, Any], values: AutoValues, world: int | None
 
 
 def with_values(config: Mapping[str, Any], found: Mapping[str, AutoValue]) -> dict[str, Any]:
-    """A copy of the configuration with these values."""
+    """A copy of the configuration with these values; other keys that are "auto" stay so."""
     filled: dict[str, Any] = copy.deepcopy(dict(config))
     for path, one in found.items():
         *outer, last = path.split(".")
@@ -140,11 +139,6 @@ def with_values(config: Mapping[str, Any], found: Mapping[str, AutoValue]) -> di
             inner = inner[name]
         inner[last] = one.value
     return filled
-
-
-def fill_auto(config: Mapping[str, Any], values: AutoValues, world: int | None = None) -> dict[str, Any]:
-    """A copy of the configuration in which every "auto" whose source is known has its value; others stay "auto"."""
-    return with_values(config, auto_values(config, values, world))
 
 
 def mismatches(config: Mapping[str, Any], values: AutoValues, world: int | None = None) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zero_runtime.deepspeed.absent import ABSENT_OF_CHECKPOINTING, missing
+from zero_runtime.deepspeed.absent import missing
 
 __all__ = ["checkpoint", "configure", "is_configured", "reset"]
 
@@ -35,4 +35,4 @@ def reset() -> None:
 
 
 def __getattr__(name: str) -> NoReturn:
-    raise missing(__name__, name, ABSENT_OF_CHECKPOINTING)
+    raise missing(__name__, name)

@@ -6,19 +6,16 @@ import os
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import nn
+from typing import Any
 
 from zero_runtime.checkpoint.load import load_checkpoint, load_weights
 from zero_runtime.checkpoint.retention import newest_good_together
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.deepspeed.client_state import from_json, to_json
-from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
+from zero_runtime.deepspeed.engine_loop import EngineLoop
 from zero_runtime.deepspeed.foreign_checkpoints.deepspeed import is_deepspeed, open_deepspeed
 from zero_runtime.deepspeed.foreign_checkpoints.source import load_foreign
 from zero_runtime.deepspeed.model_folder import model_config
-from zero_runtime.deepspeed.schedules import Schedule
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
 from zero_runtime.runtime import ZeroRuntime
@@ -27,26 +24,6 @@ from zero_runtime.world import own_rank
 _COUNTERS = ("micro_steps", "global_steps", "skipped_steps")
 _SAMPLES = "global_samples"
 _PLAIN = (bool, int, float, str, type(None))
-
-
-class SavedEngine(Protocol):
-    """The attributes of an engine that a checkpoint saves and restores."""
-
-    runtime: ZeroRuntime
-    module: nn.Module
-    optimizer: EngineOptimizer
-    lr_scheduler: Schedule | None
-    micro_steps: int
-    micro_steps_in_step: int
-    global_steps: int
-    skipped_steps: int
-    global_samples: int
-
-    def train_batch_size(self) -> int: ...
-
-    def get_lr(self) -> list[float]: ...
-
-    def gradient_accumulation_steps(self) -> int: ...
 
 
 def folder_of(call: str, folder: object, tag: object = None) -> Path:
@@ -82,7 +59,7 @@ def _folder_together(runtime: ZeroRuntime, call: str, folder: object, tag: objec
     return path
 
 
-def save(engine: SavedEngine, folder: object, tag: object, client_state: dict[str, Any], *, with_frozen: bool) -> None:
+def save(engine: EngineLoop, folder: object, tag: object, client_state: dict[str, Any], *, with_frozen: bool) -> None:
     """Save a checkpoint of step `global_steps`, to which the engine resumes."""
     if engine.runtime.backwards.has_gradients and own_rank() == 0:
         warnings.warn(
@@ -104,7 +81,7 @@ def save(engine: SavedEngine, folder: object, tag: object, client_state: dict[st
 
 
 def load(
-    engine: SavedEngine, folder: object, tag: object, *, weights_only: bool, with_schedule: bool
+    engine: EngineLoop, folder: object, tag: object, *, weights_only: bool, with_schedule: bool
 ) -> tuple[str | None, dict[str, Any]]:
     """See Engine.load_checkpoint."""
     root = _folder_together(engine.runtime, "load_checkpoint", folder, tag)
@@ -136,7 +113,7 @@ def load(
     return str(found.path), from_json(trainer.get("client_state", {}))
 
 
-def _schedule_state(engine: SavedEngine) -> dict[str, Any]:
+def _schedule_state(engine: EngineLoop) -> dict[str, Any]:
     """The plain values of the schedule's state: counters and rates, but not a user's functions."""
     if engine.lr_scheduler is None:
         return {}

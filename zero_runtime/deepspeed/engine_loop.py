@@ -11,7 +11,6 @@ import torch
 from zero_runtime.deepspeed.engine_settings import EngineSettings
 from zero_runtime.deepspeed.live_engines import claim_loss
 from zero_runtime.deepspeed.schedules import Schedule, advance
-from zero_runtime.deepspeed.write_check import check_writes
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.optim.lr_schedule import Rates
@@ -108,7 +107,6 @@ class EngineLoop(EngineSettings):
         if self.config.managed_accumulation and not self.is_gradient_accumulation_boundary():
             self._end_micro_step(self.micro_steps_in_step + 1)
             return
-        check_writes(self.runtime)
         samples = self._samples_of_step()
         self._stepping = True
         try:

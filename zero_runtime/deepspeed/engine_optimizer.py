@@ -10,19 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from zero_runtime.deepspeed.groups import Trained
-from zero_runtime.deepspeed.ops.adam import FusedAdam
-from zero_runtime.deepspeed.ops.lamb import FusedLamb
-from zero_runtime.deepspeed.ops.lion import FusedLion
 from zero_runtime.errors import CallOrderError, PlanError
-from zero_runtime.optim.configs import (
-    AdamConfig,
-    AdamWConfig,
-    LambConfig,
-    LionConfig,
-    OptimizerConfig,
-    SgdConfig,
-    TorchConfig,
-)
 from zero_runtime.optim.loss_scaler import FACTOR, LossScaler
 from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.runtime import ZeroRuntime
@@ -77,11 +65,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, trained: Trained) -> None:
-        self._config = trained.config
         groups = trained.param_groups
-        torch.optim.Optimizer.__init__(
-            self, groups, {key: value for key, value in groups[0].items() if key != "params"}
-        )
+        super().__init__(groups, {key: value for key, value in groups[0].items() if key != "params"})
         self.param_groups = groups  # the same list object, which a client's scheduler may modify
         self._fixed = [self._constants(group) for group in groups]
         self._params = [list(group["params"]) for group in groups]
@@ -140,7 +125,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Allowed only during construction."""
         if "_update" in self.__dict__:
             raise PlanError("optimizer.add_param_group: expected all groups at initialize, found one more; start anew")
-        torch.optim.Optimizer.add_param_group(self, param_group)
+        super().add_param_group(param_group)
 
     def state_dict(self) -> NoReturn:
         """Always raises: an empty dict would look like a checkpoint."""
@@ -183,28 +168,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         """The values of a group that must not change, including the second beta."""
         second = {"betas[1]": group["betas"][1]} if "betas" in group else {}
         return {key: value for key, value in group.items() if key not in _READ_EACH_STEP} | second
-
-
-_CLASSES: dict[type[OptimizerConfig], tuple[type[torch.optim.Optimizer], ...]] = {
-    AdamConfig: (FusedAdam,),
-    AdamWConfig: (FusedAdam, torch.optim.AdamW),
-    LambConfig: (FusedLamb,),
-    LionConfig: (FusedLion,),
-    SgdConfig: (torch.optim.SGD,),
-}
-
-
-def view_of(trained: Trained) -> EngineOptimizer:
-    """The optimizer that initialize returns. `isinstance` also finds the classes whose update it makes.
-
-    It has nothing of them: EngineOptimizer replaces the constructor and the methods.
-    """
-    config = trained.config
-    classes = _CLASSES.get(type(config), ())
-    if isinstance(config, TorchConfig):
-        classes = (getattr(torch.optim, config.class_name),)
-    made: EngineOptimizer = type(EngineOptimizer.__name__, (EngineOptimizer, *classes), {})(trained)
-    return made
 
 
 def _ids(params: Sequence[torch.Tensor]) -> list[int]:

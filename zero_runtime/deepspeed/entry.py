@@ -18,7 +18,7 @@ from zero_runtime.deepspeed.auto import AutoValues
 from zero_runtime.deepspeed.compressed import check_trained
 from zero_runtime.deepspeed.config import DropinConfig, read_config
 from zero_runtime.deepspeed.engine import Engine, EngineParts
-from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer, view_of
+from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
 from zero_runtime.deepspeed.groups import Trained, groups_of_optimizer, groups_of_parameters
 from zero_runtime.deepspeed.json_text import load
 from zero_runtime.deepspeed.leaf_modules import mark_leaf_modules
@@ -122,7 +122,7 @@ def initialize(
         read = replace(read, schedule=fitted)
         told += cycled
     notes += [*told, *trained.notes(), *mark_leaf_modules(model, read.leaf_modules)]
-    view = view_of(trained)
+    view = EngineOptimizer(trained)
     schedule = _schedule(lr_scheduler, view, optimizer, read)
     _warn(read, notes)
     is_named = optimizer is not None or read.optimizer is not None

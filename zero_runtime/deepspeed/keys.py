@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from zero_runtime.deepspeed import zero_section
 from zero_runtime.deepspeed.schema import (
-    ANY,
     BOOL,
     LIST,
     NUMBER,
@@ -15,6 +14,7 @@ from zero_runtime.deepspeed.schema import (
     TEXT,
     WHOLE,
     Key,
+    all_idle,
     choice,
     feature,
     homes_of,
@@ -40,8 +40,7 @@ _FP16 = {
 }
 _BF16 = {
     "enabled": mapped(BOOL),
-    "immediate_grad_update": idle(BOOL),
-    "check_grad_overflow": idle(BOOL),
+    **all_idle(BOOL, "immediate_grad_update", "check_grad_overflow"),
     "bf16_master_weights_and_grads": mapped(BOOL),
     "bf16_optimizer_states": only(False, kind=BOOL, reason="optimizer states are fp32 here"),
 }
@@ -50,73 +49,10 @@ _TENSOR_PARALLEL = {
     "tp_size": mapped(WHOLE),
     "autotp_size": mapped(WHOLE),
     "tp_group_size": idle(WHOLE),
-    "tp_overlap_comm": idle(BOOL),
-    "verbose": idle(BOOL),
+    **all_idle(BOOL, "tp_overlap_comm", "verbose"),
     "preset_model": idle(TEXT),
     "partition_config": feature("the model's own plan or structure says how layers are divided; leave it out"),
     "tp": section({"tp_size": mapped(WHOLE), "tp_grain_size": idle(WHOLE)}),
-}
-_NO_COMPILATION = "compilation by the engine is not here; call torch.compile on your model, or set it to false"
-_COMPILE = {
-    "enabled": only(False, kind=BOOL, reason=_NO_COMPILATION),
-    "deepcompile": only(False, kind=BOOL, reason=_NO_COMPILATION),
-    "disable": only(True, kind=BOOL, reason="compilation by the engine is not here; set it to true"),
-    "backend": idle(TEXT),
-    "kwargs": idle(OBJECT),
-    "passes": idle(LIST),
-    "free_activation_threshold": idle(WHOLE),
-    **dict.fromkeys(
-        (
-            *("free_activation", "offload_activation", "offload_activation_pin_memory", "offload_opt_states"),
-            *("offload_parameters", "double_buffer", "symmetric_memory", "debug_log", "keep_int_input_tensors"),
-            *("keep_all_input_tensors", "sync_before_reduce", "sync_after_reduce", "sync_before_allgather"),
-            "sync_after_allgather",
-        ),
-        idle(BOOL),
-    ),
-}
-_FLOPS_PROFILER = {
-    "enabled": idle(BOOL),
-    "recompute_fwd_factor": idle(NUMBER),
-    "profile_step": idle(WHOLE),
-    "module_depth": idle(WHOLE),
-    "top_modules": idle(WHOLE),
-    "detailed": idle(BOOL),
-    "output_file": idle(TEXT),
-}
-_ACTIVATION_CHECKPOINTING = {
-    "partition_activations": idle(BOOL),
-    "cpu_checkpointing": idle(BOOL),
-    "contiguous_memory_optimization": idle(BOOL),
-    "number_checkpoints": idle(WHOLE),
-    "synchronize_checkpoint_boundary": idle(BOOL),
-    "profile": idle(BOOL),
-}
-_COMMS_LOGGER = {
-    "enabled": idle(BOOL),
-    "verbose": idle(BOOL),
-    "prof_all": idle(BOOL),
-    "prof_ops": idle(LIST),
-    "debug": idle(BOOL),
-}
-_AIO = {
-    "block_size": mapped(WHOLE),
-    "queue_depth": mapped(WHOLE),
-    "thread_count": idle(WHOLE),
-    "intra_op_parallelism": idle(WHOLE),
-    "single_submit": idle(BOOL),
-    "overlap_events": idle(BOOL),
-    "use_gds": idle(BOOL),
-}
-_TAG_MODES = [cased for mode in ("Ignore", "Warn", "Fail") for cased in (mode, mode.lower(), mode.upper())]
-_CHECKPOINT = {
-    "tag_validation": only(
-        *_TAG_MODES, kind=TEXT, reason="tags that differ between ranks are an error here in each of these modes"
-    ),
-    "load_universal": idle(BOOL),
-    "use_node_local_storage": idle(BOOL),
-    "parallel_write": idle(OBJECT),
-    "writer": idle(OBJECT),
 }
 _DATA_TYPES = {
     "grad_accum_dtype": mapped(TEXT),
@@ -124,20 +60,19 @@ _DATA_TYPES = {
     "buffer_dtype": choice("fp32", reason="buffers keep the model's dtype, or are fp32; cast them in the model"),
     "keep_in_fp32_modules": idle(LIST),  # only buffers are meant, and those keep their dtype
 }
-_MONITOR = {
-    "enabled": idle(BOOL),
-    "output_path": idle(TEXT),
-    "job_name": idle(TEXT),
-    "group": idle(TEXT),
-    "team": idle(TEXT),
-    "project": idle(TEXT),
-    "workspace": idle(TEXT),
-    "api_key": idle(TEXT),
-    "experiment_name": idle(TEXT),
-    "experiment_key": idle(TEXT),
-    "online": idle(BOOL),
-    "mode": idle(TEXT),
-    "samples_log_interval": idle(WHOLE),
+_TAG_MODES = [cased for mode in ("Ignore", "Warn", "Fail") for cased in (mode, mode.lower(), mode.upper())]
+_CHECKPOINT = {
+    "tag_validation": only(
+        *_TAG_MODES, kind=TEXT, reason="tags that differ between ranks are an error here in each of these modes"
+    ),
+    **all_idle(BOOL, "load_universal", "use_node_local_storage"),
+    **all_idle(OBJECT, "parallel_write", "writer"),
+}
+_AIO = {
+    "block_size": mapped(WHOLE),
+    "queue_depth": mapped(WHOLE),
+    **all_idle(WHOLE, "thread_count", "intra_op_parallelism"),
+    **all_idle(BOOL, "single_submit", "overlap_events", "use_gds"),
 }
 _ACTING: dict[str, Key] = {
     "train_batch_size": mapped(WHOLE),
@@ -159,57 +94,41 @@ _ACTING: dict[str, Key] = {
     "zero_optimization": zero_section.SECTION,
 }
 _IDLE: dict[str, Key] = {
-    "zero_allow_untested_optimizer": idle(BOOL),
-    "zero_force_ds_cpu_optimizer": idle(BOOL),
-    "prescale_gradients": idle(BOOL),
+    **all_idle(BOOL, "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "prescale_gradients"),
+    **all_idle(BOOL, "wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_allgather"),
+    **all_idle(BOOL, "disable_python_gc"),
+    **all_idle(TEXT, "seq_parallel_comm_data_type", "seq_parallel_communication_data_type", "log_level"),
     "gradient_predivide_factor": idle(NUMBER),
-    "seq_parallel_comm_data_type": idle(TEXT),
-    "seq_parallel_communication_data_type": idle(TEXT),
     "steps_per_print": idle(NUMBER_OR_INF),
-    "wall_clock_breakdown": idle(BOOL),
-    "memory_breakdown": idle(BOOL),
-    "dump_state": idle(BOOL),
-    "disable_allgather": idle(BOOL),
-    "disable_python_gc": idle(BOOL),
-    "log_level": idle(TEXT),
     "vocabulary_size": idle(WHOLE),
-    "timers": idle(OBJECT),
-    "nebula": idle(OBJECT),
-    "flops_profiler": section(_FLOPS_PROFILER),
-    "activation_checkpointing": section(_ACTIVATION_CHECKPOINTING),
-    "comms_logger": section(_COMMS_LOGGER),
     "aio": section(_AIO),
     "checkpoint": section(_CHECKPOINT),
-    "tensorboard": section(_MONITOR),
-    "wandb": section(_MONITOR),
-    "comet": section(_MONITOR),
-    "csv_monitor": section(_MONITOR),
+    # Nothing in these sections has an effect, so their keys are not looked at.
+    **all_idle(OBJECT, "timers", "nebula", "flops_profiler", "activation_checkpointing", "comms_logger"),
+    **all_idle(OBJECT, "tensorboard", "wandb", "comet", "csv_monitor"),
 }
-
-
-def _absent(what: str) -> Key:
-    return feature(f"{what} is not here; switch it off or leave it out")
-
-
+_ABSENT = {
+    "amp": "Apex' mixed precision (use fp16 or bf16)",
+    "torch_autocast": "autocast by the engine (wrap your forward, or use fp16 or bf16)",
+    "elasticity": "elastic training",
+    "autotuning": "autotuning",
+    "compile": "compilation by the engine (call torch.compile on your model)",
+    "compression_training": "compression",
+    "quantize_training": "quantised training",
+    "sparse_attention": "sparse attention",
+    "progressive_layer_drop": "progressive layer drop",
+    "curriculum_learning": "curriculum learning",
+    "data_efficiency": "data efficiency",
+    "eigenvalue": "eigenvalue estimation",
+    "graph_harvesting": "graph harvesting",
+    "expert_parallel": "expert parallelism",
+    "hybrid_engine": "the hybrid engine",
+    "pipeline": "pipeline parallelism",
+}
 _REFUSED: dict[str, Key] = {
     "gradient_allreduce_op": only("mean", kind=TEXT, reason="the engine averages over the ranks; sum in your loss"),
     "sparse_gradients": only(False, kind=BOOL, reason="the runtime's gradients are dense"),
-    "pipeline": Key(ANY, only=(), reason="pipeline parallelism is not here; leave it out"),
-    "amp": _absent("Apex' mixed precision (use fp16 or bf16)"),
-    "torch_autocast": _absent("autocast by the engine (wrap your forward, or use fp16 or bf16)"),
-    "elasticity": _absent("elastic training"),
-    "autotuning": _absent("autotuning"),
-    "compile": section(_COMPILE),
-    "compression_training": _absent("compression"),
-    "quantize_training": _absent("quantised training"),
-    "sparse_attention": _absent("sparse attention"),
-    "progressive_layer_drop": _absent("progressive layer drop"),
-    "curriculum_learning": _absent("curriculum learning"),
-    "data_efficiency": _absent("data efficiency"),
-    "eigenvalue": _absent("eigenvalue estimation"),
-    "graph_harvesting": _absent("graph harvesting"),
-    "expert_parallel": _absent("expert parallelism"),
-    "hybrid_engine": _absent("the hybrid engine"),
+    **{name: feature(f"{what} is not here; switch it off or leave it out") for name, what in _ABSENT.items()},
 }
 TOP: Mapping[str, Key] = {**_ACTING, **_IDLE, **_REFUSED}
 HOMES = homes_of(TOP)

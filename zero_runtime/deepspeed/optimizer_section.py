@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from zero_runtime.deepspeed.json_text import shown
@@ -77,7 +77,6 @@ _ONE_BIT_ADAM = {
     "cuda_aware": idle(BOOL),
     "comm_backend_name": idle(TEXT),
 }
-_FREEZE_STEP = 100_000  # DeepSpeed's default
 _LION = {**_COMMON, "betas": mapped(PAIR)}
 _LAMB = {
     **_COMMON,
@@ -95,6 +94,38 @@ _SGD = {
     "dampening": mapped(NUMBER),
     "nesterov": mapped(BOOL),
     "maximize": only(False, kind=BOOL, reason="the loss is minimised; negate it"),
+}
+
+
+@dataclass(frozen=True)
+class _Section:
+    """The section of an optimizer that the runtime has: its keys, and DeepSpeed's defaults where those differ.
+
+    fields: the names that keys have in `config`, if they have others.
+    """
+
+    config: type[OptimizerConfig]
+    keys: Mapping[str, Key]
+    defaults: Mapping[str, Any]
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
+_SECTIONS = {
+    # Of DeepSpeed up to 0.19.6. Its weight decay is decoupled there too, and step freeze_step + 1 is the first that
+    # sends signs.
+    "onebitadam": _Section(
+        OneBitAdamConfig,
+        _ONE_BIT_ADAM,
+        {"weight_decay": 0.0, "warmup_updates": 100_000},
+        {"freeze_step": "warmup_updates"},
+    ),
+    "lion": _Section(LionConfig, _LION, {"weight_decay": 0.0, "beta2": 0.999}),
+    "lamb": _Section(
+        LambConfig,
+        _LAMB,
+        {"weight_decay": 0.0, "eps": 1e-8, "min_coeff": 0.01, "max_coeff": 10.0, "correction": "rate"},
+    ),
+    "sgd": _Section(SgdConfig, _SGD, {"weight_decay": 0.0}),
 }
 
 
@@ -155,59 +186,19 @@ def _adam(kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimiz
     return ChosenOptimizer(config, float(values.get("lr", _DEFAULT_LR)), decay)
 
 
-def _one_bit_adam(_kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
-    """1-bit Adam of DeepSpeed up to 0.19.6. Its weight decay is decoupled there too, and step freeze_step + 1 is the
-    first that sends signs."""
-    values = reader.read(_ONE_BIT_ADAM, params, "optimizer.params.")
-    decay = float(values.get("weight_decay", 0.0))
-    beta1, beta2 = values.get("betas", (0.9, 0.999))
-    config = OneBitAdamConfig(
-        beta1,
-        beta2,
-        float(values.get("eps", 1e-8)),
-        decay,
-        warmup_updates=values.get("freeze_step", _FREEZE_STEP),
-        no_decay=False,
-    )
-    return ChosenOptimizer(config, float(values.get("lr", _DEFAULT_LR)), decay)
-
-
-def _lion(_kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
-    values = reader.read(_LION, params, "optimizer.params.")
-    decay = float(values.get("weight_decay", 0.0))
-    beta1, beta2 = values.get("betas", (0.9, 0.999))
-    config = LionConfig(beta1, beta2, decay, no_decay=False)
-    return ChosenOptimizer(config, float(values.get("lr", _DEFAULT_LR)), decay)
-
-
-def _lamb(_kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
-    values = reader.read(_LAMB, params, "optimizer.params.")
-    decay = float(values.get("weight_decay", 0.0))
-    beta1, beta2 = values.get("betas", (0.9, 0.999))
-    config = LambConfig(
-        beta1,
-        beta2,
-        float(values.get("eps", 1e-8)),
-        decay,
-        float(values.get("min_coeff", 0.01)),  # these limits are DeepSpeed's defaults
-        float(values.get("max_coeff", 10.0)),
-        correction="rate" if values.get("bias_correction", True) else "none",
-        no_decay=False,
-    )
-    return ChosenOptimizer(config, float(values.get("lr", _DEFAULT_LR)), decay)
-
-
-def _sgd(_kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
-    values = reader.read(_SGD, params, "optimizer.params.")
-    decay = float(values.get("weight_decay", 0.0))
-    config = SgdConfig(
-        float(values.get("momentum", 0.0)),
-        float(values.get("dampening", 0.0)),
-        decay,
-        values.get("nesterov", False),
-        no_decay=False,
-    )
-    return ChosenOptimizer(config, float(values.get("lr", torch_default("SGD", "lr"))), decay)
+def _own(kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
+    """An optimizer of _SECTIONS."""
+    section = _SECTIONS[kind]
+    constants = dict(section.defaults)
+    values = reader.read(section.keys, params, "optimizer.params.")
+    lr = float(values.pop("lr", _DEFAULT_LR))
+    if "betas" in values:
+        constants["beta1"], constants["beta2"] = values.pop("betas")
+    if not values.pop("bias_correction", True):
+        constants["correction"] = "none"
+    for name, value in values.items():
+        constants[section.fields.get(name, name)] = float(value) if section.keys[name].kind == NUMBER else value
+    return ChosenOptimizer(section.config(**constants, no_decay=False), lr, constants["weight_decay"])
 
 
 def _torch(name: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
@@ -223,10 +214,7 @@ def _torch(name: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimi
 _BUILDERS: dict[str, Callable[[str, Mapping[str, Any], Reader], ChosenOptimizer]] = {
     "adam": _adam,
     "adamw": _adam,
-    "onebitadam": _one_bit_adam,
-    "lion": _lion,
-    "lamb": _lamb,
-    "sgd": _sgd,
+    **dict.fromkeys(_SECTIONS, _own),
 }
 
 

@@ -92,6 +92,11 @@ def idle(kind: str) -> Key:
     return Key(kind)
 
 
+def all_idle(kind: str, *names: str) -> dict[str, Key]:
+    """Keys of one kind that have no counterpart here and do not change results."""
+    return dict.fromkeys(names, idle(kind))
+
+
 def only(*values: Any, kind: str, reason: str) -> Key:
     """A key without effect: these values describe what always holds here; any other value is refused."""
     return Key(kind, only=values, reason=reason)
@@ -108,7 +113,9 @@ def feature(reason: str) -> Key:
 
 
 def _is_off(value: Any) -> bool:
-    return value in (False, {}, None) or (isinstance(value, Mapping) and value.get("enabled") is False)
+    if isinstance(value, Mapping):
+        return value.get("enabled") is False or not any(value.values())
+    return value in (False, None)
 
 
 def is_comment(name: object) -> bool:

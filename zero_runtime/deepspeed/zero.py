@@ -12,15 +12,11 @@ import torch
 from torch import nn
 
 from zero_runtime.deepspeed import comm
-from zero_runtime.deepspeed.absent import ABSENT_OF_ZERO, missing
+from zero_runtime.deepspeed.absent import missing
+from zero_runtime.deepspeed.engine import Engine
 from zero_runtime.deepspeed.entry import init_distributed, own_device
 from zero_runtime.deepspeed.live_engines import owned
 from zero_runtime.deepspeed.sharded_names import ZeroParamStatus, is_zero_param, name_as_sharded, registered_as_sharded
-from zero_runtime.deepspeed.zero_names import (
-    register_external_parameter,
-    unregister_external_parameter,
-    unwrap_model_for_generation,
-)
 from zero_runtime.deferred_values import values_of
 from zero_runtime.errors import ParameterReadError, PlanError, some
 from zero_runtime.predict.memory.live_estimate import (
@@ -210,5 +206,25 @@ def _changed(found: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return (found != before) & ~(found.isnan() & before.isnan())
 
 
+@contextmanager
+def unwrap_model_for_generation(model: Engine) -> Iterator[Engine]:
+    """Context without gradients in which each rank may call the engine, its module and `generate` as it needs.
+
+    Every rank enters it. Weights are gathered by each call, not once for all; parameters are not readable inside.
+    """
+    if not isinstance(model, Engine):
+        raise PlanError(f"unwrap_model_for_generation: expected the engine, found a {type(model).__name__}")
+    with model.runtime.uneven_forwards():
+        yield model
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Does nothing: parameters that another module reads are gathered by themselves."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Does nothing, see register_external_parameter."""
+
+
 def __getattr__(name: str) -> NoReturn:
-    raise missing(__name__, name, ABSENT_OF_ZERO)
+    raise missing(__name__, name)

@@ -15,6 +15,7 @@ from zero_runtime.deepspeed.schema import (
     TEXTS,
     WHOLE,
     Reader,
+    all_idle,
     choice,
     feature,
     idle,
@@ -37,72 +38,50 @@ _OLD_NAMES = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_
 
 OFFLOAD_PARAM = {
     "device": _DEVICE,
-    "pin_memory": idle(BOOL),
     "nvme_path": mapped(TEXT),
+    "pin_memory": idle(BOOL),
     # DeepSpeed's buffers hold a tensor each. Ours hold the record of a unit, and their number follows from `ahead`.
-    "buffer_count": idle(WHOLE),
-    "buffer_size": idle(WHOLE),
-    "max_in_cpu": idle(WHOLE),
+    **all_idle(WHOLE, "buffer_count", "buffer_size", "max_in_cpu"),
 }
 OFFLOAD_OPTIMIZER = {
     "device": _DEVICE,
     "ratio": mapped(NUMBER),
-    "pin_memory": idle(BOOL),
     "nvme_path": mapped(TEXT),
-    "buffer_count": idle(WHOLE),
     "pipeline_read": mapped(BOOL),
     "pipeline_write": mapped(BOOL),
-    "fast_init": idle(BOOL),
     "super_offload": only(False, kind=BOOL, reason="SuperOffload is not here; set it to false"),
-    "convert_grad_on_cpu": idle(BOOL),
+    **all_idle(BOOL, "pin_memory", "fast_init", "convert_grad_on_cpu"),
+    "buffer_count": idle(WHOLE),
     "cpuadam_cores_perc": idle(NUMBER),
 }
 LEAF_MODULE = {name: mapped(TEXTS) for name in ("classes", "names", "name_suffixes")}
 # DeepSpeed accepts these keys with the prefix stage3_ and without it.
 _OF_STAGE_3 = {
-    "prefetch_bucket_size": idle(WHOLE),
-    "param_persistence_threshold": idle(WHOLE),
-    "model_persistence_threshold": idle(WHOLE),
-    "max_live_parameters": idle(WHOLE),
-    "max_reuse_distance": idle(WHOLE),
-    "gather_16bit_weights_on_model_save": idle(BOOL),
-    "module_granularity_threshold": idle(WHOLE),
-    "use_all_reduce_for_fetch_params": idle(BOOL),
-    "allgather_sequential": idle(BOOL),
+    **all_idle(WHOLE, "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+    **all_idle(WHOLE, "max_live_parameters", "max_reuse_distance", "module_granularity_threshold"),
+    **all_idle(BOOL, "gather_16bit_weights_on_model_save", "use_all_reduce_for_fetch_params", "allgather_sequential"),
+}
+_IDLE = {
+    **all_idle(BOOL, "contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce"),
+    **all_idle(BOOL, "allgather_partitions", "overlap_comm", "parameter_alignment", "load_from_fp32_weights"),
+    **all_idle(BOOL, "compute_grad_norm"),  # it is computed anyway
+    **all_idle(BOOL, "elastic_checkpoint", "legacy_stage1", "round_robin_gradients", "mics_hierarchical_params_gather"),
+    **all_idle(BOOL, "memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply"),
+    **all_idle(BOOL, "log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory"),
+    **all_idle(BOOL, "stage3_gather_fp16_weights_on_model_save", "cpu_offload_use_pin_memory"),
+    **all_idle(WHOLE, "reduce_bucket_size", "allgather_bucket_size", "sub_group_size"),
+    **all_idle(WHOLE, "stage3_partition_stream_chunk_size"),
+    **_OF_STAGE_3,
+    **{f"stage3_{name}": key for name, key in _OF_STAGE_3.items()},
 }
 ZERO = {
     "stage": mapped(WHOLE),
     "mics_shard_size": mapped(WHOLE),
     "offload_param": section(OFFLOAD_PARAM),
     "offload_optimizer": section(OFFLOAD_OPTIMIZER),
-    "contiguous_gradients": idle(BOOL),
-    "reduce_scatter": idle(BOOL),
-    "reduce_bucket_size": idle(WHOLE),
-    "use_multi_rank_bucket_allreduce": idle(BOOL),
-    "allgather_partitions": idle(BOOL),
-    "allgather_bucket_size": idle(WHOLE),
-    "overlap_comm": idle(BOOL),
-    "compute_grad_norm": idle(BOOL),  # it is computed anyway
-    "parameter_alignment": idle(BOOL),
-    "load_from_fp32_weights": idle(BOOL),
-    "elastic_checkpoint": idle(BOOL),
-    "sub_group_size": idle(WHOLE),
-    **_OF_STAGE_3,
-    **{f"stage3_{name}": key for name, key in _OF_STAGE_3.items()},
-    "stage3_gather_fp16_weights_on_model_save": idle(BOOL),
-    "stage3_partition_stream_chunk_size": idle(WHOLE),
     "ignore_unused_parameters": only(
         True, kind=BOOL, reason="unused parameters count as zero gradients here, and are no error"
     ),
-    "legacy_stage1": idle(BOOL),
-    "round_robin_gradients": idle(BOOL),
-    "mics_hierarchical_params_gather": idle(BOOL),
-    "memory_efficient_linear": idle(BOOL),
-    "pipeline_loading_checkpoint": idle(BOOL),
-    "override_module_apply": idle(BOOL),
-    "log_trace_cache_warnings": idle(BOOL),
-    "enable_sanity_checks": idle(BOOL),
-    "save_muon_momentum_buffer_in_memory": idle(BOOL),
     "leaf_module": section(LEAF_MODULE),
     "zero_hpz_partition_size": mapped(WHOLE),
     "zero_quantized_weights": mapped(BOOL),
@@ -112,7 +91,7 @@ ZERO = {
     "zenflow": feature("ZenFlow is not here; leave it out"),
     "cpu_offload": mapped(BOOL),
     "cpu_offload_param": mapped(BOOL),
-    "cpu_offload_use_pin_memory": idle(BOOL),
+    **_IDLE,
 }
 SECTION = section(ZERO)
 ZERO_LEVEL = "stage"
@@ -123,7 +102,6 @@ SIZES_BY_HIDDEN: dict[str, Callable[[int], int]] = {
     "zero_optimization.stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
 STAGES = (0, 1, 2, 3)
-__all__ = ["SECTION", "SIZES_BY_HIDDEN", "STAGES", "ZERO", "ZERO_LEVEL", "read_plan", "with_new_names"]
 
 
 def with_new_names(values: Mapping[str, Any], reader: Reader) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,8 +32,8 @@ from zero_runtime.offload_plan import aligned
 HELD_SOURCES = 2  # the device computes the next source while the previous two are copied
 
 
-class CopyEvent(Protocol):
-    """A point in the sequence of the device's operations."""
+class CopyEvent:
+    """A point in the sequence of the device's operations. This one has been reached, so its methods do nothing."""
 
     def hold_device(self) -> None:
         """Make work issued on the current stream from now on wait for the event. Does not block the host."""
@@ -42,12 +42,16 @@ class CopyEvent(Protocol):
         """Block the host until the event is reached."""
 
 
-class Copies(Protocol):
-    """Copies in both directions between one device and the host.
+class Copies:
+    """Copies in both directions between one device and the host. These are synchronous, within CPU memory: the same
+    code path without a GPU, for tests and as a simple reference.
 
     `to_host`, `bring`, `release_sources` and `here` belong to the threads that issue the device's computation, one at a
     time; the other methods may be called from any thread that has called `enter_thread`.
     """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def enter_thread(self) -> None:
         """Make the device current in the calling thread. The first call of every thread that waits or copies: CUDA
@@ -55,16 +59,17 @@ class Copies(Protocol):
 
     def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate [numel] in host memory that copies can access without blocking; valid until `close`."""
-        ...
+        return host_tensor(numel, dtype)
 
     def here(self) -> CopyEvent:
         """Event that is reached when all work issued on the current stream so far has run."""
-        ...
+        return CopyEvent()
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         """Start copying `source` to `target` after all work issued on the current stream so far. The caller may release
         `source` immediately, but may not write to it."""
-        ...
+        target.copy_(source)
+        return CopyEvent()
 
     def release_sources(self) -> None:
         """Make the device wait for all copies to the host, and release their sources. Does not block the host."""
@@ -72,61 +77,22 @@ class Copies(Protocol):
     def bring(self, source: torch.Tensor, after: Sequence[CopyEvent] = ()) -> tuple[torch.Tensor, CopyEvent]:
         """Start copying [n] on the host to a new [n] on the device, once the events in `after` and all work issued on
         the current stream are reached. Release the new tensor only after `hold_device` or `wait` of its event."""
-        ...
+        target = torch.empty(source.numel(), dtype=source.dtype, device=self._device)
+        # Earlier users of the target's memory ran on the current stream, and may not have finished.
+        return target, self.to_device(target, source, [self.here(), *after])
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[CopyEvent] = ()) -> CopyEvent:
         """Start copying `source` to `target`, which exists on the device, once the events in `after` are reached."""
-        ...
+        for event in after:
+            event.wait()
+        target.copy_(source)
+        return CopyEvent()
 
     def close(self) -> None:
         """Wait for all copies and release the host memory. Idempotent."""
 
 
-class _Reached:
-    def hold_device(self) -> None:
-        """A no-op: the event has already been reached."""
-
-    def wait(self) -> None:
-        """A no-op: the event has already been reached."""
-
-
-class PlainCopies:
-    """Synchronous copies within CPU memory: the same code path without a GPU, for tests and as a simple reference."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def enter_thread(self) -> None:
-        """A no-op: a CPU is current in every thread."""
-
-    def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return host_tensor(numel, dtype)
-
-    def here(self) -> CopyEvent:
-        return _Reached()
-
-    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
-        target.copy_(source)
-        return _Reached()
-
-    def release_sources(self) -> None:
-        """A no-op: every copy has ended."""
-
-    def bring(self, source: torch.Tensor, after: Sequence[CopyEvent] = ()) -> tuple[torch.Tensor, CopyEvent]:
-        target = torch.empty(source.numel(), dtype=source.dtype, device=self._device)
-        return target, self.to_device(target, source, after)
-
-    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[CopyEvent] = ()) -> CopyEvent:
-        for event in after:
-            event.wait()
-        target.copy_(source)
-        return _Reached()
-
-    def close(self) -> None:
-        """A no-op: the memory is freed with its tensors."""
-
-
-class _Event:
+class _Event(CopyEvent):
     """A CUDA event. The host thread sleeps while it waits: a spinning thread would take a core from the update.
 
     keeps: the target of the event's copy, kept alive until something has waited for the event.
@@ -171,8 +137,8 @@ class HeldSources:
             del source
 
 
-class HoldingCopies(PlainCopies):
-    """Plain copies that hold their sources as long as CUDA's copies do: the memory of a GPU's step on a CPU."""
+class HoldingCopies(Copies):
+    """Copies that hold their sources, as CUDA's must: alone, the memory of a GPU's step on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -180,9 +146,12 @@ class HoldingCopies(PlainCopies):
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         self._sources.make_room()
-        event = super().to_host(target, source)
+        event = self._start_to_host(target, source)
         self._sources.add(source, event)
         return event
+
+    def _start_to_host(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
+        return super().to_host(target, source)
 
     def release_sources(self) -> None:
         self._sources.release()
@@ -227,14 +196,13 @@ class PageLocked:
             )
 
 
-class CudaCopies:
+class CudaCopies(HoldingCopies):
     """Copies between a GPU and page-locked host memory, with one stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._device = self._down.device  # with its index
+        super().__init__(self._down.device)  # with its index
         self._host = PageLocked(self._device)
-        self._sources = HeldSources()
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
@@ -242,27 +210,16 @@ class CudaCopies:
     def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._host.allocate(numel, dtype)
 
-    def here(self) -> _Event:
+    def here(self) -> CopyEvent:
         return _Event(torch.cuda.current_stream(self._device))
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> _Event:
-        self._sources.make_room()
+    def _start_to_host(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         self._down.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._down):
             target.copy_(source, non_blocking=True)
-        event = _Event(self._down)
-        self._sources.add(source, event)
-        return event
+        return _Event(self._down)
 
-    def release_sources(self) -> None:
-        self._sources.release()
-
-    def bring(self, source: torch.Tensor, after: Sequence[CopyEvent] = ()) -> tuple[torch.Tensor, _Event]:
-        target = torch.empty(source.numel(), dtype=source.dtype, device=self._device)
-        # Earlier users of the target's memory ran on the current stream, and may not have finished.
-        return target, self.to_device(target, source, [self.here(), *after])
-
-    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[CopyEvent] = ()) -> _Event:
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[CopyEvent] = ()) -> CopyEvent:
         with torch.cuda.stream(self._up):
             for event in after:
                 event.hold_device()

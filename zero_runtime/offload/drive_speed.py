@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ def measure_drive(folder: Path, total: int = TEST_BYTES) -> Iterator[DriveSpeed]
     for block_mib in BLOCK_MIB:
         for requests in REQUESTS:
             settings = ScratchSettings(folder, block_mib << 20, requests, verify=False)
-            file = ScratchFile(replace(settings), total, rank=0)
+            file = ScratchFile(settings, total, rank=0)
             try:
                 write = total / _seconds(file.write(0, first, "test"), file.write(total // 2, second, "test"))
                 read = total / _seconds(file.read(0, first, "test"), file.read(total // 2, second, "test"))

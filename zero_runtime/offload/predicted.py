@@ -10,14 +10,8 @@ from zero_runtime.settings import RuntimeSettings
 
 def predicted_bytes(settings: RuntimeSettings, config: OptimizerConfig, units: Units, shard_count: int) -> OffloadBytes:
     """The bytes of one rank."""
-    moves = moves_of(settings, config, shard_count)
-    return (nvme_bytes if settings.offload.uses_nvme else host_bytes)(units, moves)
-
-
-def moves_of(settings: RuntimeSettings, config: OptimizerConfig, shard_count: int) -> Moves:
-    """The settings that decide how many offload copies are under way at the same time."""
     offload = settings.offload
-    return Moves(
+    moves = Moves(
         shard_count,
         settings.prefetch,
         settings.micro_batches,
@@ -25,3 +19,4 @@ def moves_of(settings: RuntimeSettings, config: OptimizerConfig, shard_count: in
         1 if offload.scratch is None else offload.scratch.ahead,
         offload.params is Tier.NVME,
     )
+    return (nvme_bytes if offload.uses_nvme else host_bytes)(units, moves)

@@ -170,15 +170,7 @@ class ScratchFile:
         )
 
     def _read_block(self, offset: int, block: torch.Tensor, what: str) -> None:
-        rest, place = _bytes(block), offset
-        while rest:
-            try:
-                count = os.preadv(self._fd, [rest], place)
-            except OSError as error:
-                raise self._failed("read", offset, block.nbytes, what, error.strerror or str(error)) from error
-            if count == 0:
-                raise self._failed("read", offset, block.nbytes, what, f"the file's end at {place}")
-            rest, place = rest[count:], place + count
+        self._transfer(os.preadv, "read", offset, block, what)
         if self._checksum is None:
             return
         # In the thread that transfers the block, in parallel with the other threads' I/O.
@@ -187,15 +179,23 @@ class ScratchFile:
             raise self._failed("read", offset, block.nbytes, what, "other bytes than were written there")
 
     def _write_block(self, offset: int, block: torch.Tensor, what: str) -> None:
+        self._transfer(os.pwritev, "write", offset, block, what)
+        if self._checksum is not None:
+            self._sums[offset, block.nbytes] = self._checksum(block)
+
+    def _transfer(
+        self, call: Callable[[int, list[memoryview], int], int], verb: str, offset: int, block: torch.Tensor, what: str
+    ) -> None:
+        """Call it until all of the block is transferred: the kernel may stop earlier."""
         rest, place = _bytes(block), offset
         while rest:
             try:
-                count = os.pwritev(self._fd, [rest], place)
+                count = call(self._fd, [rest], place)
             except OSError as error:
-                raise self._failed("write", offset, block.nbytes, what, error.strerror or str(error)) from error
+                raise self._failed(verb, offset, block.nbytes, what, error.strerror or str(error)) from error
+            if count == 0:
+                raise self._failed(verb, offset, block.nbytes, what, f"the file's end at {place}")
             rest, place = rest[count:], place + count
-        if self._checksum is not None:
-            self._sums[offset, block.nbytes] = self._checksum(block)
 
     def _failed(self, verb: str, offset: int, size: int, what: str, found: str) -> OffloadError:
         return OffloadError(

@@ -14,4 +14,4 @@ arguments = TrainingArguments(
 )
 trainer = Trainer(model=model, args=arguments, train_dataset=training_rows(), **given)
 trainer.train()
-print(f"{trainer.engine.global_steps} steps with {type(trainer.engine.optimizer._config).__name__}")
+print(f"{trainer.engine.global_steps} steps with {type(trainer.engine.runtime.optimizer.config).__name__}")

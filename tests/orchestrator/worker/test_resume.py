@@ -220,10 +220,8 @@ def test_a_run_that_cannot_resume_says_why(changed: dict, told: str, tmp_path: P
 
 
 def _save_elsewhere(path: Path) -> None:
-    """Plain torch trains the same architecture and saves it with torch.distributed.checkpoint."""
+    """Plain torch trains the same architecture and saves it as one rank of DeepSpeed does at stage 3."""
     import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
 
     from orchestrator.workloads.models import build_model, token_losses
 
@@ -234,8 +232,21 @@ def _save_elsewhere(path: Path) -> None:
         token_losses(model, ids, ids).backward()
         optimizer.step()
         optimizer.zero_grad()
-    states, optimizer_states = get_state_dict(model, optimizer)
-    dcp.save({"model": states, "optim": optimizer_states}, checkpoint_id=path, no_dist=True)
+
+    def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+    states = list(optimizer.state.values())
+    moments = {name: flat([one[name] for one in states]) for name in ("exp_avg", "exp_avg_sq")}
+    shards = {
+        "partition_count": 1,
+        "fp32_flat_groups": [flat(list(model.parameters()))],
+        "optimizer_state_dict": {"state": {0: {"step": 4, **moments}}},
+    }
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    path.mkdir()
+    torch.save({"optimizer_state_dict": shards}, path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    torch.save({"param_shapes": [shapes], "module": {}}, path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
 @pytest.mark.full
@@ -248,7 +259,7 @@ def test_a_run_loads_another_librarys_states_and_follows_its_own_schedule(tmp_pa
     assert (own.wait(), other.wait()) == ([0, 0], [0, 0])
     events = EventTail(other.paths.metrics).read_new()
     (told,) = [event for event in events if event["event"] == "resumed"]
-    assert (told["step"], told["updates"], told["kind"]) == (0, 4, "PyTorch distributed checkpoint")
+    assert (told["step"], told["updates"], told["kind"]) == (0, 4, "DeepSpeed ZeRO stage 3, 1 ranks")
     rates = [
         [event["lr"] for event in EventTail(one.paths.metrics).read_new() if event["event"] == "step"]
         for one in (own, other)

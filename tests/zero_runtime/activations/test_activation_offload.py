@@ -17,7 +17,7 @@ from torch import nn
 from zero_runtime.activations.offload import HostMemory
 from zero_runtime.activations.recompute import Recomputation, RecomputeRule
 from zero_runtime.errors import PlanError
-from zero_runtime.offload.copy_streams import CopyEvent, PlainCopies
+from zero_runtime.offload.copy_streams import Copies, CopyEvent
 
 STAGES = (0, 1, 2, 3)
 KINDS = ("none", "full", "every_nth", "by_operation")
@@ -39,7 +39,7 @@ class _Late:
     hold_device = wait
 
 
-class LateCopies(PlainCopies):
+class LateCopies(Copies):
     """Copies between two memories of a CPU that end late, as CUDA copies may: a caller that does not wait reads noise.
 
     trips: bytes of each copy in order, negative if to the device. left: storages that were copied to the host. host:

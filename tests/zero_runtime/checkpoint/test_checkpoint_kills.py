@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ from harness.kill_points import Aim, KillPoints, kinds, notes
 from harness.patience import HANG_S, wait_until
 from harness.ranks import RANK_THREADS, fork_context, run_ranks
 
+from zero_runtime.checkpoint import tensor_file
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.load import load_checkpoint
 from zero_runtime.checkpoint.retention import Retention, clear_leftovers, committed, newest_good_together
@@ -33,7 +35,8 @@ from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.runtime import ZeroRuntime
 
 HERE = Setting(3, 2)
-SLOW = SaveSettings(block_bytes=1 << 13, pause_s=0.03)
+SLOW = SaveSettings(block_bytes=1 << 13)
+PAUSE_S = 0.03  # after each block of SLOW
 DELETING = SaveSettings(retention=Retention(keep_last=2))
 SEED = 4
 RECORDED = 4  # steps of the run that records the kill points: two of its saves delete an older checkpoint
@@ -72,6 +75,9 @@ def digest(runtime: ZeroRuntime) -> str:
 def victim(root: Path, store: str, rank: int, behind: bool, log: Path | None = None, aim: Aim | None = None) -> None:
     """Train until killed, by `aim` if one is given. With a log and no aim, train RECORDED steps and log kill points."""
     torch.set_num_threads(RANK_THREADS)
+    if log is None:
+        write = tensor_file._write_all
+        tensor_file._write_all = lambda fd, block: (write(fd, block), time.sleep(PAUSE_S))
     signal.alarm(int(HANG_S))  # even a faulty test leaves no process behind
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=HANG_S)

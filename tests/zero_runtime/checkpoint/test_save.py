@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import threading
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -163,10 +164,10 @@ def test_a_save_replaces_an_interrupted_or_damaged_save_of_the_same_step(tmp_pat
 # ---- in the background -----------------------------------------------------------------------------------------------
 
 
-def behind_training(root: Path) -> tuple[float, float, float]:
+def behind_training(root: Path) -> float:
     """Training continues while the copy is written; a second save waits for the first, whose writer waits for `gate`.
 
-    Returns the first save's wait and total stall and the second save's wait, in seconds.
+    Returns the seconds that the second save took.
     """
     gate = threading.Event()
     write = os.write
@@ -176,13 +177,14 @@ def behind_training(root: Path) -> tuple[float, float, float]:
     states = whole(runtime)
     saver = BackgroundSaver(root)
     path = saver.save(runtime, step=1, trainer={"samples": 1})
-    busy, first = saver.busy, saver.last_stall
+    busy = saver.busy
     assert not path.exists()
     train(runtime, HERE.case(), 1, 2)
     later = whole(runtime)
     threading.Timer(0.2, gate.set).start()
+    begun = time.monotonic()
     second = saver.save(runtime, step=3, trainer={"samples": 3})
-    waited = saver.last_stall.waited_s
+    waited = time.monotonic() - begun
     saver.wait(runtime)
     assert busy
     assert not saver.busy
@@ -190,13 +192,11 @@ def behind_training(root: Path) -> tuple[float, float, float]:
         loaded, _ = load_into(step, HERE)
         assert_states(whole(loaded), wanted)
         loaded.close()
-    return first.waited_s, first.total_s, waited
+    return waited
 
 
 def test_a_background_save_holds_the_state_at_the_time_of_the_call(tmp_path: Path) -> None:
-    for first_waited, stall, second_waited in run_ranks(behind_training, 2, tmp_path):
-        assert first_waited < 0.1 < second_waited
-        assert stall > 0
+    assert min(run_ranks(behind_training, 2, tmp_path)) > 0.15  # the wait for the gate
 
 
 # ---- local to a node -------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_nodes_with_their_own_files_must_keep_two_checkpoints() -> None:
 def test_a_tensor_file_is_correct_for_every_block_size(block_bytes: int, tmp_path: Path) -> None:
     sizes = [0, 1, 7] if block_bytes == 1 else [0, 1, 7, 300_001, 3, 200_000]
     tensors = {f"t{i}": torch.randn(n) for i, n in enumerate(sizes)} | {"half": torch.randn(5).bfloat16()}
-    entry = write_tensor_file(tmp_path / "a", tensors, {"k": "v"}, block_bytes=block_bytes, pause_s=0)
+    entry = write_tensor_file(tmp_path / "a", tensors, {"k": "v"}, block_bytes=block_bytes)
     data = (tmp_path / "a").read_bytes()
     assert (len(data), checksum_text(zlib.crc32(data))) == entry
     tensor_file.check_file(tmp_path / "a", entry)
@@ -282,7 +282,7 @@ def test_large_tensors_are_written_without_a_copy(tmp_path: Path, monkeypatch: p
         return write(fd, data)
 
     monkeypatch.setattr(os, "write", watched)
-    write_tensor_file(tmp_path / "a", {"t": values}, {}, block_bytes=1 << 20, pause_s=0)
+    write_tensor_file(tmp_path / "a", {"t": values}, {}, block_bytes=1 << 20)
     assert found[1:] == [0, 1 << 20, 2 << 20, 3 << 20]
 
 

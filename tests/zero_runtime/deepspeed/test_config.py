@@ -121,7 +121,7 @@ def test_tuning_keys_are_accepted_and_reported_as_without_effect() -> None:
         "zero_optimization.offload_optimizer.pin_memory",
         "steps_per_print",
         "wall_clock_breakdown",
-        "flops_profiler.enabled",
+        "flops_profiler",
         "zero_allow_untested_optimizer",
         "zero_force_ds_cpu_optimizer",
         "elasticity",
@@ -274,7 +274,7 @@ def test_a_file_may_have_comments_and_trailing_commas(tmp_path: Path) -> None:
         '{"project": "http://a#b,}"},\n}'
     )
     read = read_config(path, 2)
-    assert (read.batch.train, read.clip_norm, read.idle) == (8, 0.5, ("wandb.project",))
+    assert (read.batch.train, read.clip_norm, read.idle) == (8, 0.5, ("wandb",))
     assert read_config(str(path), 2) == read
 
 

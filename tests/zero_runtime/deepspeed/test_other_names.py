@@ -104,10 +104,8 @@ def adams() -> None:
     for made, switches, config, plain in cases:
         model, other = small_model(), small_model()
         optimizer = made(model.parameters(), **constants, **switches)
-        engine, view, *_ = initialize_quietly(model=model, optimizer=optimizer, config=config)
+        engine, *_ = initialize_quietly(model=model, optimizer=optimizer, config=config)
         assert isinstance(optimizer, made)
-        assert isinstance(view.optimizer, FusedAdam)
-        assert isinstance(engine.optimizer, torch.optim.AdamW) == (plain is AdamW)
         expected = plain(other.parameters(), **constants)
         for step in range(3):
             engine.backward(mean_loss(engine, step))
@@ -361,19 +359,10 @@ def test_a_configuration_may_be_named_on_the_command_line(tmp_path: Path) -> Non
     run_alone(from_a_command_line, str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("place", "table"),
-    [
-        ("", absent.ABSENT),
-        ("ops", absent.ABSENT_OF_OPS),
-        ("utils", absent.ABSENT_OF_UTILS),
-        ("zero", absent.ABSENT_OF_ZERO),
-        ("checkpointing", absent.ABSENT_OF_CHECKPOINTING),
-    ],
-)
-def test_a_name_that_is_not_here_says_what_to_do(place: str, table: dict[str, str]) -> None:
+@pytest.mark.parametrize("place", ["", "ops", "utils", "zero", "checkpointing"])
+def test_a_name_that_is_not_here_says_what_to_do(place: str) -> None:
     module: Any = getattr(zero_runtime, place) if place else zero_runtime
-    for name, advice in table.items():
+    for name, advice in absent.ABSENT.items():
         with pytest.raises(AttributeError) as told:
             getattr(module, name)
         assert str(told.value) == f"{module.__name__}.{name} is not here: {advice}"

@@ -179,8 +179,8 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         "compilation that is on",
         config(compile={"deepcompile": True}),
         [
-            "compile.deepcompile: expected False, found True: compilation by the engine is not here; call "
-            "torch.compile on your model, or set it to false"
+            "compile: compilation by the engine (call torch.compile on your model) is not here; switch it off or "
+            "leave it out"
         ],
     ),
     (

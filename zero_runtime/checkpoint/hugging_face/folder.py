@@ -9,21 +9,20 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import torch
 
-from zero_runtime.checkpoint.tensor_file import bytes_of, fsync_folder
+from zero_runtime.checkpoint.tensor_file import bytes_of, fsync_folder, header_of
 from zero_runtime.errors import CheckpointError
 from zero_runtime.tensor_source import TensorSource
 
 MODEL = "model"  # file name prefix of a model's own weights
 MAX_FILE_BYTES = 5 * 10**9  # the default that save_pretrained uses
 BLOCK_NUMEL = 4 << 20  # elements in memory at a time
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class Written(NamedTuple):
@@ -39,7 +38,6 @@ def write_weights(
     out: str | Path,
     *,
     dtype: torch.dtype,
-    max_file_bytes: int = MAX_FILE_BYTES,
     stem: str = MODEL,
 ) -> Written:
     """Write all weights of `source`, cast to `dtype`, into the new folder `out`, which appears once it is complete.
@@ -47,7 +45,7 @@ def write_weights(
     Memory: BLOCK_NUMEL elements, regardless of tensor sizes. CheckpointError if `out` exists or cannot be written.
     """
     shapes = {name: source.shape(name) for name in source.names()}
-    with FolderWriter(out, shapes, dtype, max_file_bytes, stem) as writer:
+    with FolderWriter(out, shapes, dtype, stem) as writer:
         for name, shape in shapes.items():
             numel = math.prod(shape)
             for start in range(0, numel, BLOCK_NUMEL):
@@ -66,7 +64,6 @@ class FolderWriter:
         out: str | Path,
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
-        max_file_bytes: int = MAX_FILE_BYTES,
         stem: str = MODEL,
     ) -> None:
         self._out = Path(out)
@@ -75,7 +72,7 @@ class FolderWriter:
                 f"{self._out}: expected a folder that is not there yet, found one; give another, or remove it"
             )
         self._shapes, self._dtype, self._stem = dict(shapes), dtype, stem
-        self._groups = list(self._grouped(max_file_bytes))
+        self._groups = list(self._grouped())
         count = len(self._groups)
         self._names = [
             f"{stem}.safetensors" if count == 1 else f"{stem}-{place + 1:05d}-of-{count:05d}.safetensors"
@@ -126,13 +123,13 @@ class FolderWriter:
     def _bytes(self, name: str) -> int:
         return math.prod(self._shapes[name]) * self._dtype.itemsize
 
-    def _grouped(self, max_file_bytes: int) -> Iterator[list[str]]:
+    def _grouped(self) -> Iterator[list[str]]:
         """Names in order, as many per file as fit; a tensor larger than the limit has a separate file."""
         group: list[str] = []
         size = 0
         for name in self._shapes:
             own = self._bytes(name)
-            if group and size + own > max_file_bytes:
+            if group and size + own > MAX_FILE_BYTES:
                 yield group
                 group, size = [], 0
             group.append(name)
@@ -143,20 +140,10 @@ class FolderWriter:
         self._close_file()
         names = self._groups[self._opened]
         self._file = (self._partial / self._names[self._opened]).open("xb")
-        self._file.write(self._header(names))
+        tensors = ((name, self._dtype, self._shapes[name]) for name in names)
+        self._file.write(header_of(tensors, {"format": "pt"}))  # transformers refuses a file without this
         self._left = sum(map(self._bytes, names))
         self._opened += 1
-
-    def _header(self, names: Sequence[str]) -> bytes:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
-        offset = 0
-        for name in names:
-            end = offset + self._bytes(name)
-            entry = {"dtype": _NAMES[self._dtype], "shape": list(self._shapes[name]), "data_offsets": [offset, end]}
-            header[name], offset = entry, end
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
 
     def _close_file(self) -> None:
         assert self._left == 0, f"{self._left} bytes have not come"

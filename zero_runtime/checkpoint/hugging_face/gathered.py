@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from zero_runtime.agreement import agree, trouble_of
-from zero_runtime.checkpoint.hugging_face.folder import MAX_FILE_BYTES, MODEL, FolderWriter, Written
+from zero_runtime.checkpoint.hugging_face.folder import MODEL, FolderWriter
 from zero_runtime.errors import CheckpointError
 from zero_runtime.runtime import ZeroRuntime
 
@@ -17,9 +17,8 @@ def save_gathered_weights(
     out: str | Path,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    max_file_bytes: int = MAX_FILE_BYTES,
     stem: str = MODEL,
-) -> Written:
+) -> None:
     """Gather unit by unit; rank 0 writes all weights (the masters, rounded to `dtype`). Every rank calls it,
     outside of backwards.
 
@@ -30,15 +29,13 @@ def save_gathered_weights(
     collectives = runtime.collectives
     shapes = {name: shape for unit in runtime.units for name, shape in unit.full_shapes.items()}
     writer: FolderWriter | None = None
-    written: Written | None = None
 
     def begin() -> None:
         nonlocal writer
         if collectives.rank == 0:
-            writer = FolderWriter(out, shapes, dtype, max_file_bytes, stem)
+            writer = FolderWriter(out, shapes, dtype, stem)
 
     def write_all() -> None:
-        nonlocal written
         trouble: CheckpointError | None = None
         for unit in runtime.units:
             whole: dict[str, torch.Tensor] = {}  # frees the last unit before this one is gathered
@@ -53,9 +50,8 @@ def save_gathered_weights(
                 trouble = error
         if trouble is not None:
             raise trouble
-        written = writer.commit() if writer is not None else None
+        if writer is not None:
+            writer.commit()
 
     agree(collectives, trouble_of(begin))
     agree(collectives, trouble_of(write_all))
-    found: Written = collectives.gather_objects(written)[0]
-    return found

@@ -1,11 +1,5 @@
 """DeepSpeed's `checkpoint`: the helper that accelerate imports."""
 
-from __future__ import annotations
+from zero_runtime.deepspeed.absent import lazy_modules
 
-from types import ModuleType
-
-from zero_runtime.deepspeed.absent import submodule
-
-
-def __getattr__(name: str) -> ModuleType:
-    return submodule(__name__, name, ("utils",), {})
+__getattr__ = lazy_modules(__name__, "utils")

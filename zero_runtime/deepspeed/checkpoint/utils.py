@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 _CPU = torch.device("cpu")
 
@@ -14,11 +15,4 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
 
     torch.save writes the whole storage of a tensor; a copy has one of its own size.
     """
-    if isinstance(item, torch.Tensor):
-        return item.detach().to(device, copy=True)
-    if isinstance(item, dict):
-        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
-    if isinstance(item, (list, tuple)):
-        copies = [clone_tensors_for_torch_save(value, device) for value in item]
-        return copies if isinstance(item, list) else tuple(copies)
-    return item
+    return tree_map(lambda one: one.detach().to(device, copy=True) if isinstance(one, torch.Tensor) else one, item)

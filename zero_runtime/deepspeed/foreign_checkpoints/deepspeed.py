@@ -7,6 +7,10 @@ Stage 3: each parameter is cut into world equal parts, the last one padded; a ra
 concatenated in its flat tensors, group after group, in the order of `param_shapes`.
 The moments have the layout of the masters. Frozen parameters are in the model's files: in full at stages 1 and 2, cut
 like the others at stage 3.
+
+[Note: no code from a checkpoint]
+The files are pickles, opened with torch's `weights_only`. DeepSpeed's classes are never imported: a stand-in class of
+ours replaces them. Any other class is an error.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +27,7 @@ import torch
 
 from zero_runtime.checkpoint.files import opened, read_small_file
 from zero_runtime.checkpoint.layout import MASTER
-from zero_runtime.deepspeed.foreign_checkpoints.pickled import StandIn, field
-from zero_runtime.deepspeed.foreign_checkpoints.source import Chunk, ForeignCheckpoint, Shape, of_tensor
+from zero_runtime.deepspeed.foreign_checkpoints.source import Chunk, ForeignCheckpoint, of_tensor
 from zero_runtime.errors import CheckpointError, brief
 
 LATEST = "latest"
@@ -31,12 +35,24 @@ _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim
 _WEIGHTS_INSTEAD = "make a folder of weights of it with its own zero_to_fp32.py, and give that as model.path"
 
 
+class StandIn:
+    """Replaces an instance of a class of DeepSpeed's; has the attributes that the pickle gives it."""
+
+    def __new__(cls, *_arguments: Any) -> StandIn:
+        return super().__new__(cls)
+
+
+def foreign_reader(path: Path) -> Callable[[], ForeignCheckpoint] | None:
+    """A function that opens another library's checkpoint in a folder; None for any other folder."""
+    return partial(open_deepspeed, path) if is_deepspeed(path) else None
+
+
 def is_deepspeed(path: Path) -> bool:
     """Whether a folder is a DeepSpeed checkpoint, or a folder of several with a file `latest`."""
     return (path / LATEST).is_file() or any(path.glob("*_optim_states.pt"))
 
 
-def open_deepspeed(path: str | Path, _names: Iterable[str] = ()) -> ForeignCheckpoint:
+def open_deepspeed(path: str | Path) -> ForeignCheckpoint:
     """Open a checkpoint, or the one that `latest` names. Maps the files into memory and reads little of them.
 
     CheckpointError if files are missing, or have the layout of another kind or release.
@@ -62,10 +78,10 @@ def _open(folder: Path, files: Sequence[Path]) -> ForeignCheckpoint:
     read = _stage3 if stage == 3 else _stages1_and_2
     model_files = _model_files(folder, stage, world)
     model = [_load(file) for file in model_files]
-    parameters = {name: Shape(tuple(shape)) for group in model[0]["param_shapes"] for name, shape in group.items()}
+    parameters = {name: tuple(shape) for group in model[0]["param_shapes"] for name, shape in group.items()}
     chunks = read(folder, optimizer, parameters, model[0]["param_shapes"])
     for name, shape, found in _frozen(model, stage):
-        parameters[name] = Shape(shape)
+        parameters[name] = shape
         chunks[MASTER][name] = found
     return ForeignCheckpoint(
         path=folder,
@@ -111,7 +127,7 @@ def _model_files(folder: Path, stage: int, world: int) -> list[Path]:
 
 
 def _stages1_and_2(
-    folder: Path, ranks: Sequence[Mapping[str, Any]], parameters: Mapping[str, Shape], _groups: object
+    folder: Path, ranks: Sequence[Mapping[str, Any]], parameters: Mapping[str, tuple[int, ...]], _groups: object
 ) -> dict[str, dict[str, list[Chunk]]]:
     chunks: dict[str, dict[str, list[Chunk]]] = {}
     reached = dict.fromkeys(parameters, 0)
@@ -122,12 +138,12 @@ def _stages1_and_2(
             for name, address in mapping.items():
                 # A rank's part of a parameter continues where the part of the rank before it ended.
                 start = reached[name]
-                reached[name] = stop = start + field(address, "numel")
+                reached[name] = stop = start + address.numel
                 for state, values in flat.items():
-                    chunk = of_tensor(values, start, stop, field(address, "start"))
+                    chunk = of_tensor(values, start, stop, address.start)
                     chunks.setdefault(state, {}).setdefault(name, []).append(chunk)
     for name, end in reached.items():
-        if end != math.prod(parameters[name].shape):
+        if end != math.prod(parameters[name]):
             raise _bad(folder, f"all of {name}", f"{end} elements", "copy the whole folder")
     return chunks
 
@@ -135,7 +151,7 @@ def _stages1_and_2(
 def _stage3(
     folder: Path,
     ranks: Sequence[Mapping[str, Any]],
-    parameters: Mapping[str, Shape],
+    parameters: Mapping[str, tuple[int, ...]],
     groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, dict[str, list[Chunk]]]:
     chunks: dict[str, dict[str, list[Chunk]]] = {}
@@ -146,7 +162,7 @@ def _stage3(
         ]
         place = offset = 0
         for name in (name for group in groups for name in group):
-            numel = math.prod(parameters[name].shape)
+            numel = math.prod(parameters[name])
             part = -(-numel // len(ranks))  # rounded up: the last rank's part may have padding
             # The flat tensor of this group is used up: the parameter is in the next group.
             while offset == flats[place][MASTER].numel() and part:

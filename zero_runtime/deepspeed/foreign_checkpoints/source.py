@@ -1,14 +1,9 @@
-"""A checkpoint of another library as tensor sources, and how a runtime loads it; the readers of each format build it.
-
-[Note: no code from a checkpoint]
-The files of other libraries are pickles. Tensors are opened with torch's `weights_only`, everything else with an
-unpickler that allows a few plain classes by name; any other name is an error. The classes of those libraries are never
-imported: a stand-in class of ours, which stores its arguments, replaces them (pickled.py).
-"""
+"""A checkpoint of another library as tensor sources, and how a runtime loads it; the reader of its format builds it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -19,11 +14,12 @@ from zero_runtime.agreement import agree, trouble_of
 from zero_runtime.checkpoint.compatibility import check_shapes, kept_buffers
 from zero_runtime.checkpoint.layout import MASTER
 from zero_runtime.checkpoint.load import fill
-from zero_runtime.deepspeed.foreign_checkpoints.archive import check_archive
 from zero_runtime.errors import CheckpointError, brief
 from zero_runtime.optim.configs import TorchConfig
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.tensor_source import TensorSource
+
+_BLOCK_BYTES = 1 << 20
 
 
 class Chunk(NamedTuple):
@@ -32,10 +28,6 @@ class Chunk(NamedTuple):
     start: int
     stop: int
     read: Callable[[int, int], torch.Tensor]
-
-
-class Shape(NamedTuple):
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +42,7 @@ class ForeignCheckpoint:
     path: Path
     kind: str
     updates: int
-    parameters: dict[str, Shape]
+    parameters: dict[str, tuple[int, ...]]
     chunks: dict[str, dict[str, list[Chunk]]]
     tied: dict[str, str] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -68,7 +60,7 @@ class ForeignCheckpoint:
     def verify(self, place: int = 0, places: int = 1) -> None:
         """Read the archives place, place + places, ... once; CheckpointError if one is damaged."""
         for file in self.archives[place::places]:
-            _check_archive(file)
+            check_archive(file)
 
 
 class _ChunkSource:
@@ -80,7 +72,7 @@ class _ChunkSource:
         return list(self._chunks)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._checkpoint.parameters[name].shape
+        return self._checkpoint.parameters[name]
 
     def dtype(self, name: str) -> torch.dtype:
         return torch.float32
@@ -108,18 +100,18 @@ def of_tensor(flat: torch.Tensor, start: int, stop: int, offset: int = 0) -> Chu
 
 
 def load_foreign(
-    runtime: ZeroRuntime, open_it: Callable[[Iterable[str]], ForeignCheckpoint], *, weights_only: bool = False
+    runtime: ZeroRuntime, open_it: Callable[[], ForeignCheckpoint], *, weights_only: bool = False
 ) -> ForeignCheckpoint:
     """Fill the runtime's weights and optimizer states, under any plan. Every rank calls it, between two steps.
 
-    `open_it` gets the names of the model's parameters. CheckpointError, the same on every rank, unless the checkpoint
-    fits this model and, if it has states and `weights_only` is False, this optimizer; then nothing has been changed.
+    CheckpointError, the same on every rank, unless the checkpoint fits this model and, if it has states and
+    `weights_only` is False, this optimizer; then nothing has been changed.
     """
     runtime.check_between_steps("load_foreign")
     opened: list[ForeignCheckpoint] = []
 
     def look() -> None:
-        found = open_it([segment.name for unit in runtime.units for segment in unit.layout.segments])
+        found = open_it()
         check_shapes(runtime, found.parameters, str(found.path), found.tied)
         if found.states and not weights_only:
             _check_optimizer(runtime, found)
@@ -152,13 +144,29 @@ def _check_optimizer(runtime: ZeroRuntime, found: ForeignCheckpoint) -> None:
         )
 
 
-def _check_archive(file: Path) -> None:
+def check_archive(file: Path) -> None:
+    """Read a file of torch.save once; CheckpointError if a checksum in it differs.
+
+    torch.load does not compare them, so a flipped bit in a tensor would go unnoticed into training. Files without
+    checksums pass: those from before 2020 are no archives, and torch.serialization.set_crc32_options(False) writes
+    zeros.
+    """
     try:
-        check_archive(file)
+        if zipfile.is_zipfile(file):
+            _compare_checksums(file)
     except Exception as error:  # a damaged archive may raise any error
         raise CheckpointError(
             f"{file}: expected the records that were written, found damage ({brief(error)}); copy the file again"
         ) from error
+
+
+def _compare_checksums(file: Path) -> None:
+    with zipfile.ZipFile(file) as archive:
+        for record in archive.infolist():
+            if record.CRC:  # else ZipFile.testzip would do
+                with archive.open(record) as data:
+                    while data.read(_BLOCK_BYTES):
+                        pass
 
 
 def _check_buffers(runtime: ZeroRuntime, found: ForeignCheckpoint) -> None:

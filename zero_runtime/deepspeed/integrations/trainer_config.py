@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from zero_runtime.deepspeed.auto import AutoValues, fill_auto, mismatches
+from zero_runtime.deepspeed.auto import AutoValues, auto_values, mismatches, with_values
 from zero_runtime.deepspeed.json_text import load
 from zero_runtime.deepspeed.schema import AUTO
 from zero_runtime.errors import PlanError
@@ -43,20 +44,8 @@ def engine_config(given: Mapping[str, Any], args: Any, model: nn.Module, total_s
     wrong = [f"{name}: {why}" for name, why in _REFUSED.items() if getattr(args, name, None)]
     if wrong:
         raise PlanError("TrainingArguments, with deepspeed=: " + "; ".join(wrong))
-    values = AutoValues(
-        per_device_train_batch_size=args.per_device_train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        max_grad_norm=args.max_grad_norm,
-        learning_rate=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        adam_epsilon=args.adam_epsilon,
-        weight_decay=args.weight_decay,
-        warmup_steps=None if total_steps is None else args.get_warmup_steps(total_steps),
-        total_steps=total_steps,
-        fp16=bool(args.fp16),
-        bf16=bool(args.bf16),
-        hidden_size=getattr(getattr(model, "config", None), "hidden_size", None),
-    )
+    warmup_steps = None if total_steps is None else args.get_warmup_steps(total_steps)
+    values = replace(AutoValues.of(args, model), warmup_steps=warmup_steps, total_steps=total_steps)
     asked = dict(given)
     for name in _ALWAYS:
         asked.setdefault(name, AUTO)
@@ -68,7 +57,7 @@ def engine_config(given: Mapping[str, Any], args: Any, model: nn.Module, total_s
             f"deepspeed: expected the values of TrainingArguments, found others: {'; '.join(wrong)}; write "
             '"auto" in the configuration, or the same value in both'
         )
-    return _without_rest(fill_auto(asked, values))
+    return _without_rest(with_values(asked, auto_values(asked, values)))
 
 
 def _without_rest(config: dict[str, Any]) -> dict[str, Any]:

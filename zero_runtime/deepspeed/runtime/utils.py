@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_
+from torch.utils._pytree import tree_map
 
 from zero_runtime.deepspeed.accelerator import get_accelerator
 from zero_runtime.deepspeed.utils.logging import log_dist
@@ -28,10 +29,4 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 def move_to_device(item: Any, device: torch.device | str) -> Any:
     """The same lists, tuples and dicts with their tensors on the device; other values as they are."""
-    if isinstance(item, torch.Tensor):
-        return item.to(device)
-    if isinstance(item, dict):
-        return {key: move_to_device(value, device) for key, value in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(value, device) for value in item)
-    return item
+    return tree_map(lambda one: one.to(device) if isinstance(one, torch.Tensor) else one, item)

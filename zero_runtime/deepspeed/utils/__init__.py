@@ -15,7 +15,7 @@ from torch import nn
 
 from zero_runtime.checkpoint.layout import MASTER
 from zero_runtime.deepspeed import leaf_modules, on_device
-from zero_runtime.deepspeed.absent import ABSENT_OF_UTILS, submodule
+from zero_runtime.deepspeed.absent import lazy_modules
 from zero_runtime.deepspeed.live_engines import OwnedParameter, owned
 from zero_runtime.deepspeed.runtime import dataloader
 from zero_runtime.deepspeed.shard_values import GRAD, is_trained, read_full, read_own, write_full, write_own
@@ -122,4 +122,4 @@ def __getattr__(name: str) -> Any:
             return found
     if name in (*groups.ANSWERS, "get_data_parallel_group"):
         return getattr(groups, name)
-    return submodule(__name__, name, ("zero_to_fp32",), ABSENT_OF_UTILS)
+    return lazy_modules(__name__, "zero_to_fp32")(name)

@@ -28,8 +28,6 @@ ANSWERS = {
     "get_sequence_data_parallel_rank": "data_rank",
     "get_sequence_data_parallel_world_size": "data_world",
 }
-# Parts of names that are not here.
-_ABSENT = {"expert": "experts are not here", "parallel_group": "the engine sends the messages of a group itself"}
 
 
 def get_data_parallel_group() -> Any:
@@ -54,5 +52,6 @@ def __getattr__(name: str) -> Callable[[], Any]:
         return get_data_parallel_group
     if public in ANSWERS:
         return partial(_ask, ANSWERS[public])
-    advice = next((words for part, words in _ABSENT.items() if part in public), None)
-    raise missing(__name__, public, {} if advice is None else {public: advice})
+    if "expert" in public:
+        raise AttributeError(f"{__name__}.{public} is not here: experts are not here")
+    raise missing(__name__, public)

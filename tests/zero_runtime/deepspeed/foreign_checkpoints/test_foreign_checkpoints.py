@@ -1,9 +1,8 @@
-"""Checkpoints written by DeepSpeed and by torch.distributed.checkpoint load into the runtime at every stage."""
+"""Checkpoints written by DeepSpeed load into the runtime at every stage."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import zipfile
 from functools import partial
@@ -11,18 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from foreign.make_deepspeed import STEPS, Model, groups_of
-from harness.models import TinySpec, TinyTransformer
 from harness.oracle import ADAMW
 from harness.plain_optimizers import AdamW
 from harness.ranks import run_ranks
 from safetensors.torch import load_file
 from torch import nn
 
-from zero_runtime.deepspeed.foreign_checkpoints.dcp import METADATA, is_dcp, open_dcp
 from zero_runtime.deepspeed.foreign_checkpoints.deepspeed import is_deepspeed, open_deepspeed
-from zero_runtime.deepspeed.foreign_checkpoints.source import ForeignCheckpoint, load_foreign
+from zero_runtime.deepspeed.foreign_checkpoints.source import load_foreign
 from zero_runtime.errors import CheckpointError
 from zero_runtime.optim.configs import AdamWConfig, OptimizerConfig, SgdConfig
 from zero_runtime.plan import ZeroPlan
@@ -164,89 +160,6 @@ def test_checkpoint_formats_are_distinguished(tmp_path: Path) -> None:
     assert is_deepspeed(MADE / "stage1")
     assert is_deepspeed(MADE / "stage1" / "global_step3")
     assert not is_deepspeed(tmp_path)
-    assert not is_dcp(MADE / "stage1")
-
-
-# ---- torch.distributed.checkpoint ------------------------------------------------------------------------------------
-
-SPEC = TinySpec(frozen=True, tied=True, seed=4)
-
-
-def _save_with_fsdp(path: Path, wrapped: bool) -> dict[str, torch.Tensor]:
-    """Train with FSDP2 over all ranks, save a checkpoint, and return the full states."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = TinyTransformer(SPEC)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-    for _ in range(2):
-        model(torch.arange(22).view(2, 11)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    states, optimizer_states = get_state_dict(model, optimizer)
-    dcp.save({"model": states, "optim": optimizer_states, "step": 2} if wrapped else dict(states), checkpoint_id=path)
-    whole = StateDictOptions(full_state_dict=True)
-    found = {f"master/{name}": value for name, value in get_model_state_dict(model, options=whole).items()}
-    _, optimizer_states = get_state_dict(model, optimizer, options=whole)
-    for name, values in optimizer_states["state"].items():
-        found |= {f"{state}/{name}": value for state, value in values.items() if state != "step"}
-    return {key: value.reshape(-1).clone() for key, value in found.items()}
-
-
-def _fsdp_into_every_row(path: Path, wrapped: bool) -> None:
-    expected = _save_with_fsdp(path, wrapped)
-    if dist.get_rank() != 0:
-        expected = {}
-    shared: list[dict[str, torch.Tensor]] = [expected]
-    dist.broadcast_object_list(shared)
-    for stage in range(4):
-        runtime = _runtime(TinyTransformer(TinySpec(frozen=True, tied=True, seed=9)), stage)
-        fresh = _states(runtime)
-        found = load_foreign(runtime, partial(open_dcp, path))
-        assert found.updates == runtime.updates == (2 if wrapped else 0)
-        for key, values in _states(runtime).items():
-            wanted = shared[0] if wrapped or key.startswith("master/") else fresh
-            assert torch.equal(values, wanted[key]), (stage, key)
-        runtime.close()
-
-
-@pytest.mark.parametrize(
-    ("world", "wrapped"), [(2, True), *(pytest.param(*one, marks=pytest.mark.full) for one in ((1, True), (2, False)))]
-)
-def test_an_fsdp2_checkpoint_loads_at_every_stage(world: int, wrapped: bool, tmp_path: Path) -> None:
-    run_ranks(_fsdp_into_every_row, world, tmp_path / "dcp", wrapped)
-
-
-class _Named:
-    def __reduce__(self):
-        return print, ("never",)
-
-
-def test_a_metadata_file_that_names_a_function_is_refused(tmp_path: Path) -> None:
-    (tmp_path / METADATA).write_bytes(pickle.dumps(_Named()))
-    with pytest.raises(CheckpointError, match=r"it names builtins\.print, which is none of the plain classes"):
-        open_dcp(tmp_path, ["a"])
-
-
-def _other_names(path: Path) -> ForeignCheckpoint:
-    _save_with_fsdp(path, True)
-    with pytest.raises(CheckpointError, match="another architecture: expected a tensor called nobody"):
-        open_dcp(path, ["nobody"])
-    data = next(path.glob("*.distcp"))
-    data.write_bytes(data.read_bytes()[:100])
-    runtime = _runtime(TinyTransformer(SPEC), 2)
-    with pytest.raises(CheckpointError, match="found the file's end; the checkpoint is damaged"):
-        load_foreign(runtime, partial(open_dcp, path))
-
-
-def test_checkpoints_of_other_models_and_truncated_files_are_refused(tmp_path: Path) -> None:
-    run_ranks(_other_names, 1, tmp_path / "dcp")
 
 
 def test_the_stored_deepspeed_files_are_zip_archives() -> None:
