@@ -14,14 +14,13 @@ from orchestrator.config.schema import AskedConfig
 from orchestrator.config.strict import nearest
 
 SHARED_PARSER = "orchestrator.commands.verbs"  # of the verbs that read and control sweeps
-# The verbs other than a run, each with its module, which is imported when the verb is used and has `main` and `parser`.
+# The verbs other than a run, each with its module, which is imported when the verb is used and has `main`.
 VERBS = {
     "io-bench": "orchestrator.commands.io_bench",
     "doctor": "orchestrator.commands.doctor",
     "ui": "orchestrator.commands.ui",
     "sync": "orchestrator.commands.sync",
     "compare": "orchestrator.commands.compare",
-    "completion": "orchestrator.commands.completion",
     **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), SHARED_PARSER),
     **wings.VERBS,
 }

@@ -69,7 +69,11 @@ class OwnSource(FileConfigSource):
         return super().is_config(config_path) and (is_shipped or config_path != folders.PRIMARY)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        loaded = super().load_config(config_path)
+        try:
+            loaded = super().load_config(config_path)
+        except (ValueError, OSError, AssertionError, RecursionError):
+            read_yaml(Path(self.path) / f"{config_path.removesuffix('.yaml')}.yaml")  # its errors name the file
+            raise
         if not isinstance(loaded.config, DictConfig) or loaded.header["package"] is not None:
             return loaded  # a file with a package sets keys of other groups
         values: Any = OmegaConf.to_container(loaded.config, resolve=False)
@@ -130,10 +134,7 @@ def compose(arguments: Arguments) -> Composition:
             found = _expansion(loader, name, arguments)
             composer = Composer(loader, name, arguments)
             points = tuple(composer.point(list(line.values())) for line in found.lines)
-    except (UnicodeDecodeError, OSError, AssertionError, RecursionError) as error:
-        # Hydra's error for a malformed file does not name the file, so find it.
-        raise ComposeError(_file_problem(arguments) or in_one_line(error)) from error
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, AssertionError) as error:
         raise ComposeError(in_one_line(error)) from error
     return Composition(points, found.is_sweep, found.axes, found.sweep)
 
@@ -381,30 +382,3 @@ def read_yaml(path: Path) -> Any:
     except (OSError, AssertionError) as error:
         found = getattr(error, "strerror", None) or "a single value"
         raise ValueError(f"{where}: expected a mapping of settings, found {found}; write 'key: value' lines") from None
-
-
-def _file_problem(arguments: Arguments) -> str:
-    """The problem of the first of the user's files that cannot be read, starting with files that the line names."""
-    added = arguments.flags.get("--config-dir")
-    owned = [*folders.own_folders(added), *(one / "sweeps" for one in folders.sweep_parents(added)[:-1])]
-    # No deeper than option files are: --config-dir may name a folder with a complete disk below it.
-    files = [file for folder in owned for form in ("*.yaml", "*/*.yaml") for file in sorted(folder.glob(form))]
-    found = map(_problem_of, sorted(files, key=lambda one: not _names(arguments.overrides, one)))
-    return next(filter(None, found), "")
-
-
-def _names(line: Sequence[str], file: Path) -> bool:
-    """Whether an override chooses this option file: `group=option`, possibly in a list of options."""
-    choices = (word.partition("=") for word in line)
-    return any(
-        group.lstrip("+") == file.parent.name and file.stem in re.split(r"[^\w.-]", names)
-        for group, _, names in choices
-    )
-
-
-def _problem_of(file: Path) -> str:
-    try:
-        read_yaml(file)
-    except (ValueError, yaml.YAMLError) as error:
-        return in_one_line(error)
-    return ""

@@ -31,7 +31,7 @@ Runs ZeRO training as an experiment: one point, or a sweep with one table at its
   python run.py list | status | watch | logs | report | cancel | resume | retry    sweeps, from any terminal
   python run.py compare SWEEP [SWEEP]                                      what became slower or larger
   python run.py ui                                                         the dashboard
-  python run.py completion bash                                            tab completion; also zsh, fish
+  python run.py --shell-completion install=bash                            tab completion, by Hydra; also zsh, fish
 """
 # Keys that are defined by other libraries; a + adds one that the option's file does not have.
 OPEN = (

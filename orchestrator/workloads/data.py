@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.config.pairs_file import read_pairs
 from orchestrator.workloads.pairs import EncodePairs, PairWindows, bytes_of_pairs
+from orchestrator.workloads.pairs_file import read_pairs
 from orchestrator.workloads.sources import (
     BYTE_VOCABULARY,
     ORDER,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.config.pairs_file import Pair
+from orchestrator.workloads.pairs_file import Pair
 from orchestrator.workloads.sources import Example, IntArray
 
 BYTE_END = 0  # ends a response that is read as bytes: no text has it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.config.schema import Adapter, AdapterKind, Checkpoint, CheckpointKind, WeightsExport
+from orchestrator.config.schema import Adapter, AdapterKind, Checkpoint, WeightsExport
 from orchestrator.config.strict import Broken, nearest
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.text.paths import expanded
@@ -24,16 +24,6 @@ def checkpoint_is_there(scene: Scene, checkpoint: Checkpoint) -> Broken | None:
     fixes = (f"checkpoint.resume={near}",) if near else ()
     rule = "checkpoint.resume must be none, auto or the folder of a checkpoint"
     return Broken(rule, checkpoint.resume, (*fixes, "checkpoint.resume=none"))
-
-
-def saving_keys_are_used(scene: Scene, checkpoint: Checkpoint) -> Broken | None:
-    if checkpoint.kind is not CheckpointKind.none:
-        return None
-    for key, value in (("every", checkpoint.every), ("keep_every", checkpoint.keep_every)):
-        if value is not None:
-            rule = f"checkpoint=none saves nothing and uses no checkpoint.{key}"
-            return Broken(rule, str(value), ("checkpoint=sharded", f"checkpoint.{key}=null"))
-    return None
 
 
 def gathered_weights_are_whole(scene: Scene, checkpoint: Checkpoint, adapter: Adapter) -> Broken | None:

@@ -46,15 +46,6 @@ def _moves(scene: Scene, tier: Tier, resources: Resources) -> bool:
     return tier is Tier.NVME or (tier is Tier.HOST and on_cuda)
 
 
-def offload_keys_are_used(scene: Scene, offload: Offload) -> Broken | None:
-    if not offload.uses_nvme and offload.folder is not None:
-        rule = "offload.folder is for offload=optimizer_nvme and optimizer_param_nvme"
-        return Broken(rule, offload.folder, ("offload.folder=null",))
-    if offload.ratio != 1 and offload.params is offload.optimizer is Tier.DEVICE:
-        return Broken("offload=none uses no offload.ratio", str(offload.ratio), ("offload.ratio=1.0",))
-    return None
-
-
 def folder_is_there(scene: Scene, output: str, offload: Offload, cluster: Cluster) -> Broken | None:
     """A folder that the user names is never created: with a mistyped mount point the files would be on the root disk.
 
