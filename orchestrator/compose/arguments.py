@@ -39,9 +39,9 @@ SHORT = {
     "-cd": "--config-dir",
 }
 SWEEPING = ("--plan", "--fresh", "--detach", "--json")
-OURS = (*SWEEPING, "--retry", "--prune", "--anchor", point_count.FLAG)  # flags that Hydra does not have
+OURS = (*SWEEPING, "--retry", "--prune", point_count.FLAG)  # flags that Hydra does not have
 SWITCHES = ("--help", "--multirun", "--run", "--resolve", "--hydra-help", "--shell-completion", "--version", *SWEEPING)
-VALUED = ("--cfg", "--package", "--config-name", "--config-dir", "--retry", "--prune", "--anchor", point_count.FLAG)
+VALUED = ("--cfg", "--package", "--config-name", "--config-dir", "--retry", "--prune", point_count.FLAG)
 CHOICES = {
     "--cfg": ("job", "hydra", "all"),
     "--prune": ("safe", "off"),
@@ -95,7 +95,7 @@ class Arguments:
 
     def command(self) -> list[str]:
         """The arguments that resume the same sweep, without the flags that apply to a single command."""
-        once = ("--fresh", "--retry", "--plan", "--detach", "--json", "--anchor")
+        once = ("--fresh", "--retry", "--plan", "--detach", "--json")
         words = []
         for flag, value in self.flags.items():
             words += [] if flag in once else [flag] if value is None else [flag, value]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.config.schema import RunConfig
-from orchestrator.config.strict import Broken
+from orchestrator.config.strict import Broken, Refusal
 from orchestrator.records.run_state import RETRIED, RunState
 
 
@@ -31,18 +31,16 @@ class Refused:
 @dataclass(frozen=True)
 class Wishes:
     """What the user asks for. fresh: run all points again. retry: run points again whose kept answer is one of these
-    states. prune: leave out points that cannot fit into memory. anchor: the label of a point that is measured once more
-    if its answer is kept; empty: the first one of an earlier day, if there is one."""
+    states. prune: leave out points that cannot fit into memory."""
 
     fresh: bool = False
     retry: frozenset[RunState] = frozenset()
     prune: bool = True
-    anchor: str = ""
 
 
 def retry_states(text: str) -> frozenset[RunState]:
-    """The states in a text such as "error,oom". ValueError names the states that can be retried."""
+    """The states in a text such as "error,oom". Refusal names the states that can be retried."""
     words = [word.strip() for word in text.split(",")]
     if unknown := [word for word in words if word not in RETRIED]:
-        raise ValueError(f"--retry {','.join(unknown)}: expected some of {','.join(RETRIED)}")
+        raise Refusal([f"--retry {','.join(unknown)}: expected some of {','.join(RETRIED)}"])
     return frozenset(RunState(word) for word in words)

@@ -70,10 +70,9 @@ class Planned:
 
     point: its id; empty if it was refused. attempt: the folder of the attempt whose answer is kept. predicted_bytes:
     the model states of one rank according to the memory model; None without a prediction. predicted: the complete
-    prediction. contents: hashes of the contents of its files at that time, by contents.of. anchor: the folder of the
-    attempt of an earlier day, for a point that is measured once more because others of that day are kept. differs: what
-    the kept answer was made with that a run of now would not be, by records.versions. own: the sweep has measured the
-    kept answer itself, when the same command was typed before.
+    prediction. contents: hashes of the contents of its files at that time, by contents.of. differs: what the kept
+    answer was made with that a run of now would not be, by records.versions. own: the sweep has measured the kept
+    answer itself, when the same command was typed before.
     """
 
     label: str
@@ -86,7 +85,6 @@ class Planned:
     predicted_bytes: int | None = None
     predicted: dict[str, Any] = field(default_factory=dict)
     contents: dict[str, str] = field(default_factory=dict)
-    anchor: str = ""
     differs: dict[str, dict[str, str]] = field(default_factory=dict)
     own: bool = False
 
@@ -103,7 +101,7 @@ class Planned:
 class Standing:
     """The current state of a point of a sweep.
 
-    `attempt`: the attempt that runs or that has the answer. `measured`: its result, present exactly if the state says
+    `attempt`: the attempt that runs or that has the answer. `result`: its result, present exactly if the state says
     that the point was measured.
     """
 
@@ -113,14 +111,11 @@ class Standing:
     message: str = ""
     slots: tuple[str, ...] = ()
     job: str = ""
-    measured: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
 
     @property
     def label(self) -> str:
         return self.planned.label
-
-    def result(self) -> dict[str, Any] | None:
-        return self.measured
 
 
 def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts: Mapping[str, Any]) -> SweepPaths:
@@ -269,7 +264,7 @@ def _with_result(standing: Standing) -> Standing:
     if standing.attempt is None or not standing.state.measured:
         return standing
     try:
-        return replace(standing, measured=result_of(standing.attempt))
+        return replace(standing, result=result_of(standing.attempt))
     except (BadRecord, OSError) as error:
         return replace(standing, state=RunState.lost, message=str(error))
 

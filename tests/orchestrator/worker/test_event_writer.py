@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from harness.patience import HANG_S, wait_until
 
-from orchestrator.records import record_file
-from orchestrator.records.record_file import EventAppender, append_event
+from orchestrator.records.record_file import append_event
 from orchestrator.worker import event_writer
 from orchestrator.worker.event_writer import EventWriter
 
@@ -82,13 +81,12 @@ def test_on_a_cpu_the_next_call_raises_that_kept_steps_cannot_be_written_and_non
 
 def test_a_slow_disk_holds_up_no_step_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, disk = tmp_path / "events.jsonl", threading.Event()
-    append = EventAppender.append
 
-    def slowly(file: EventAppender, event: Mapping[str, object]) -> None:
+    def slowly(path: Path, event: Mapping[str, object]) -> None:
         assert disk.wait(HANG_S)
-        append(file, event)
+        append_event(path, event)
 
-    monkeypatch.setattr(EventAppender, "append", slowly)
+    monkeypatch.setattr(event_writer, "append_event", slowly)
     events = EventWriter(path, in_background=True)
     for step in range(5):
         events.write("step", step=step)
@@ -110,37 +108,6 @@ def test_a_write_that_fails_ends_the_run(tmp_path: Path) -> None:
             events.flush() if call == "flush" else events.write("step", step=2)
 
 
-def test_a_file_that_stays_open_takes_what_was_appended_beside_it_and_is_made_again_if_it_is_removed(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "events.jsonl"
-    events = EventAppender(path)
-    events.append({"step": 1})
-    append_event(path, {"step": 2})
-    events.append({"step": 3})
-    assert steps_in(path) == [1, 2, 3]
-    path.unlink()
-    events.append({"step": 4})
-    assert steps_in(path) == [4]
-    events.close()
-    events.append({"step": 5})
-    assert steps_in(path) == [4, 5]
-
-
-def test_a_file_is_closed_after_a_second_so_that_other_machines_see_its_events(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [100.0]
-    opened: list[float] = []
-    monkeypatch.setattr(record_file.time, "monotonic", lambda: now[0])
-    open_file = os.open
-    monkeypatch.setattr(os, "open", lambda *words: (opened.append(now[0]), open_file(*words))[1])
-    events = EventAppender(tmp_path / "events.jsonl")
-    for now[0] in (100.0, 100.5, 101.0, 101.5, 103.0):
-        events.append({"step": 1})
-    assert opened == [100.0, 101.0, 103.0]
-
-
 def test_half_a_line_that_a_full_disk_left_is_ended_before_the_next_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,12 +118,11 @@ def test_half_a_line_that_a_full_disk_left_is_ended_before_the_next_event(
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, line[:size])
 
-    events = EventAppender(path)
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space left"):
-        events.append({"step": 1})
+        append_event(path, {"step": 1})
     monkeypatch.setattr(os, "write", write)
-    events.append({"step": 2})
+    append_event(path, {"step": 2})
     half, line, end = path.read_bytes().split(b"\n")
     assert (len(half), end) == (10, b"")
     assert json.loads(line)["step"] == 2
