@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.config.strict import Refusal, nearest
+from orchestrator.config.near import did_you_mean
+from orchestrator.config.strict import Refusal
 from orchestrator.launch.cluster import cluster_of
 from orchestrator.records import sweep_record
 from orchestrator.records.sweep_record import Standing, SweepPaths
@@ -26,8 +27,7 @@ def find_sweep(output: str, name: str) -> SweepPaths:
         return matching[0]
     if matching:
         raise Refusal([f"'{name}' is a part of several: {' '.join(sweep.name for sweep in matching)}"])
-    near = nearest(name, [sweep.name for sweep in sweeps])
-    hint = f" Did you mean '{near}'?" if near else ""
+    hint = did_you_mean(name, [sweep.name for sweep in sweeps])
     raise Refusal([f"there is no sweep '{name}'.{hint}      see: {program()} list"])
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from orchestrator.commands.named_sweep import find_sweep, standings_now
 from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshold
 from orchestrator.compose import arguments
-from orchestrator.config.strict import Refusal, nearest
+from orchestrator.config.near import did_you_mean
+from orchestrator.config.strict import Refusal
 from orchestrator.launch.cluster import cluster_of
 from orchestrator.plan.point import retry_states
 from orchestrator.records import sweep_record
@@ -89,8 +90,7 @@ def find_point(standings: Sequence[Standing], label: str | None) -> Standing:
         return min(tried, key=lambda point: (point.state is not RunState.running, point.state.answered))
     exact = [point for point in standings if point.label == label]
     if not exact:
-        near = nearest(label, [point.label for point in standings])
-        hint = f" Did you mean '{near}'?" if near else ""
+        hint = did_you_mean(label, [point.label for point in standings])
         points = " ".join(point.label for point in standings)
         raise Refusal([f"there is no point '{label}'.{hint}      points: {points}"])
     return exact[0]

@@ -166,10 +166,8 @@ def _expansion(loader: ConfigLoader, name: str, arguments: Arguments) -> _Lines:
     declared = _declared_sweep(arguments)
     if declared is not None:
         parsed = _parsed(loader, [word for word in words if not word.startswith("sweeps=")])
-        # Count the points before expanding them: their product may be larger than memory.
-        counts = sweep_file.counts(declared, {key: _count(one) for key, one in parsed.items()})
-        point_count.check(counts, arguments.max_points, more=len(declared.concat))
-        expansion = sweep_file.expand(declared, {key: _values(one) for key, one in parsed.items()})
+        typed = {key: _values(one, arguments.max_points) for key, one in parsed.items()}
+        expansion = sweep_file.expand(declared, typed, arguments.max_points)
         if not expansion.lines:
             raise HydraException("the sweep has no points: exclude leaves none")
         said = list(dict.fromkeys(word for line in expansion.lines for word in line.values()))
@@ -187,8 +185,8 @@ def _expansion(loader: ConfigLoader, name: str, arguments: Arguments) -> _Lines:
     said = [f"{key}={value}" for key, value in params.items()]
     _check_file(said, tree)
     parsed = _parsed(loader, [*said, *words])
-    point_count.check({key: _count(one) for key, one in parsed.items()}, arguments.max_points)
-    axes = {key: _values(one) for key, one in parsed.items()}
+    axes = {key: _values(one, arguments.max_points) for key, one in parsed.items()}
+    point_count.check([(key, len(values)) for key, values in axes.items()], arguments.max_points)
     _need_a_sweep(axes, is_sweep)
     lines = [dict(zip(axes, line, strict=True)) for line in itertools.product(*axes.values())]
     return _Lines(lines, tuple(key for key, values in axes.items() if len(values) > 1), is_sweep, SweepFile())
@@ -331,28 +329,23 @@ def _parsed(loader: ConfigLoader, words: Sequence[str]) -> dict[str, Override]:
     return {override.get_key_element(): override for override in parsed}
 
 
-def _count(override: Override) -> int:
-    """The number of values of an override. A range is not expanded for it, since it may be too long for memory."""
-    value = override.value()
-    if isinstance(value, RangeSweep):
-        assert value.start is not None
-        assert value.stop is not None
-        return point_count.of_range(value.start, value.stop, value.step)
-    return len(_values(override))
-
-
 def _need_a_sweep(axes: dict[str, list[str]], is_sweep: bool) -> None:
     lists = [key for key, values in axes.items() if len(values) > 1]
     if lists and not is_sweep:
         raise HydraException(f"a list of values for {' and '.join(lists)} needs -m (sweep)")
 
 
-def _values(override: Override) -> list[str]:
+def _values(override: Override, limit: int) -> list[str]:
+    """The override with each of its values, of which a range may have as many as a sweep may have points."""
     key = override.get_key_element()
     if not override.is_sweep_override():
         return [override.input_line or ""]
     if not override.is_discrete_sweep():
         raise HydraException(f"{override.input_line}: an interval has no end of values; use range() or choice()")
+    value = override.value()
+    # Looked at before Hydra lists or shuffles them: they may be more than memory holds.
+    if isinstance(value, RangeSweep) and len(list(itertools.islice(value.range(), limit + 1))) > limit:
+        raise point_count.too_many(limit, f"more in {override.input_line}")
     typed = {"True": "true", "False": "false"}  # Hydra spells them as Python does
     values = [f"{key}={typed.get(value, value)}" for value in override.sweep_string_iterator()]
     if not values:

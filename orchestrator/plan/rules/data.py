@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 
 from orchestrator.config import pretrained
+from orchestrator.config.near import fix_of_path
 from orchestrator.config.schema import Adapter, AdapterKind, Batch, Data, DataKind, Measure, Model, Tokenizer
-from orchestrator.config.strict import Broken, nearest
+from orchestrator.config.strict import Broken
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.text.paths import expanded
 
@@ -36,9 +37,7 @@ def text_is_there(scene: Scene, data: Data) -> Broken | None:
     path, pairs = expanded(data.path), data.kind is DataKind.pairs
     if path.is_file() or (path.is_dir() and not pairs):  # a device or a pipe may never end, and cannot be read twice
         return None
-    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = nearest(path.name, [] if path.exists() else beside)
-    fixes = (f"data.path={path.parent / near}",) if near else ()
+    fixes = () if path.exists() else fix_of_path("data.path", path, also_files=True)
     rule = f"data.path must be a regular file{'' if pairs else ' or a folder'} that is there"
     return Broken(rule, data.path, (*fixes, "data=stdlib data.path=null"))
 
