@@ -84,6 +84,6 @@ def _carried_out(argv: Sequence[str]) -> int:
     if argv and argv[0] in VERBS:
         place = VERBS[argv[0]]
         return int(wings.load(place).main(argv if place == SHARED_PARSER else argv[1:]))
-    from orchestrator.commands import typed  # imported here: a verb does without it
+    from orchestrator.commands import typed  # imported here: a verb, and above all tab completion, does without it
 
     return typed.answer(arguments.split(argv))

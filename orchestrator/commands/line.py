@@ -14,6 +14,7 @@ from orchestrator.compose.arguments import Arguments
 from orchestrator.compose.labels import sweep_name
 from orchestrator.compose.line import composed
 from orchestrator.config.cluster import ClusterError, ClusterKind
+from orchestrator.config.near import did_you_mean
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal
 from orchestrator.launch import environment
@@ -41,7 +42,7 @@ def run(composition: Composition, asked: Arguments) -> int:
         from orchestrator.commands.sweep import run_sweep
 
         return run_sweep(request, scene.hardware)
-    only_sweeps = ("--plan", "--fresh", "--detach", "--retry", point_count.FLAG)
+    only_sweeps = ("--plan", "--fresh", "--detach", "--retry", "--anchor", point_count.FLAG)
     if sweeping := [flag for flag in only_sweeps if flag in asked.flags]:
         raise Refusal([f"{' and '.join(sweeping)} belongs to a sweep: add -m, or leave it out"])
     points, problems = checked_points(composition, scene)
@@ -101,6 +102,7 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: Scene) -> 
     points = [point for point in all_points if isinstance(point, Point)]
     metric = composition.sweep.rank_by or (ranking.OF_TRAINING if _are_trained(points) else "")
     sweep_problems = [ranking.metric_problem(metric) if metric else None, _places_problem(points)]
+    sweep_problems.append(_anchor_problem(wishes.anchor, points))
     problems = [*filter(None, sweep_problems), *problems]
     if not points or scene.world is not None or any(sweep_problems):
         raise Refusal(problems)
@@ -142,6 +144,15 @@ def _check_fault(points: Sequence[Point]) -> None:
         raise Refusal([problem])
 
 
+def _anchor_problem(label: str, points: Sequence[Point]) -> str | None:
+    """The problem if the anchor is none of the points."""
+    labels = [point.label for point in points]
+    if not label or label in labels:
+        return None
+    hint = did_you_mean(label, labels)
+    return f"--anchor {label}: there is no point of that label.{hint}      points: {' '.join(few(labels))}"
+
+
 def _places_problem(points: Sequence[Point]) -> str | None:
     """The problem if the points differ in output folder or scheduler: a sweep has one of each."""
     for key, values in (
@@ -159,6 +170,7 @@ def _wishes(asked: Arguments) -> Wishes:
         fresh="--fresh" in asked.flags,
         retry=retry_states(retry) if retry else frozenset(),
         prune=asked.flags.get("--prune") != "off",
+        anchor=asked.flags.get("--anchor") or "",
     )
 
 

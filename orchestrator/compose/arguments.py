@@ -14,13 +14,14 @@ from orchestrator.config.near import did_you_mean
 from orchestrator.config.schema import AskedConfig
 
 SHARED_PARSER = "orchestrator.commands.verbs"  # of the verbs that read and control sweeps
-# The verbs other than a run, each with its module, which is imported when the verb is used and has `main`.
+# The verbs other than a run, each with its module, which is imported when the verb is used and has `main` and `parser`.
 VERBS = {
     "io-bench": "orchestrator.commands.io_bench",
     "doctor": "orchestrator.commands.doctor",
     "ui": "orchestrator.commands.ui",
     "sync": "orchestrator.commands.sync",
     "compare": "orchestrator.commands.compare",
+    "completion": "orchestrator.commands.completion",
     **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), SHARED_PARSER),
     **wings.VERBS,
 }
@@ -39,9 +40,9 @@ SHORT = {
     "-cd": "--config-dir",
 }
 SWEEPING = ("--plan", "--fresh", "--detach", "--json")
-OURS = (*SWEEPING, "--retry", "--prune", point_count.FLAG)  # flags that Hydra does not have
+OURS = (*SWEEPING, "--retry", "--prune", "--anchor", point_count.FLAG)  # flags that Hydra does not have
 SWITCHES = ("--help", "--multirun", "--run", "--resolve", "--hydra-help", "--shell-completion", "--version", *SWEEPING)
-VALUED = ("--cfg", "--package", "--config-name", "--config-dir", "--retry", "--prune", point_count.FLAG)
+VALUED = ("--cfg", "--package", "--config-name", "--config-dir", "--retry", "--prune", "--anchor", point_count.FLAG)
 CHOICES = {
     "--cfg": ("job", "hydra", "all"),
     "--prune": ("safe", "off"),
@@ -95,7 +96,7 @@ class Arguments:
 
     def command(self) -> list[str]:
         """The arguments that resume the same sweep, without the flags that apply to a single command."""
-        once = ("--fresh", "--retry", "--plan", "--detach", "--json")
+        once = ("--fresh", "--retry", "--plan", "--detach", "--json", "--anchor")
         words = []
         for flag, value in self.flags.items():
             words += [] if flag in once else [flag] if value is None else [flag, value]

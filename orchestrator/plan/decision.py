@@ -29,7 +29,7 @@ from orchestrator.records.run_record import (
 )
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned
-from orchestrator.rounds.recorded import used_rounds
+from orchestrator.rounds.recorded import is_ranked, used_rounds
 
 
 def decide(
@@ -52,7 +52,52 @@ def decide(
         else:
             plan = _identified(point, name_of(point.config), known, predictions.get(point.label))
             planned.append(_decided(plan, output, wishes, predictions.get(point.label)))
+    planned = _anchored(planned, output, wishes.anchor)
     return _pruned_by_family(planned) if wishes.prune else planned
+
+
+def _anchored(planned: list[Planned], output: Path, label: str) -> list[Planned]:
+    """The plan with its anchor, if points are measured today and others are kept from an earlier day: a kept point that
+    is measured once more, whose change ties the rows of that day to those of today.
+
+    It is the first kept point, or one that was measured again today. Points without enough rounds show no change.
+    label: the point that is the anchor, whenever it was measured; empty if none is named.
+    """
+    if label:
+        return [_again(point, "named by --anchor") if point.label == label else point for point in planned]
+    today = _date(time.time())
+    kept = [point for point in planned if point.decision is RunState.cached]
+    dated = [(point, result) for point in kept if is_ranked(result := result_of(AttemptPaths(Path(point.attempt))))]
+    days = {point.label: _date(result["measured_at"]) for point, result in dated if result.get("measured_at")}
+    if not any(point.decision is RunState.queued for point in planned) or set(days.values()) <= {today}:
+        return planned
+    for point in (one for one in kept if days.get(one.label) == today):
+        if earlier := _of_an_earlier_day(point, output, today):
+            return [replace(one, anchor=earlier) if one is point else one for one in planned]
+    anchor = next(point for point in kept if days.get(point.label, today) != today)
+    again = _again(anchor, f"measured on {days[anchor.label]}")
+    return [again if one is anchor else one for one in planned]
+
+
+def _again(point: Planned, why: str) -> Planned:
+    """A point whose answer is kept, as an anchor; any other as it is."""
+    if point.decision is not RunState.cached:
+        return point
+    reason = f"the anchor: {why}, and measured once more to see what changed since"
+    return replace(point, decision=RunState.queued, reason=reason, attempt="", anchor=point.attempt, differs={})
+
+
+def _of_an_earlier_day(point: Planned, output: Path, today: str) -> str:
+    """The folder of the newest attempt at a point that measured it before today; empty if there is none."""
+    for attempt in attempts_at(output, point.point):
+        result = read_or_warn(attempt.result) or {}
+        if is_ranked(result) and _date(result.get("measured_at", time.time())) != today:
+            return str(attempt.root)
+    return ""
+
+
+def _date(when: float) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(when))
 
 
 def _identified(point: Point, hardware: str, known: contents.Known, prediction: Prediction | None) -> Planned:

@@ -31,11 +31,13 @@ class Refused:
 @dataclass(frozen=True)
 class Wishes:
     """What the user asks for. fresh: run all points again. retry: run points again whose kept answer is one of these
-    states. prune: leave out points that cannot fit into memory."""
+    states. prune: leave out points that cannot fit into memory. anchor: the label of a point that is measured once more
+    if its answer is kept; empty: the first one of an earlier day, if there is one."""
 
     fresh: bool = False
     retry: frozenset[RunState] = frozenset()
     prune: bool = True
+    anchor: str = ""
 
 
 def retry_states(text: str) -> frozenset[RunState]:

@@ -168,6 +168,7 @@ POINT = {
     "predicted_bytes": Maybe(NUMBER),
     "predicted": Maybe(dict),
     "contents": Maybe(Each(str)),
+    "anchor": Maybe(str),
     "differs": Maybe(Each({"then": str, "now": str})),
     "own": Maybe(bool),
 }

@@ -70,9 +70,10 @@ class Planned:
 
     point: its id; empty if it was refused. attempt: the folder of the attempt whose answer is kept. predicted_bytes:
     the model states of one rank according to the memory model; None without a prediction. predicted: the complete
-    prediction. contents: hashes of the contents of its files at that time, by contents.of. differs: what the kept
-    answer was made with that a run of now would not be, by records.versions. own: the sweep has measured the kept
-    answer itself, when the same command was typed before.
+    prediction. contents: hashes of the contents of its files at that time, by contents.of. anchor: the folder of the
+    attempt of an earlier day, for a point that is measured once more because others of that day are kept. differs: what
+    the kept answer was made with that a run of now would not be, by records.versions. own: the sweep has measured the
+    kept answer itself, when the same command was typed before.
     """
 
     label: str
@@ -85,6 +86,7 @@ class Planned:
     predicted_bytes: int | None = None
     predicted: dict[str, Any] = field(default_factory=dict)
     contents: dict[str, str] = field(default_factory=dict)
+    anchor: str = ""
     differs: dict[str, dict[str, str]] = field(default_factory=dict)
     own: bool = False
 

@@ -1,4 +1,4 @@
-"""What a reader of a comparison must know besides its numbers: reused and failed rows, loads. Pure."""
+"""What a reader of a comparison must know besides its numbers: reused and failed rows, loads, an anchor. Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from orchestrator.report.entry import Entry
 from orchestrator.report.ranking import Ranked, clock
 from orchestrator.report.summary import missing_text
 from orchestrator.rounds import recorded
+from orchestrator.rounds.comparison import SpeedVerdict, compare
 from orchestrator.rounds.recorded import NOTABLE_SHARE
 
 REUSED_NAMED = 4  # rows whose time is printed under the table; the table marks all reused rows
@@ -25,7 +26,7 @@ def reused(ranked: Sequence[Ranked]) -> list[str]:
     """One line if rows were measured before this sweep: how many, which and when."""
     entries = [row.entry for row in ranked if row.entry.is_reused]
     if not entries:
-        return []
+        return _anchors(ranked)
     rows = sum(row.entry.result is not None for row in ranked)
     several = len({_host(row.entry) for row in ranked if row.entry.result is not None}) > 1
     where = {entry.label: f" on {_host(entry)}" if several else "" for entry in entries}
@@ -35,14 +36,39 @@ def reused(ranked: Sequence[Ranked]) -> list[str]:
     ]
     named += [f"{len(entries) - REUSED_NAMED} more"] if len(entries) > REUSED_NAMED else []
     were = "row was" if rows == 1 else f"rows {'was' if len(entries) == 1 else 'were'}"
-    return [
-        f"{len(entries)} of {rows} {were} measured earlier: {'; '.join(named)}. --fresh measures all in one session"
-    ]
+    text = f"{len(entries)} of {rows} {were} measured earlier: {'; '.join(named)}. --fresh measures all in one session"
+    return [text, *_anchors(ranked)]
 
 
 def _host(entry: Entry) -> str:
     """The machine of rank 0. Its hardware has the name of this one's, or it would be another point."""
     return ((entry.result or {}).get("environment") or {}).get("host") or "an unknown machine"
+
+
+def _anchors(ranked: Sequence[Ranked]) -> list[str]:
+    """What changed since the day of reused rows, by a point that was measured on that day and again."""
+    lines = []
+    for entry in (row.entry for row in ranked if row.entry.anchor is not None):
+        before, now = dict(entry.anchor or {}), entry.result or {}
+        if not (recorded.is_ranked(before) and recorded.is_ranked(now)):
+            continue
+        change = compare(before, now)  # the time of that day by today's is the speed of today by that day's
+        text = (
+            f"the anchor {entry.label} is now {percent(change.ratio)} ({percent(change.low)} to "
+            f"{percent(change.high)}) as fast as on {clock_of(before)}"
+        )
+        is_equal = change.verdict not in (SpeedVerdict.slower, SpeedVerdict.faster)
+        then = "; rows of that day can be compared with those of today"
+        lines.append(text + (then if is_equal else "; rows of that day differ by as much: --fresh measures them again"))
+    return lines
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def clock_of(result: Mapping[str, Any]) -> str:
+    return clock(Entry("", "", measured_at=result.get("measured_at")), "%Y-%m-%d")
 
 
 def _version_warnings(ranked: Sequence[Ranked]) -> list[str]:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from orchestrator.exit_codes import FAILED, INCOMPLETE, NOTHING_FITS, OK
 from orchestrator.records.record_file import read_or_warn, warn_once, write_bytes_atomic, write_text_atomic
-from orchestrator.records.record_shapes import SWEEP
+from orchestrator.records.record_shapes import RESULT, SWEEP
+from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Standing, SweepPaths, standings
 from orchestrator.report import ranking, sweep_files
@@ -36,6 +37,7 @@ def _entry(standing: Standing) -> Entry:
         standing.planned.overrides,
         None if result is None else result.get("measured_at", _ended_at(standing)),
         standing.planned.config,
+        read_or_warn(AttemptPaths(Path(anchor)).result, RESULT) if (anchor := standing.planned.anchor) else None,
         standing.planned.differs or {},
         standing.planned.own,
     )

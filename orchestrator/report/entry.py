@@ -23,6 +23,7 @@ class Entry:
     overrides: tuple[str, ...] = field(default=())
     measured_at: float | None = None  # seconds since the epoch
     config: Mapping[str, Any] = field(default_factory=dict)  # of the point, as it is recorded
+    anchor: Mapping[str, Any] | None = None  # its result of an earlier day, if it was measured again to compare
     differs: Differing = field(default_factory=dict)  # what it was made with that a run of the sweep would not be
     own: bool = False  # the sweep has measured it when it was typed before
 

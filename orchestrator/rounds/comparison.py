@@ -1,6 +1,6 @@
 """Whether one point is slower than another: the ratio of their times and the interval in which it lies. Pure.
 
-This is the only rule: for the ties of a sweep, for `compare`, for `choose` and for costs. A point is slower if its
+This is the only rule: for the ties of a sweep, for `compare`, `choose`, costs and anchors. A point is slower if its
 rounds show that it is, and by more than what counts as equal: the interval of the ratio leaves out 1, and the ratio
 itself is above 1 + `equal`. The interval is that of Student's t for the logarithms of the ratios (Welch's, with his
 degrees of freedom, for separate measurements).

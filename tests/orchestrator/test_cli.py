@@ -304,6 +304,10 @@ def test_a_sweep_keeps_refused_points_as_rows_unless_all_points_are_refused(
     [
         ("--retry ok -m zero=stage0", "--retry ok: expected some of"),
         ("--fresh zero=stage0", "--fresh belongs to a sweep"),
+        (
+            "--anchor stge1 -m zero=stage0,stage1",
+            "--anchor stge1: there is no point of that label. Did you mean 'stage1'?",
+        ),
         ("--prune never -m zero=stage0", "--prune cannot be 'never'"),
         ("-m output={0}/a,{0}/b", "a sweep has one output, found {0}/a and {0}/b"),
     ],

@@ -279,6 +279,22 @@ def test_rounds_that_stayed_loaded_are_counted() -> None:
     assert cautions.warnings(ranking.rank([entry])) == [told]
 
 
+@pytest.mark.parametrize(
+    ("median", "then"),
+    [(101, "rows of that day can be compared with those of today"), (80, "--fresh measures them again")],
+)
+def test_an_anchor_says_how_much_rows_of_an_earlier_day_are_off(median: float, then: str) -> None:
+    before = made_at("old", "2026-11-21 21:29", median=100)
+    assert before.result is not None
+    before.result["measured_at"] = before.measured_at
+    again = replace(made_at("old", "2026-11-22 10:00", median=median), anchor=before.result)
+    kept = made_at("kept", "2026-11-21 21:29", "cached")
+    _, line = cautions.reused(ranking.rank([again, kept]))
+    assert line.startswith(f"the anchor old is now {median:.1f} % (")
+    assert "as fast as on 2026-11-21" in line
+    assert line.endswith(then)
+
+
 def test_results_csv_has_a_column_for_each_setting_that_differs() -> None:
     rows = [("zero=stage1", "batch.micro=2"), ("zero=stage3",)]
     entries = [
