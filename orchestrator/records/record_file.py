@@ -16,7 +16,9 @@ from typing import Any, Protocol
 from orchestrator.records.record_shapes import METRICS, Events, Shape, misfit
 from zero_runtime.process_identity import mark, remove_left_behind
 
+CHECKSUM = "checksum"  # a key of records and lines that were written before they went without one; it is ignored
 END_BYTES = 1 << 16
+OPEN_S = 1.0  # how long a file of events stays open between events
 QUOTED_BYTES = 200  # of the JSON reader's message that are quoted
 OBJECT: Shape = {}
 _APPENDING = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -90,6 +92,7 @@ def judged(path: Path, data: Any, shape: Shape) -> dict[str, Any]:
     if wrong := misfit(data, OBJECT) or misfit(data, shape):
         raise BadRecord(path, wrong)
     contents: dict[str, Any] = data
+    contents.pop(CHECKSUM, None)
     return contents
 
 
@@ -200,21 +203,51 @@ def append_event(path: Path, event: Mapping[str, object]) -> None:
     """Appends one line in a single write, so that readers never see half a line followed by another one.
 
     If a full disk has left half a line at the end, that line is ended first: it is lost, but the new one is not.
-    OSError, with the path, if the line cannot be written.
     """
-    line = f"{_compact(event)}\n".encode()
+    appender = EventAppender(path)
     try:
-        descriptor = os.open(path, _APPENDING, 0o666)
+        appender.append(event)
+    finally:
+        appender.close()
+
+
+class EventAppender:
+    """Appends events as `append_event` does, and keeps the file open for up to OPEN_S: opening and closing it, and
+    looking at its end, take as long as the rest. On a network file system other machines see what was written when the
+    file is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        self._opened = 0.0
+
+    def append(self, event: Mapping[str, object]) -> None:
+        """Appends one line. OSError if it cannot be written; the next call opens the file again."""
+        line = f"{_compact(event)}\n".encode()
+        now = time.monotonic()
         try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line
+            if self._descriptor is not None and (now - self._opened >= OPEN_S or _is_removed(self._descriptor)):
+                self.close()
+            if self._descriptor is None:
+                self._descriptor, self._opened = os.open(self._path, _APPENDING, 0o666), now
+                size = os.fstat(self._descriptor).st_size
+                if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                    line = b"\n" + line
             while line:
-                line = line[os.write(descriptor, line) :]
-        finally:
+                line = line[os.write(self._descriptor, line) :]
+        except OSError as error:
+            self.close()
+            raise _named(error, self._path) from error
+
+    def close(self) -> None:
+        """Closes the file. The next `append` opens it again."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
-    except OSError as error:
-        raise _named(error, path) from error
+
+
+def _is_removed(descriptor: int) -> bool:
+    return os.fstat(descriptor).st_nlink == 0
 
 
 class EventTail:

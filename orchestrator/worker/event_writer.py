@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from orchestrator.records.record_file import append_event
+from orchestrator.records.record_file import EventAppender
 
 KEEP_S = 0.1  # how long the event of a step may wait for those of the next steps
 LATE_S = 1.0  # how often events are written that wait for a step that takes longer, or that never ends
@@ -27,7 +27,7 @@ class EventWriter:
     """
 
     def __init__(self, path: Path, *, in_background: bool) -> None:
-        self._path = path
+        self._file = EventAppender(path)
         self._thread = ThreadPoolExecutor(1, "events") if in_background else None
         self._pending: deque[Future[None]] = deque()
         self._kept: deque[dict[str, Any]] = deque()
@@ -42,7 +42,7 @@ class EventWriter:
         if self._thread is not None:
             while self._pending and self._pending[0].done():
                 self._pending.popleft().result()
-            self._pending.append(self._thread.submit(append_event, self._path, line))
+            self._pending.append(self._thread.submit(self._file.append, line))
             return
         # A step leaves the caches full of its own data, so that encoding the event that follows it takes several times
         # as long as encoding another one after that (benchmarks/logging_cost.py): those of short steps wait.
@@ -57,7 +57,7 @@ class EventWriter:
         """Writes the kept events. After an OSError the one that failed is still kept, for the next call."""
         with self._writes:
             while self._kept:
-                append_event(self._path, self._kept[0])
+                self._file.append(self._kept[0])
                 self._kept.popleft()
                 self._written = time.monotonic()
 
@@ -80,3 +80,5 @@ class EventWriter:
         with contextlib.suppress(OSError):
             self._write_kept()
         wait(self._pending, LAST_S)
+        if not self._pending or self._pending[-1].done():
+            self._file.close()
