@@ -159,6 +159,4 @@ def _frame(rows: Sequence[Mapping[str, object]]) -> Any:
 
 def _record(standing: sweep_record.Standing) -> Record:
     folder = standing.attempt.root if standing.attempt else None
-    return Record(
-        standing.label, standing.state, standing.planned.overrides, standing.result(), standing.message, folder
-    )
+    return Record(standing.label, standing.state, standing.planned.overrides, standing.result, standing.message, folder)

@@ -9,17 +9,17 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.commands.named_sweep import VerbError, find_sweep, standings_now
+from orchestrator.commands.named_sweep import find_sweep, standings_now
 from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshold, verb_parser
-from orchestrator.exit_codes import BAD_USAGE, FAILED, INCOMPLETE, OK
-from orchestrator.records.record_file import BadRecord, require_json
+from orchestrator.config.strict import Refusal
+from orchestrator.exit_codes import FAILED, INCOMPLETE, OK
+from orchestrator.records.record_file import require_json
 from orchestrator.records.record_shapes import COMPARED
 from orchestrator.records.sweep_record import SweepPaths
 from orchestrator.report import changes
 from orchestrator.report.changes import Changes, Measured
 from orchestrator.report.screen import Screen
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT
-from orchestrator.text.streams import complain
 
 LAST = "last"
 
@@ -27,11 +27,7 @@ LAST = "last"
 def main(argv: Sequence[str]) -> int:
     """0: no regression. 1: at least one. 2: not comparable. 3: no point could be judged."""
     asked = parser().parse_args(argv)
-    try:
-        found = _found(asked)
-    except (VerbError, BadRecord) as error:
-        complain(f"error: {error}")
-        return BAD_USAGE
+    found = _found(asked)
     if asked.json:
         print(json.dumps(changes.document(found), ensure_ascii=False))
     else:
@@ -42,13 +38,13 @@ def main(argv: Sequence[str]) -> int:
 def _found(asked: Namespace) -> Changes:
     if asked.by is None:
         if asked.before is None:
-            raise VerbError("expected the sweep to compare with, or --by KEY, found neither")
+            raise Refusal(["expected the sweep to compare with, or --by KEY, found neither"])
         return compared(asked.output, asked.before, asked.after or LAST, asked.threshold)
     if asked.after is not None:
-        raise VerbError(f"--by compares points of one sweep, found two: {asked.before} and {asked.after}")
+        raise Refusal([f"--by compares points of one sweep, found two: {asked.before} and {asked.after}"])
     _, points = _side(asked.output, asked.before or LAST)
     if not any(changes.has_setting(point, asked.by) for point in points):
-        raise VerbError(f"--by: expected a setting or a group, such as zero or resources.code, found {asked.by}")
+        raise Refusal([f"--by: expected a setting or a group, such as zero or resources.code, found {asked.by}"])
     return changes.by_setting(points, asked.by, asked.threshold)
 
 
@@ -73,7 +69,7 @@ def parser() -> VerbParser:
 
 
 def compared(output: str, before: str, after: str, threshold: float) -> Changes:
-    """The changes between two sides, given as in the command. VerbError if one cannot be found."""
+    """The changes between two sides, given as in the command. Refusal if one cannot be found."""
     sides = [_side(output, name) for name in (before, after)]
     names = (sides[0][0], sides[1][0])
     return changes.changes(sides[0][1], sides[1][1], threshold, names)
@@ -92,7 +88,7 @@ def _side(output: str, name: str) -> tuple[str, list[Measured]]:
     sweep = SweepPaths(path.absolute()) if is_folder else find_sweep(output, name)
     points = standings_now(sweep)
     return sweep.name, [
-        Measured(one.label, one.planned.point, one.planned.config, one.result(), one.state.value) for one in points
+        Measured(one.label, one.planned.point, one.planned.config, one.result, one.state.value) for one in points
     ]
 
 

@@ -14,8 +14,9 @@ from orchestrator.compose.arguments import Arguments
 from orchestrator.compose.labels import sweep_name
 from orchestrator.compose.line import composed
 from orchestrator.config.cluster import ClusterError, ClusterKind
+from orchestrator.config.near import did_you_mean
 from orchestrator.config.schema import Device, RunConfig
-from orchestrator.config.strict import Refusal, nearest
+from orchestrator.config.strict import Refusal
 from orchestrator.launch import environment
 from orchestrator.machine import hardware
 from orchestrator.plan.point import Point, Wishes, retry_states
@@ -148,8 +149,7 @@ def _anchor_problem(label: str, points: Sequence[Point]) -> str | None:
     labels = [point.label for point in points]
     if not label or label in labels:
         return None
-    near = nearest(label, labels)
-    hint = f" Did you mean '{near}'?" if near else ""
+    hint = did_you_mean(label, labels)
     return f"--anchor {label}: there is no point of that label.{hint}      points: {' '.join(few(labels))}"
 
 
@@ -166,13 +166,9 @@ def _places_problem(points: Sequence[Point]) -> str | None:
 
 def _wishes(asked: Arguments) -> Wishes:
     retry = asked.flags.get("--retry")
-    try:
-        states = retry_states(retry) if retry else frozenset()
-    except ValueError as error:
-        raise Refusal([str(error)]) from None
     return Wishes(
         fresh="--fresh" in asked.flags,
-        retry=states,
+        retry=retry_states(retry) if retry else frozenset(),
         prune=asked.flags.get("--prune") != "off",
         anchor=asked.flags.get("--anchor") or "",
     )

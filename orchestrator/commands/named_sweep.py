@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.config.strict import nearest
+from orchestrator.config.near import did_you_mean
+from orchestrator.config.strict import Refusal
 from orchestrator.launch.cluster import cluster_of
 from orchestrator.records import sweep_record
 from orchestrator.records.sweep_record import Standing, SweepPaths
 from orchestrator.text.paths import program
 
 
-class VerbError(ValueError):
-    """The request cannot be carried out, for example an unknown sweep; the message names the alternatives."""
-
-
 def find_sweep(output: str, name: str) -> SweepPaths:
-    """The sweep with this name. VerbError if no sweep or several match."""
+    """The sweep with this name. Refusal if no sweep or several match."""
     sweeps = sweep_record.all_sweeps(output)
     if not sweeps:
         single = " (the records of single runs are in its folder points/)" if (Path(output) / "points").is_dir() else ""
-        raise VerbError(
-            f"there is no sweep in '{output}'{single}; give --output FOLDER, or start one: {program()} sweeps=stages"
-        )
+        start = f"give --output FOLDER, or start one: {program()} sweeps=stages"
+        raise Refusal([f"there is no sweep in '{output}'{single}; {start}"])
     if name == "last":
         return sweeps[0]
     exact = [sweep for sweep in sweeps if sweep.name == Path(name).name]
@@ -30,10 +26,9 @@ def find_sweep(output: str, name: str) -> SweepPaths:
     if len(matching) == 1:
         return matching[0]
     if matching:
-        raise VerbError(f"'{name}' is a part of several: {' '.join(sweep.name for sweep in matching)}")
-    near = nearest(name, [sweep.name for sweep in sweeps])
-    hint = f" Did you mean '{near}'?" if near else ""
-    raise VerbError(f"there is no sweep '{name}'.{hint}      see: {program()} list")
+        raise Refusal([f"'{name}' is a part of several: {' '.join(sweep.name for sweep in matching)}"])
+    hint = did_you_mean(name, [sweep.name for sweep in sweeps])
+    raise Refusal([f"there is no sweep '{name}'.{hint}      see: {program()} list"])
 
 
 def standings_now(sweep: SweepPaths) -> list[Standing]:

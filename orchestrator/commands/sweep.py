@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from orchestrator.commands import watch_sweep
 from orchestrator.commands.watch_sweep import Choice, SweepWatch
-from orchestrator.config.cluster import ClusterError, ClusterKind
+from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.schema import RunConfig, TrackingKind, from_dict
 from orchestrator.config.strict import Broken, Refusal
-from orchestrator.exit_codes import BAD_USAGE, INTERRUPTED, OK
+from orchestrator.exit_codes import INTERRUPTED, OK
 from orchestrator.launch.cluster import SentPoints, SweepCluster, cluster, cluster_of
 from orchestrator.launch.rank import ENTRY
 from orchestrator.launch.verdict import end_of
@@ -105,7 +105,9 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
 
 
 def swept(request: SweepRequest, hardware: Hardware, screen: Screen) -> tuple[int, SweepPaths | None]:
-    """The same, and the records of the sweep; None if it only showed its plan, or can never run."""
+    """The same, and the records of the sweep; None if it only showed its plan."""
+    if not request.plan_only:
+        _check_place(request)
     if request.predicts and not request.as_json:
         screen.say(
             f"{many(len(request.points), 'point')}: predicting {'their' if len(request.points) > 1 else 'its'} memory",
@@ -121,18 +123,7 @@ def swept(request: SweepRequest, hardware: Hardware, screen: Screen) -> tuple[in
         raise Refusal(list(dict.fromkeys(point.reason for point in planned)))
     if request.plan_only:
         return _show_plan_only(request, planned, screen), None
-    return _carried_out(request, planned, screen)
-
-
-def _carried_out(request: SweepRequest, planned: list[Planned], screen: Screen) -> tuple[int, SweepPaths | None]:
-    """Runs, sends or joins the sweep. Returns the exit code and the records; None if the cluster can never run it."""
-    try:
-        begun = _begin(request, planned, screen)
-    except NothingSent as never:
-        for problem in never.problems:
-            screen.say(f"error: {problem}", "bold red")
-        screen.say("nothing was sent (exit 2)")
-        return BAD_USAGE, None
+    begun = _begin(request, planned, screen)
     return _followed(begun, screen, detach=request.detach), begun.sweep
 
 
@@ -142,6 +133,7 @@ def run_quietly(request: SweepRequest, hardware: Hardware, screen: Screen | None
 
     A sweep that another command began is waited for, and an interrupt does not cancel it.
     """
+    _check_place(request)
     begun = _begin(request, decided(request, hardware))
     sweep, process = begun.sweep, begun.sent.process
     try:
@@ -163,14 +155,6 @@ def run_quietly(request: SweepRequest, hardware: Hardware, screen: Screen | None
     return sweep
 
 
-class NothingSent(ClusterError):
-    """The cluster can never run points that it would be sent."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
-
-
 class Begun(NamedTuple):
     """A sweep whose points that need a run were sent, or were sent by another command (`is_joined`)."""
 
@@ -184,21 +168,25 @@ class Begun(NamedTuple):
         return self.sent != SentPoints()
 
 
+def _check_place(request: SweepRequest) -> None:
+    """Refusal, before memory is predicted: outputs or slot locks cannot be written, or the ranks cannot meet."""
+    if problems := place_problems(str(request.output), starts_ranks=not request.on_cluster):
+        raise Refusal(problems)
+
+
 def _begin(request: SweepRequest, planned: Sequence[Planned], screen: Screen | None = None) -> Begun:
     """Opens the sweep's folder, shows the plan and sends the points that need a run, unless it runs already.
 
-    Raises before anything is written: Refusal if outputs, slot locks or the tracking store cannot be written or the
-    ranks cannot meet, and NothingSent. Starters of one output take turns, so that the second of two equal commands
+    Refusal, before anything is written: the tracking store cannot be written, or the cluster can never run a point
+    that it would be sent. Starters of one output take turns, so that the second of two equal commands
     joins the sweep of the first.
     """
-    if problems := place_problems(str(request.output), starts_ranks=not request.on_cluster):
-        raise Refusal(problems)
     check_store(request.config, request.output.absolute())
     queued = _queued_configs(planned)
     # Before the lock is taken: a scheduler may answer slowly, and other starters of this output would wait for it.
     is_sent = queued and request.on_cluster and request.running(planned) is None
     if is_sent and (problems := request.cluster.preflight(queued)):
-        raise NothingSent(problems)
+        raise Refusal(problems)
     with sweep_record.only_starter(request.output):
         if (running := request.running(planned)) is not None:
             return Begun(running, is_joined=True)

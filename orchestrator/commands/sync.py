@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.commands.named_sweep import VerbError, find_sweep, standings_now
+from orchestrator.commands.named_sweep import find_sweep, standings_now
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
-from orchestrator.exit_codes import BAD_USAGE, FAILED, OK
+from orchestrator.config.strict import Refusal
+from orchestrator.exit_codes import FAILED, OK
 from orchestrator.launch.verdict import end_of
-from orchestrator.records.record_file import BadRecord
 from orchestrator.records.run_record import tracker_log_path
 from orchestrator.records.sweep_record import SweepPaths, is_on_cluster
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, shown
-from orchestrator.text.streams import complain
 from orchestrator.text.units import many
 from orchestrator.tracking.feed import start_sync
 
@@ -25,14 +24,9 @@ def main(argv: Sequence[str]) -> int:
     """The exit code of `zlab sync`. 0: the store has everything. 1: something could not be written."""
     asked = parser().parse_args(argv)
     output = Path(asked.output).absolute()
-    try:
-        sweeps = [find_sweep(asked.output, asked.sweep)] if asked.sweep else []
-    except (VerbError, BadRecord) as error:
-        complain(f"error: {error}")
-        return BAD_USAGE
+    sweeps = [find_sweep(asked.output, asked.sweep)] if asked.sweep else []
     if not sweeps and not output.is_dir():
-        complain(f"error: there is no folder '{asked.output}'      give the folder of the runs: --output FOLDER")
-        return BAD_USAGE
+        raise Refusal([f"there is no folder '{asked.output}'      give the folder of the runs: --output FOLDER"])
     for sweep in sweeps:
         if is_on_cluster(sweep):
             standings_now(sweep)  # records the ends of its jobs

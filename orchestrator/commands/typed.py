@@ -7,7 +7,7 @@ from __future__ import annotations
 from orchestrator.compose import folders, help_page
 from orchestrator.compose.arguments import Arguments
 from orchestrator.compose.help_topics import Topics, width_of_terminal
-from orchestrator.compose.line import composed, show
+from orchestrator.compose.line import composed
 from orchestrator.compose.settable import read_tree
 
 
@@ -23,8 +23,6 @@ def answer(asked: Arguments) -> int:
             print(help_page.page(folders.CONF / "config.yaml", tree))
         return 0
     composition = composed(asked)
-    if asked.shows:
-        show(asked)
     from orchestrator.commands import line  # imported here: a line that is refused needs none of what it imports
 
     return line.run(composition, asked)

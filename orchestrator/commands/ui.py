@@ -15,10 +15,11 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from orchestrator.commands import sync
-from orchestrator.commands.named_sweep import VerbError, find_sweep
+from orchestrator.commands.named_sweep import find_sweep
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.config.schema import from_dict
-from orchestrator.exit_codes import BAD_USAGE, FAILED, OK
+from orchestrator.config.strict import Refusal
+from orchestrator.exit_codes import FAILED, OK
 from orchestrator.launch.verdict import end_of
 from orchestrator.machine import children, processes
 from orchestrator.machine.loopback import family, in_url, loopback
@@ -51,15 +52,8 @@ class Page(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """The exit code of `zlab ui`. Returns when the server has ended."""
     asked = parser().parse_args(argv)
-    output, name = Path(asked.output), asked.sweep
-    if name and name != "last" and Path(name).is_dir() and not SweepPaths(Path(name)).plan.exists():
-        output, name = Path(name), ""  # the folder of outputs, as in earlier versions
-    try:
-        sweep = find_sweep(str(output), name) if name else None
-        return serve(output, asked.port, sweep)
-    except (VerbError, BadRecord) as error:
-        Screen().say(f"error: {error}")
-        return BAD_USAGE
+    sweep = find_sweep(asked.output, asked.sweep) if asked.sweep else None
+    return serve(Path(asked.output), asked.port, sweep)
 
 
 def parser() -> VerbParser:
@@ -74,21 +68,18 @@ def parser() -> VerbParser:
 
 def serve(output: Path, port: int | None, sweep: SweepPaths | None = None) -> int:
     """Runs the server until Ctrl-C. 0: Ctrl-C, or the store has a server. 1: the server ended unexpectedly, or the
-    sweep could not be written. 2: there is no readable store."""
+    sweep could not be written. Refusal: there is no readable store."""
     screen, output = Screen(), output.absolute()
     uri = _uri(output, sweep)
     is_local = uri == names.local_uri(output)
     if is_local and sweep is None and not store_path(output).exists():
         made_by = "a run without tracking=none creates it"
         where = shown(store_path(output))
-        screen.say(f"error: there is no {where}: {made_by}, or give the folder of one: {program()} ui --output FOLDER")
-        return BAD_USAGE
+        raise Refusal([f"there is no {where}: {made_by}, or give the folder of one: {program()} ui --output FOLDER"])
     if problem := schema_version.problem(uri):
-        screen.say(f"error: {problem}")
-        return BAD_USAGE
+        raise Refusal([problem])
     if is_local and store_path(output).exists() and (wrong := _wrong_store(store_path(output))):
-        screen.say(f"error: {wrong}")
-        return BAD_USAGE
+        raise Refusal([wrong])
     # A store that is no file here is asked by the process that writes to it.
     shown_sweep = sweep or (None if is_local else next(iter(all_sweeps(output)), None))
     if shown_sweep is None:

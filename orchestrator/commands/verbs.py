@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from orchestrator.commands.named_sweep import VerbError, find_sweep, standings_now
+from orchestrator.commands.named_sweep import find_sweep, standings_now
 from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshold
 from orchestrator.compose import arguments
-from orchestrator.config.strict import nearest
-from orchestrator.exit_codes import BAD_USAGE
+from orchestrator.config.near import did_you_mean
+from orchestrator.config.strict import Refusal
 from orchestrator.launch.cluster import cluster_of
 from orchestrator.plan.point import retry_states
 from orchestrator.records import sweep_record
@@ -46,11 +46,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     complete_left_behind(Path(arguments.output).absolute())
     verb: Callable[[argparse.Namespace], int] = arguments.verb
-    try:
-        return verb(arguments)
-    except (VerbError, BadRecord) as error:
-        complain(f"error: {error}")
-        return BAD_USAGE
+    return verb(arguments)
 
 
 def parser() -> VerbParser:
@@ -90,15 +86,13 @@ def find_point(standings: Sequence[Standing], label: str | None) -> Standing:
     if label is None:
         tried = [point for point in standings if point.attempt is not None]
         if not tried:
-            raise VerbError("no point of this sweep was started, so none has a log")
+            raise Refusal(["no point of this sweep was started, so none has a log"])
         return min(tried, key=lambda point: (point.state is not RunState.running, point.state.answered))
     exact = [point for point in standings if point.label == label]
     if not exact:
-        near = nearest(label, [point.label for point in standings])
-        hint = f" Did you mean '{near}'?" if near else ""
-        raise VerbError(
-            f"there is no point '{label}'.{hint}      points: {' '.join(point.label for point in standings)}"
-        )
+        hint = did_you_mean(label, [point.label for point in standings])
+        points = " ".join(point.label for point in standings)
+        raise Refusal([f"there is no point '{label}'.{hint}      points: {points}"])
     return exact[0]
 
 
@@ -185,7 +179,8 @@ def _logs(asked: argparse.Namespace) -> int:
     sweep = find_sweep(asked.output, asked.sweep)
     point = find_point(standings_now(sweep), asked.point)
     if point.attempt is None:
-        raise VerbError(f"'{point.label}' was never started ({point.state.value}: {point.message}), so it has no log")
+        why = f"{point.state.value}: {point.message}"
+        raise Refusal([f"'{point.label}' was never started ({why}), so it has no log"])
     blamed = (read_or_warn(point.attempt.state, STATE) or {}).get("rank") or 0
     rank = asked.rank if asked.rank is not None else int(blamed)
     log = point.attempt.rank_log(rank)
@@ -194,7 +189,7 @@ def _logs(asked: argparse.Namespace) -> int:
         log = Path((read_or_warn(point.attempt.job, JOB) or {}).get("log") or log)
     if not log.is_file() and not asked.follow:
         there = sorted(path.name for path in point.attempt.root.glob("rank*.log"))
-        raise VerbError(f"'{point.label}' has no log of rank {rank}; there are: {' '.join(there) or 'none'}")
+        raise Refusal([f"'{point.label}' has no log of rank {rank}; there are: {' '.join(there) or 'none'}"])
     complain(f"== {point.label}: {point.state.value}, rank {rank}: {shown(log)}")
     steps = sum(point.planned.config.get("measure", {}).get(key) or 0 for key in ("warmup_steps", "steps"))
     _print_log(log, point.attempt, steps, follow=asked.follow)
@@ -257,10 +252,7 @@ def _resume(asked: argparse.Namespace) -> int:
 
 
 def _retry(asked: argparse.Namespace) -> int:
-    try:
-        retry_states(asked.retry)
-    except ValueError as error:
-        raise VerbError(str(error)) from None
+    retry_states(asked.retry)  # refuses what cannot be retried
     more = ["--json"] if asked.json else []
     return _again(find_sweep(asked.output, asked.sweep), ["--retry", asked.retry, *more])
 
@@ -272,9 +264,9 @@ def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
     facts = require_json(sweep.sweep, SWEEP)
     folder, command = facts.get("folder") or "", facts.get("command")
     if not Path(folder).is_dir():
-        raise VerbError(f"{sweep.name} was started in {folder}, which no longer exists")
+        raise Refusal([f"{sweep.name} was started in {folder}, which no longer exists"])
     if not command:
-        raise VerbError(f"{sweep.name} is a batch that a program proposed: run that again, and answers are kept")
+        raise Refusal([f"{sweep.name} is a batch that a program proposed: run that again, and answers are kept"])
     where = "" if Path(folder) == Path.cwd() else f"in {folder}: "
     os.chdir(folder)
     command = [*command, *more]

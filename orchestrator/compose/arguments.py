@@ -10,8 +10,8 @@ from pathlib import Path
 
 from orchestrator import wings
 from orchestrator.compose import point_count
+from orchestrator.config.near import did_you_mean
 from orchestrator.config.schema import AskedConfig
-from orchestrator.config.strict import nearest
 
 SHARED_PARSER = "orchestrator.commands.verbs"  # of the verbs that read and control sweeps
 # The verbs other than a run, each with its module, which is imported when the verb is used and has `main` and `parser`.
@@ -163,8 +163,7 @@ def _take_flag(result: Arguments, word: str, words: list[str]) -> None:
         if flag == point_count.FLAG and not re.fullmatch(r"[1-9]\d{0,17}", result.flags[flag] or ""):
             result.problems.append(f"{name} cannot be '{result.flags[flag]}': a whole number of points")
     else:
-        near = nearest(name, [*SWITCHES, *VALUED, "--info", *SHORT])
-        hint = f" Did you mean '{near}'?" if near else ""
+        hint = did_you_mean(name, [*SWITCHES, *VALUED, "--info", *SHORT])
         result.problems.append(f"there is no flag '{word}'.{hint}      see: --help")
 
 

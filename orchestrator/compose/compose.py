@@ -69,7 +69,11 @@ class OwnSource(FileConfigSource):
         return super().is_config(config_path) and (is_shipped or config_path != folders.PRIMARY)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        loaded = super().load_config(config_path)
+        try:
+            loaded = super().load_config(config_path)
+        except (ValueError, OSError, AssertionError, RecursionError):
+            read_yaml(Path(self.path) / f"{config_path.removesuffix('.yaml')}.yaml")  # its errors name the file
+            raise
         if not isinstance(loaded.config, DictConfig) or loaded.header["package"] is not None:
             return loaded  # a file with a package sets keys of other groups
         values: Any = OmegaConf.to_container(loaded.config, resolve=False)
@@ -130,10 +134,7 @@ def compose(arguments: Arguments) -> Composition:
             found = _expansion(loader, name, arguments)
             composer = Composer(loader, name, arguments)
             points = tuple(composer.point(list(line.values())) for line in found.lines)
-    except (UnicodeDecodeError, OSError, AssertionError, RecursionError) as error:
-        # Hydra's error for a malformed file does not name the file, so find it.
-        raise ComposeError(_file_problem(arguments) or in_one_line(error)) from error
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, AssertionError) as error:
         raise ComposeError(in_one_line(error)) from error
     return Composition(points, found.is_sweep, found.axes, found.sweep)
 
@@ -165,10 +166,8 @@ def _expansion(loader: ConfigLoader, name: str, arguments: Arguments) -> _Lines:
     declared = _declared_sweep(arguments)
     if declared is not None:
         parsed = _parsed(loader, [word for word in words if not word.startswith("sweeps=")])
-        # Count the points before expanding them: their product may be larger than memory.
-        counts = sweep_file.counts(declared, {key: _count(one) for key, one in parsed.items()})
-        point_count.check(counts, arguments.max_points, more=len(declared.concat))
-        expansion = sweep_file.expand(declared, {key: _values(one) for key, one in parsed.items()})
+        typed = {key: _values(one, arguments.max_points) for key, one in parsed.items()}
+        expansion = sweep_file.expand(declared, typed, arguments.max_points)
         if not expansion.lines:
             raise HydraException("the sweep has no points: exclude leaves none")
         said = list(dict.fromkeys(word for line in expansion.lines for word in line.values()))
@@ -186,8 +185,8 @@ def _expansion(loader: ConfigLoader, name: str, arguments: Arguments) -> _Lines:
     said = [f"{key}={value}" for key, value in params.items()]
     _check_file(said, tree)
     parsed = _parsed(loader, [*said, *words])
-    point_count.check({key: _count(one) for key, one in parsed.items()}, arguments.max_points)
-    axes = {key: _values(one) for key, one in parsed.items()}
+    axes = {key: _values(one, arguments.max_points) for key, one in parsed.items()}
+    point_count.check([(key, len(values)) for key, values in axes.items()], arguments.max_points)
     _need_a_sweep(axes, is_sweep)
     lines = [dict(zip(axes, line, strict=True)) for line in itertools.product(*axes.values())]
     return _Lines(lines, tuple(key for key, values in axes.items() if len(values) > 1), is_sweep, SweepFile())
@@ -330,28 +329,23 @@ def _parsed(loader: ConfigLoader, words: Sequence[str]) -> dict[str, Override]:
     return {override.get_key_element(): override for override in parsed}
 
 
-def _count(override: Override) -> int:
-    """The number of values of an override. A range is not expanded for it, since it may be too long for memory."""
-    value = override.value()
-    if isinstance(value, RangeSweep):
-        assert value.start is not None
-        assert value.stop is not None
-        return point_count.of_range(value.start, value.stop, value.step)
-    return len(_values(override))
-
-
 def _need_a_sweep(axes: dict[str, list[str]], is_sweep: bool) -> None:
     lists = [key for key, values in axes.items() if len(values) > 1]
     if lists and not is_sweep:
         raise HydraException(f"a list of values for {' and '.join(lists)} needs -m (sweep)")
 
 
-def _values(override: Override) -> list[str]:
+def _values(override: Override, limit: int) -> list[str]:
+    """The override with each of its values, of which a range may have as many as a sweep may have points."""
     key = override.get_key_element()
     if not override.is_sweep_override():
         return [override.input_line or ""]
     if not override.is_discrete_sweep():
         raise HydraException(f"{override.input_line}: an interval has no end of values; use range() or choice()")
+    value = override.value()
+    # Looked at before Hydra lists or shuffles them: they may be more than memory holds.
+    if isinstance(value, RangeSweep) and len(list(itertools.islice(value.range(), limit + 1))) > limit:
+        raise point_count.too_many(limit, f"more in {override.input_line}")
     typed = {"True": "true", "False": "false"}  # Hydra spells them as Python does
     values = [f"{key}={typed.get(value, value)}" for value in override.sweep_string_iterator()]
     if not values:
@@ -381,30 +375,3 @@ def read_yaml(path: Path) -> Any:
     except (OSError, AssertionError) as error:
         found = getattr(error, "strerror", None) or "a single value"
         raise ValueError(f"{where}: expected a mapping of settings, found {found}; write 'key: value' lines") from None
-
-
-def _file_problem(arguments: Arguments) -> str:
-    """The problem of the first of the user's files that cannot be read, starting with files that the line names."""
-    added = arguments.flags.get("--config-dir")
-    owned = [*folders.own_folders(added), *(one / "sweeps" for one in folders.sweep_parents(added)[:-1])]
-    # No deeper than option files are: --config-dir may name a folder with a complete disk below it.
-    files = [file for folder in owned for form in ("*.yaml", "*/*.yaml") for file in sorted(folder.glob(form))]
-    found = map(_problem_of, sorted(files, key=lambda one: not _names(arguments.overrides, one)))
-    return next(filter(None, found), "")
-
-
-def _names(line: Sequence[str], file: Path) -> bool:
-    """Whether an override chooses this option file: `group=option`, possibly in a list of options."""
-    choices = (word.partition("=") for word in line)
-    return any(
-        group.lstrip("+") == file.parent.name and file.stem in re.split(r"[^\w.-]", names)
-        for group, _, names in choices
-    )
-
-
-def _problem_of(file: Path) -> str:
-    try:
-        read_yaml(file)
-    except (ValueError, yaml.YAMLError) as error:
-        return in_one_line(error)
-    return ""

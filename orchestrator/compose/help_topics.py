@@ -14,7 +14,8 @@ from typing import Any
 from orchestrator.compose import folders, help_page
 from orchestrator.compose.meanings import DECIDES, group_class, meaning, option_comment, option_values
 from orchestrator.compose.settable import WHOLE_FILES, Tree, with_all_keys
-from orchestrator.config.strict import Refusal, describe, nearest
+from orchestrator.config.near import did_you_mean
+from orchestrator.config.strict import Refusal, describe
 from orchestrator.text.paths import program
 
 _LINK = re.compile(r" ?\(\[[^]]*\]\([^)]*\)\)")
@@ -45,8 +46,7 @@ class Topics:
             pages = [textwrap.dedent("\n".join(self._key(key, full=True))) for key in keys]
             return "\n\n".join([*pages, *(self._option(group, name) for group in files)])
         known = [*self.tree.groups, *self.tree.keys, *(one for names in self.tree.groups.values() for one in names)]
-        near = nearest(name, known)
-        hint = f" Did you mean '{near}'?" if near else ""
+        hint = did_you_mean(name, known)
         raise Refusal([f"--help {name}: there is no group, key or option of that name.{hint}      all: --help"])
 
     def _group(self, group: str) -> str:

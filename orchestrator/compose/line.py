@@ -19,7 +19,10 @@ MOST_NAMES = 3  # that a note lists
 
 
 def composed(asked: Arguments) -> Composition:
-    """The points of a command line, before their values are checked. Refusal lists all problems of the words."""
+    """The points of a command line, before their values are checked. Refusal lists all problems of the words.
+
+    Ends the process if the line has a flag of Hydra's that shows something, such as --cfg, after Hydra has answered it.
+    """
     if sys.flags.optimize:
         raise Refusal(asked.problems)  # Hydra cannot even be imported
     # Imported here: it imports Hydra's parser, a tenth of a second that --help and most verbs do without.
@@ -36,20 +39,10 @@ def composed(asked: Arguments) -> Composition:
         raise Refusal(problems)
     from orchestrator.compose import compose  # imported here: it looks for plugins, which no wrong word needs
 
-    if asked.shows and not asked.shows_config:
-        show(asked)
     try:
+        if asked.shows:
+            compose.show(asked)
         return compose.compose(asked)
-    except compose.ComposeError as error:
-        raise Refusal([str(error)]) from None
-
-
-def show(asked: Arguments) -> None:
-    """Prints what one of Hydra's own flags asks for, such as --cfg."""
-    from orchestrator.compose import compose
-
-    try:
-        compose.show(asked)
     except compose.ComposeError as error:
         raise Refusal([str(error)]) from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 LIMIT = 10_000
 FLAG = "--max-points"
@@ -13,26 +13,19 @@ class TooManyPoints(ValueError):
     """A sweep has more points than are allowed; the message is one line."""
 
 
-def check(counts: Mapping[str, int], limit: int, more: int = 0) -> None:
+def check(counts: Sequence[tuple[str, int]], limit: int, more: int = 0) -> None:
     """Raises TooManyPoints above `limit` points.
 
     counts: the number of values of each axis. more: the number of points in addition to the product of the axes.
     """
-    points = math.prod(counts.values()) + more
-    if points <= limit:
-        return
-    axes = " x ".join(f"{count:,} of {key}" for key, count in counts.items() if count > 1)
-    listed = f" + {more:,} listed" if more else ""
-    raise TooManyPoints(
-        f"expected a sweep of at most {limit:,} points, found {points:,} ({axes}{listed}); give fewer values, or ask "
-        f"for so many with {FLAG} {points}"
+    points = math.prod(count for _, count in counts) + more
+    if points > limit:
+        axes = " x ".join(f"{count:,} of {key}" for key, count in counts if count > 1)
+        raise too_many(limit, f"{points:,} ({axes}{f' + {more:,} listed' if more else ''})")
+
+
+def too_many(limit: int, found: str) -> TooManyPoints:
+    """The error for a sweep of more points than `limit`."""
+    return TooManyPoints(
+        f"expected a sweep of at most {limit:,} points, found {found}; give fewer values, or allow more with {FLAG} N"
     )
-
-
-def of_range(start: float, stop: float, step: float) -> int:
-    """The number of values of range(start,stop,step). ValueError if an argument is not finite or the step is 0."""
-    if not all(map(math.isfinite, (start, stop, step))) or step == 0:
-        raise ValueError(f"range({start},{stop},{step}): expected finite numbers and a step that is not 0")
-    if isinstance(start, int) and isinstance(stop, int) and isinstance(step, int):
-        return max(0, -((start - stop) // step))  # `len` of a range fails above 2^63
-    return max(0, math.ceil((stop - start) / step))

@@ -26,6 +26,7 @@ from typing import Any
 
 import yaml
 
+from orchestrator.compose import point_count
 from orchestrator.config.strict import nearest
 
 Line = dict[str, str]  # the override of each key, such as "zero=stage1", in order
@@ -158,8 +159,8 @@ def _all(value: Any, holds: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(holds, value))
 
 
-def expand(sweep: SweepFile, typed: Mapping[str, Sequence[str]]) -> Expansion:
-    """Expands a sweep to its lines.
+def expand(sweep: SweepFile, typed: Mapping[str, Sequence[str]], limit: int = point_count.LIMIT) -> Expansion:
+    """Expands a sweep to its lines. TooManyPoints, before that, if there are more than `limit`.
 
     `typed`: the overrides of each key of the command line, which take precedence over everything in the file. A typed
     key that is an axis of the file replaces that axis; other typed keys with a list of values are additional axes.
@@ -176,7 +177,9 @@ def expand(sweep: SweepFile, typed: Mapping[str, Sequence[str]]) -> Expansion:
     axes += [[{key: word} for word in words] for key, words in typed.items() if key not in sweep.axes]
     if sweep.seeds and "seed" not in typed:
         axes.append([{"seed": override("seed", seed)} for seed in sweep.seeds])
-    lines = [_joined([base, *parts]) for parts in itertools.product(*filter(None, axes))]
+    axes = [axis for axis in axes if axis]
+    point_count.check([("+".join(axis[0]), len(axis)) for axis in axes], limit, more=len(sweep.concat))
+    lines = [_joined([base, *parts]) for parts in itertools.product(*axes)]
     _check_patterns(sweep, set(itertools.chain(*lines)))
     lines = [line for line in lines if not any(_matches(line, pattern) for pattern in sweep.exclude)]
     # exclude and typed lists, which are axes, apply to the product only, so concat comes after them.
@@ -188,23 +191,6 @@ def expand(sweep: SweepFile, typed: Mapping[str, Sequence[str]]) -> Expansion:
     # A key that `when` sets follows from another key, so it does not help to tell points apart.
     implied = {key for rule in sweep.when for key in rule["set"]}
     return Expansion(tuple(lines), tuple(key for key in varying if key not in implied))
-
-
-def counts(sweep: SweepFile, typed: Mapping[str, int]) -> dict[str, int]:
-    """The number of values of each axis whose product `expand` builds, by the keys of the axis.
-
-    `typed`: the number of values of each key of the command line.
-    """
-    numbers = {key: typed.get(key, len(values)) for key, values in sweep.axes.items()}
-    for number, group in enumerate(sweep.zip, 1):
-        free = [key for key in group if key not in typed]
-        if free:
-            name = "+".join(free)  # two entries of zip with the same keys are two axes
-            numbers[name if name not in numbers else f"{name} (zip {number})"] = len(group[free[0]])
-    numbers |= {key: count for key, count in typed.items() if key not in sweep.axes}
-    if sweep.seeds and "seed" not in typed:
-        numbers["seed"] = len(sweep.seeds)
-    return numbers
 
 
 def patterns(sweep: SweepFile) -> list[tuple[str, list[str]]]:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.near import fix_of_path
 from orchestrator.config.schema import Model
-from orchestrator.config.strict import Broken, nearest
+from orchestrator.config.strict import Broken
 from orchestrator.text.paths import expanded
 from zero_runtime.checkpoint import files
 from zero_runtime.errors import CheckpointError
@@ -70,10 +71,7 @@ def problem(model: Model, *, needs_weights: bool = True) -> Broken | None:
         return Broken("model=pretrained needs model.path=FOLDER", "none", ("model=llama_tiny",))
     path = expanded(model.path)
     if not path.is_dir():
-        beside = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
-        near = nearest(path.name, beside)
-        fixes = (f"model.path={path.parent / near}",) if near else ()
-        return Broken("model.path must be a folder that is there", model.path, fixes)
+        return Broken("model.path must be a folder that is there", model.path, fix_of_path("model.path", path))
     config = read_config(path)
     if config is None or not isinstance(config.get("model_type"), str):
         return Broken(f"model.path must hold a {CONFIG} with a model_type", f"none in {model.path}")

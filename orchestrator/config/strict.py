@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import marshal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
@@ -125,28 +124,8 @@ def _is_number(value: int | float) -> bool:
     return abs(value) <= MOST_FP32
 
 
-Built = tuple[Any, list[Broken]]
-
-
-def build(cls: type, data: object, path: str = "", known: dict[object, Built] | None = None) -> Built:
-    """An instance and no broken rules, or None and all broken rules. known: see `build_parts`."""
-    if known is None or (key := _key(cls, data, path)) is None:
-        return _build(cls, data, path)
-    if key not in known:
-        known[key] = _build(cls, data, path)
-    made, broken = known[key]
-    return made, list(broken)
-
-
-def _key(cls: type, data: Any, path: str) -> object:
-    """What decides the result of `build`, or None: all bytes of the data, in which 1, 1.0 and true differ."""
-    try:
-        return cls, path, marshal.dumps(data, 2)
-    except ValueError:
-        return None
-
-
-def _build(cls: type, data: object, path: str) -> Built:
+def build(cls: type, data: object, path: str = "") -> tuple[Any, list[Broken]]:
+    """An instance and no broken rules, or None and all broken rules."""
     if not isinstance(data, Mapping):
         return None, [Broken(f"{path} must be a mapping", shown(data))]
     values, broken = build_parts(cls, data, path)
@@ -170,13 +149,8 @@ def _make(made: dict[str, Any], name: str, cls: type, values: dict[str, Any], br
         broken += error.broken
 
 
-def build_parts(
-    cls: type, data: Mapping[Any, object], path: str = "", known: dict[object, Built] | None = None
-) -> tuple[dict[str, Any], list[Broken]]:
-    """The values that could be built, by key, and all rules that the others break.
-
-    known: groups that were built before, for callers that build several with many groups in common; it is added to.
-    """
+def build_parts(cls: type, data: Mapping[Any, object], path: str = "") -> tuple[dict[str, Any], list[Broken]]:
+    """The values that could be built, by key, and all rules that the others break."""
     hints, prefix = hints_of(cls), f"{path}." if path else ""
     broken = [_unknown(prefix, str(key), hints) for key in data if key not in hints]
     data = completed(cls, data)
@@ -195,7 +169,7 @@ def build_parts(
             fix = f"{prefix}{key}={as_typed(own[key].example)}"
             broken.append(Broken(f"{path}={kind} needs {prefix}{key}", "null", (fix,)))
         else:
-            broken += _fill(built, key, own[key].hint, data[key], prefix, known)
+            broken += _fill(built, key, own[key].hint, data[key], prefix)
     return built, broken
 
 
@@ -208,12 +182,10 @@ def _other_kind(group: str, kind: str, key: str, hint: Any, value: object) -> li
     return [Broken(f"{group}={kind} has no {group}.{key}", str(value), (fix,))]
 
 
-def _fill(
-    built: dict[str, Any], key: str, hint: Any, value: object, prefix: str, known: dict[object, Built] | None
-) -> list[Broken]:
+def _fill(built: dict[str, Any], key: str, hint: Any, value: object, prefix: str) -> list[Broken]:
     """Builds one value; the rules that it breaks."""
     if isinstance(hint, type) and is_dataclass(hint):
-        group, broken = build(hint, value, prefix + key, known)
+        group, broken = build(hint, value, prefix + key)
         if not broken:
             built[key] = group
         return broken

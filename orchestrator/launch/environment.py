@@ -12,7 +12,6 @@ import stat
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.machine import children
@@ -38,23 +37,13 @@ def job_environment(config: RunConfig, base: Mapping[str, str], gpus: Sequence[s
 
 def job_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
     """The variables that zero-lab sets, without those of `base` that it keeps."""
-    return rank_settings(config.resources, base, on_one_machine=config.resources.nodes == 1)
+    resources = config.resources
+    return rank_settings(resources.device, resources.threads, base, on_one_machine=resources.nodes == 1)
 
 
-class RankResources(Protocol):
-    """What the environment of a rank depends on."""
-
-    @property
-    def device(self) -> Device: ...
-
-    @property
-    def threads(self) -> int | None: ...
-
-
-def rank_settings(resources: RankResources, base: Mapping[str, str], *, on_one_machine: bool) -> dict[str, str]:
+def rank_settings(device: Device, threads: int, base: Mapping[str, str], *, on_one_machine: bool) -> dict[str, str]:
     """The variables that zero-lab sets for a rank, without those of `base` that it keeps."""
-    on_cuda = resources.device is Device.cuda
-    threads = str(resources.threads)
+    on_cuda = device is Device.cuda
     wanted = {
         "TOKENIZERS_PARALLELISM": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -71,7 +60,8 @@ def rank_settings(resources: RankResources, base: Mapping[str, str], *, on_one_m
         wanted[GLOO] = LOOPBACK
     if on_cuda:
         wanted |= _cuda_settings(base)
-    fixed = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, children.PYTHONPATH: children.named(base)}
+    fixed = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    fixed[children.PYTHONPATH] = children.named(base)
     if not on_cuda:
         fixed["CUDA_VISIBLE_DEVICES"] = ""
     return {key: value for key, value in wanted.items() if key not in base} | fixed

@@ -1,7 +1,6 @@
 """Decides about each point that breaks no rule: run it, keep its answer, or leave it out because it cannot fit.
 
-Apart from its arguments, a decision depends only on the records and on the contents of the files that a point reads;
-whether kept rows are of an earlier day, and one of them is measured once more, also on today's date.
+Apart from its arguments, a decision depends only on the records and on the contents of the files that a point reads.
 """
 
 from __future__ import annotations
@@ -170,7 +169,7 @@ def _why_again(plan: Planned, output: Path) -> str:
 
 
 def _day(facts: Mapping[str, Any]) -> str:
-    return _date(facts.get("time", 0))
+    return time.strftime("%Y-%m-%d", time.localtime(facts.get("time", 0)))
 
 
 def _when(attempt: AttemptPaths, state: RunState, differs: str) -> str:

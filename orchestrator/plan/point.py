@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.config.schema import RunConfig
-from orchestrator.config.strict import Broken
+from orchestrator.config.strict import Broken, Refusal
 from orchestrator.records.run_state import RETRIED, RunState
 
 
@@ -41,8 +41,8 @@ class Wishes:
 
 
 def retry_states(text: str) -> frozenset[RunState]:
-    """The states in a text such as "error,oom". ValueError names the states that can be retried."""
+    """The states in a text such as "error,oom". Refusal names the states that can be retried."""
     words = [word.strip() for word in text.split(",")]
     if unknown := [word for word in words if word not in RETRIED]:
-        raise ValueError(f"--retry {','.join(unknown)}: expected some of {','.join(RETRIED)}")
+        raise Refusal([f"--retry {','.join(unknown)}: expected some of {','.join(RETRIED)}"])
     return frozenset(RunState(word) for word in words)

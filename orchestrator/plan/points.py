@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.compose.labels import label
 from orchestrator.config.schema import AskedConfig, root_limits, to_dict
-from orchestrator.config.strict import Broken, Built, build_parts
+from orchestrator.config.strict import Broken, build_parts
 from orchestrator.plan.point import Point, Refused
 from orchestrator.plan.rules import table as rules
 from orchestrator.plan.rules.scene import Scene
@@ -24,9 +24,8 @@ def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused
     """The points, resolved or refused, and one line for each broken rule with the number of points that break it."""
     points: dict[str, Point | Refused] = {}
     hits: Counter[Broken] = Counter()
-    known: dict[object, Built] = {}  # groups, which most points share
     for composed in composition.points:
-        parts, broken = build_parts(AskedConfig, composed.values, known=known)
+        parts, broken = build_parts(AskedConfig, composed.values)
         broken += root_limits(parts).broken + rules.check_parts(parts, scene)
         undone = "measure" in parts and option_is_not_undone(composed.choices.get("measure"), parts["measure"])
         broken += [undone] if undone else []

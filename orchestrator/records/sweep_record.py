@@ -103,7 +103,7 @@ class Planned:
 class Standing:
     """The current state of a point of a sweep.
 
-    `attempt`: the attempt that runs or that has the answer. `measured`: its result, present exactly if the state says
+    `attempt`: the attempt that runs or that has the answer. `result`: its result, present exactly if the state says
     that the point was measured.
     """
 
@@ -113,14 +113,11 @@ class Standing:
     message: str = ""
     slots: tuple[str, ...] = ()
     job: str = ""
-    measured: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
 
     @property
     def label(self) -> str:
         return self.planned.label
-
-    def result(self) -> dict[str, Any] | None:
-        return self.measured
 
 
 def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts: Mapping[str, Any]) -> SweepPaths:
@@ -269,7 +266,7 @@ def _with_result(standing: Standing) -> Standing:
     if standing.attempt is None or not standing.state.measured:
         return standing
     try:
-        return replace(standing, measured=result_of(standing.attempt))
+        return replace(standing, result=result_of(standing.attempt))
     except (BadRecord, OSError) as error:
         return replace(standing, state=RunState.lost, message=str(error))
 

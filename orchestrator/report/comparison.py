@@ -27,7 +27,7 @@ class ReportPart(NamedTuple):
 
 
 def _entry(standing: Standing) -> Entry:
-    result = standing.result()
+    result = standing.result
     return Entry(
         standing.label,
         standing.state.value,

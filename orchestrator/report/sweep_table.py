@@ -124,7 +124,7 @@ def standing_table(standings: Sequence[Standing]) -> Table:
 
 def standing_row(point: Standing) -> tuple[str, ...]:
     """A point as cells. The speed of a running one is that of its latest steps."""
-    result, running = point.result(), progress_of(point)
+    result, running = point.result, progress_of(point)
     speed = ABSENT if running is None else digits(running.tokens_per_second)
     speed = digits(result["throughput"]["tokens_per_second"]["median"]) if result else speed
     states = ranking.states_bytes(result) if result else point.planned.predicted_bytes
@@ -219,5 +219,5 @@ def as_json(point: Standing) -> dict[str, Any]:
         "job": point.job or None,
         "predicted_states_bytes": point.planned.predicted_bytes,
         "predicted": point.planned.predicted,
-        "result": point.result(),
+        "result": point.result,
     }

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.config.pairs_file import read_pairs
 from orchestrator.workloads.pairs import EncodePairs, PairWindows, bytes_of_pairs
+from orchestrator.workloads.pairs_file import read_pairs
 from orchestrator.workloads.sources import (
-    BYTE_VOCABULARY,
     ORDER,
     STDLIB_BYTES,
     SYNTHETIC_WINDOWS,
@@ -91,11 +90,6 @@ class TokenData:
 
     def validation_batch(self, position: int, count: int) -> TokenBatch:
         """Held-out samples position .. position + count - 1 in the order of the text, repeating after the last."""
-        if not self.validation_samples:
-            raise ValueError(
-                "data.validation_fraction: expected more than 0 for a validation batch, found 0; "
-                "set data.validation_fraction=0.05 or measure.validation_batches=0"
-            )
         order = np.arange(position, position + count, dtype=np.int64) % self.validation_samples
         return self._batch(self.validation_windows[order])
 
@@ -137,16 +131,8 @@ def load_data(
     `path` (a file or a folder) is for the kinds text and pairs. `encode` tokenizes a text, `encode_pairs` prompts and
     responses; None uses their bytes as tokens.
     ValueError if the source has too few tokens for one training and, with a fraction above 0, one validation window.
+    The other values are those of a resolved configuration, which has been checked.
     """
-    _check(
-        kind,
-        path,
-        seq,
-        seed,
-        vocab_size,
-        validation_fraction,
-        reads_bytes=(encode_pairs if kind == "pairs" else encode) is None,
-    )
     about: dict[str, Any] = {"layout": LAYOUT_VERSION, "seq": seq, "validation_fraction": float(validation_fraction)}
     notes: tuple[str, ...] = ()
     if kind == "synthetic":
@@ -174,14 +160,7 @@ def load_data(
 
 
 def slice_for_rank(global_size: int, rank: int, world: int) -> tuple[int, int]:
-    """(offset, count) of the r-th contiguous slice of a global batch; ValueError if it is not divisible by `world`."""
-    if world < 1 or not 0 <= rank < world:
-        raise ValueError(f"rank: expected 0 <= rank < world, found rank {rank} of world {world}")
-    if global_size < 1 or global_size % world:
-        raise ValueError(
-            f"batch.global_size: expected a positive multiple of the {world} ranks, found {global_size}; "
-            f"set batch.global_size={max(1, round(global_size / world)) * world}"
-        )
+    """(offset, count) of the r-th contiguous slice of a global batch, which `world` divides."""
     count = global_size // world
     return rank * count, count
 
@@ -214,34 +193,6 @@ def _check_tokens(tokens: NDArray[np.generic], vocab_size: int) -> None:
             f"data.tokenizer: expected tokens below the model's vocab_size, {vocab_size}, found {largest}; the "
             "tokenizer next to the weights is of another model: use data.tokenizer=bytes, or correct the folder"
         )
-
-
-def _check(
-    kind: str, path: str | None, seq: int, seed: int, vocab_size: int, fraction: float, *, reads_bytes: bool
-) -> None:
-    wrong = []
-    if kind not in ("stdlib", "text", "pairs", "synthetic"):
-        wrong.append(f"data.kind: expected stdlib, text, pairs or synthetic, found '{kind}'")
-    if kind in ("text", "pairs") and not path:
-        what = "a file or a folder" if kind == "text" else "a JSON file"
-        wrong.append(f"data.path: expected {what} for data={kind}, found none; add data.path=...")
-    if kind not in ("text", "pairs") and path:
-        wrong.append(f"data.path: expected none for data={kind}, found {path}; use data=text or remove it")
-    if kind != "synthetic" and reads_bytes and vocab_size < BYTE_VOCABULARY:
-        wrong.append(
-            f"model vocab_size: expected at least {BYTE_VOCABULARY} for the bytes of data={kind}, found "
-            f"{vocab_size}; raise model.config.vocab_size or use data=synthetic"
-        )
-    if vocab_size < 1:
-        wrong.append(f"model vocab_size: expected at least 1, found {vocab_size}")
-    if seq < 1:
-        wrong.append(f"batch.seq: expected at least 1, found {seq}")
-    if seed < 0:
-        wrong.append(f"seed: expected at least 0, found {seed}")
-    if not 0 <= fraction < 1:
-        wrong.append(f"data.validation_fraction: expected from 0 to below 1, found {fraction}")
-    if wrong:
-        raise ValueError("\n".join(wrong))
 
 
 def _read(kind: str, path: str | None) -> tuple[str, bytearray]:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.config.pairs_file import Pair
-from orchestrator.workloads.sources import Example, IntArray
+from orchestrator.workloads.pairs_file import Pair
+from orchestrator.workloads.sources import Example, IntArray, Windows
 
 BYTE_END = 0  # ends a response that is read as bytes: no text has it
 
@@ -26,13 +26,14 @@ def bytes_of_pairs(pairs: Sequence[Pair]) -> list[Example]:
     return [Example(list(pair.prompt.encode()), [*pair.response.encode(), BYTE_END]) for pair in pairs]
 
 
-class PairWindows:
+class PairWindows(Windows):
     """Windows over pairs.
 
     `cut`: how many pairs lost their end; `left_out`: how many lost their whole response. ValueError if none is left.
     """
 
     def __init__(self, pairs: Sequence[Example], seq: int) -> None:
+        super().__init__(seq)
         self._length = seq + 1
         kept = [pair for pair in pairs if len(pair.prompt) < self._length]
         self.left_out = len(pairs) - len(kept)

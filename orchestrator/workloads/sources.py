@@ -7,14 +7,13 @@ import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.workloads.text_files import is_text, text_files
 
-BYTE_VOCABULARY = 256
 STDLIB_BYTES = 8 << 20  # 65,000 windows of 128: far more than a first run reads, and loaded in 0.1 s
 SYNTHETIC_WINDOWS = 65_536
 SYNTHETIC_NOISE = 0.05
@@ -33,30 +32,10 @@ class Example(NamedTuple):
     answer: list[int]
 
 
-class Windows(Protocol):
-    """A source cut into `count` windows of seq + 1 tokens."""
+class Windows(ABC):
+    """A source cut into `count` windows of seq + 1 tokens, of which every token but the first is a target."""
 
     count: int
-
-    def read(self, indices: IntArray) -> IntArray:
-        """A copy of these windows, [len(indices), seq + 1] int64."""
-        ...
-
-    def counts(self, indices: IntArray) -> NDArray[np.bool_] | None:
-        """Which labels of these windows count in the loss, [len(indices), seq]; None for all."""
-        ...
-
-    def counted(self, indices: IntArray) -> int:
-        """How many labels of these windows count."""
-        ...
-
-    def example(self, index: int) -> Example:
-        """The window as a text to continue."""
-        ...
-
-
-class _AllCount(ABC):
-    """Windows of which every token but the first is a target."""
 
     def __init__(self, seq: int) -> None:
         self._seq = seq
@@ -65,14 +44,16 @@ class _AllCount(ABC):
     def read(self, indices: IntArray) -> IntArray:
         """A copy of these windows, [len(indices), seq + 1] int64."""
 
-    def counts(self, indices: IntArray) -> None:
+    def counts(self, indices: IntArray) -> NDArray[np.bool_] | None:
+        """Which labels of these windows count in the loss, [len(indices), seq]; None for all."""
         return None
 
     def counted(self, indices: IntArray) -> int:
+        """How many labels of these windows count."""
         return len(indices) * self._seq
 
     def example(self, index: int) -> Example:
-        """The first half of the window, and the second."""
+        """The window as a text to continue: its first half, and the second."""
         row = [int(token) for token in self.read(np.asarray([index], dtype=np.int64))[0]]
         half = len(row) // 2
         return Example(row[:half], row[half:])
@@ -83,7 +64,7 @@ def random_bits(count: int, seed: int, stream: int, index: int) -> NDArray[np.ui
     return np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, index))).random_raw(count)
 
 
-class TextWindows(_AllCount):
+class TextWindows(Windows):
     """Windows over the tokens of a text, [n]: uint8 for its bytes, else int32."""
 
     def __init__(self, tokens: NDArray[np.generic], seq: int) -> None:
@@ -96,7 +77,7 @@ class TextWindows(_AllCount):
         return self._windows[indices].astype(np.int64)
 
 
-class SyntheticWindows(_AllCount):
+class SyntheticWindows(Windows):
     """Noisy arithmetic progressions, generated when they are read; nothing is stored.
 
     Each window counts up by 1 to 4 within the first eighth of the vocabulary, and one token in twenty is

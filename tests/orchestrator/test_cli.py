@@ -97,7 +97,7 @@ def test_doctor_reports_what_works_and_the_error_of_slurm(tmp_path: Path) -> Non
 def test_ui_is_refused_in_a_folder_without_runs(tmp_path: Path) -> None:
     done = typed("ui", cwd=tmp_path)
     assert done.returncode == 2
-    assert "there is no outputs/mlflow.db: a run without tracking=none creates it" in done.stdout
+    assert "there is no outputs/mlflow.db: a run without tracking=none creates it" in done.stderr
 
 
 def test_all_broken_rules_are_reported_together(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from orchestrator.config.schema import Adapter, AdapterKind, Checkpoint, CheckpointKind, WeightsExport
-from orchestrator.config.strict import Broken, nearest
+from orchestrator.config.near import fix_of_path
+from orchestrator.config.schema import Adapter, AdapterKind, Checkpoint, WeightsExport
+from orchestrator.config.strict import Broken
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.text.paths import expanded
 
@@ -14,26 +15,12 @@ def checkpoint_is_there(scene: Scene, checkpoint: Checkpoint) -> Broken | None:
     path = expanded(checkpoint.resume)
     if path.is_dir():
         return None
-    if path.exists():  # a file, possibly inside the folder of a checkpoint
-        near = path.parent if path.parent.name.startswith("step-") else None
+    if path.is_file() and path.parent.name.startswith("step-"):  # inside the folder of a checkpoint
+        fixes: tuple[str, ...] = (f"checkpoint.resume={path.parent}",)
     else:
-        found = nearest(
-            path.name, [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
-        )
-        near = path.parent / found if found else None
-    fixes = (f"checkpoint.resume={near}",) if near else ()
+        fixes = fix_of_path("checkpoint.resume", path)
     rule = "checkpoint.resume must be none, auto or the folder of a checkpoint"
     return Broken(rule, checkpoint.resume, (*fixes, "checkpoint.resume=none"))
-
-
-def saving_keys_are_used(scene: Scene, checkpoint: Checkpoint) -> Broken | None:
-    if checkpoint.kind is not CheckpointKind.none:
-        return None
-    for key, value in (("every", checkpoint.every), ("keep_every", checkpoint.keep_every)):
-        if value is not None:
-            rule = f"checkpoint=none saves nothing and uses no checkpoint.{key}"
-            return Broken(rule, str(value), ("checkpoint=sharded", f"checkpoint.{key}=null"))
-    return None
 
 
 def gathered_weights_are_whole(scene: Scene, checkpoint: Checkpoint, adapter: Adapter) -> Broken | None:

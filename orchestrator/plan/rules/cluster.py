@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from orchestrator.config.cluster import Cluster, ClusterKind
 from orchestrator.config.schema import Device, Resources
 from orchestrator.config.strict import Broken
@@ -12,7 +10,6 @@ from orchestrator.plan.rules.scene import Scene
 # A signal may arrive up to EARLY_S before the requested time. A run needs at least WORK_S of work before it.
 EARLY_S, WORK_S = 60, 60
 EXAMPLE_RANKS = 2
-ANYWHERE = ("kind", "exclusive", "usd_per_gpu_hour")
 
 
 def is_slurm(cluster: Cluster) -> bool:
@@ -31,19 +28,6 @@ def jobs_are_not_sent_from_ranks(scene: Scene, cluster: Cluster) -> Broken | Non
         return None
     rule = "cluster=slurm sends jobs and starts their ranks itself: run it without torchrun or srun"
     return Broken(rule, f"a world of {scene.world}", ("cluster=local",))
-
-
-def local_keys_are_used(scene: Scene, cluster: Cluster) -> Broken | None:
-    """Keys of slurm must keep their defaults with cluster=local; `exclusive` and the price apply to both."""
-    if is_slurm(cluster):
-        return None
-    plain = Cluster()
-    for key in (one.name for one in fields(Cluster) if one.name not in ANYWHERE):
-        value, default = getattr(cluster, key), getattr(plain, key)
-        if value != default:
-            fixed = {None: "null"}.get(default, default) if not isinstance(default, (list, dict)) else str(default)
-            return Broken(f"cluster=local uses no cluster.{key}", str(value), (f"cluster.{key}={fixed}",))
-    return None
 
 
 def one_machine_is_one_node(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:

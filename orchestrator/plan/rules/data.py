@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 
-from orchestrator.config import pairs_file, pretrained
+from orchestrator.config import pretrained
+from orchestrator.config.near import fix_of_path
 from orchestrator.config.schema import Adapter, AdapterKind, Batch, Data, DataKind, Measure, Model, Tokenizer
-from orchestrator.config.strict import Broken, nearest
+from orchestrator.config.strict import Broken
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.text.paths import expanded
 
@@ -24,14 +25,6 @@ def tokenizer_of(model: Model, data: Data) -> Tokenizer:
     return Tokenizer.model if has_one and data.kind is not DataKind.synthetic else Tokenizer.bytes
 
 
-def path_belongs_to_text(scene: Scene, data: Data) -> Broken | None:
-    if data.kind in FROM_FILES or data.path is None:
-        return None
-    return Broken(
-        f"data={data.kind} reads no data.path", data.path, (f"data=text data.path={data.path}", "data.path=null")
-    )
-
-
 def text_has_a_path(scene: Scene, data: Data) -> Broken | None:
     if data.kind not in FROM_FILES or data.path is not None:
         return None
@@ -44,19 +37,9 @@ def text_is_there(scene: Scene, data: Data) -> Broken | None:
     path, pairs = expanded(data.path), data.kind is DataKind.pairs
     if path.is_file() or (path.is_dir() and not pairs):  # a device or a pipe may never end, and cannot be read twice
         return None
-    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = nearest(path.name, [] if path.exists() else beside)
-    fixes = (f"data.path={path.parent / near}",) if near else ()
+    fixes = () if path.exists() else fix_of_path("data.path", path, also_files=True)
     rule = f"data.path must be a regular file{'' if pairs else ' or a folder'} that is there"
     return Broken(rule, data.path, (*fixes, "data=stdlib data.path=null"))
-
-
-def text_is_pairs(scene: Scene, data: Data) -> Broken | None:
-    path = expanded(data.path or "")
-    if data.kind is not DataKind.pairs or not path.is_file():
-        return None
-    problem = pairs_file.problem(path)
-    return Broken(problem, fix=("data=stdlib data.path=null",)) if problem else None
 
 
 def vocabulary_holds_bytes(scene: Scene, model: Model, data: Data) -> Broken | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from orchestrator.config.cluster import Cluster
+from orchestrator.config.near import fix_of_path
 from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.schema import Device, Resources
 from orchestrator.config.state_groups import Offload, Zero
-from orchestrator.config.strict import Broken, nearest
+from orchestrator.config.strict import Broken
 from orchestrator.plan.rules.cluster import is_slurm
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.records.run_record import scratch_path
@@ -46,15 +47,6 @@ def _moves(scene: Scene, tier: Tier, resources: Resources) -> bool:
     return tier is Tier.NVME or (tier is Tier.HOST and on_cuda)
 
 
-def offload_keys_are_used(scene: Scene, offload: Offload) -> Broken | None:
-    if not offload.uses_nvme and offload.folder is not None:
-        rule = "offload.folder is for offload=optimizer_nvme and optimizer_param_nvme"
-        return Broken(rule, offload.folder, ("offload.folder=null",))
-    if offload.ratio != 1 and offload.params is offload.optimizer is Tier.DEVICE:
-        return Broken("offload=none uses no offload.ratio", str(offload.ratio), ("offload.ratio=1.0",))
-    return None
-
-
 def folder_is_there(scene: Scene, output: str, offload: Offload, cluster: Cluster) -> Broken | None:
     """A folder that the user names is never created: with a mistyped mount point the files would be on the root disk.
 
@@ -65,7 +57,5 @@ def folder_is_there(scene: Scene, output: str, offload: Offload, cluster: Cluste
     folder = expanded(offload.folder).absolute()
     if folder.is_dir() or folder == scratch_path(expanded(output).absolute()):
         return None
-    siblings = [one.name for one in folder.parent.iterdir() if one.is_dir()] if folder.parent.is_dir() else []
-    near = nearest(folder.name, siblings)
-    fixes = (f"offload.folder={folder.parent / near}",) if near else ()
-    return Broken("offload.folder must exist", missing_folder(folder), (*fixes, "offload.folder=null"))
+    fixes = (*fix_of_path("offload.folder", folder), "offload.folder=null")
+    return Broken("offload.folder must exist", missing_folder(folder), fixes)

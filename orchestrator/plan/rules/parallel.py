@@ -27,12 +27,6 @@ def _dividing(scene: Scene, name: str, degree: int, ranks: int) -> tuple[str, ..
     return (f"parallel.{name}={nearest}", *others)
 
 
-def patterns_are_used(scene: Scene, parallel: Parallel) -> Broken | None:
-    if parallel.tp > 1 or not parallel.patterns:
-        return None
-    return Broken("parallel.tp=1 uses no parallel.patterns", str(parallel.patterns), ("parallel.patterns=[]",))
-
-
 def optimizer_updates_slices(scene: Scene, parallel: Parallel, optimizer: Optimizer) -> Broken | None:
     return next(load(REFUSED_OPTIMIZER)(parallel.tp, optimizer.rule), None) if parallel.tp > 1 else None
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +16,10 @@ from orchestrator.config.schema import (
     Batch,
     Checkpoint,
     Device,
-    Loss,
-    LossKind,
     ResolvedBatch,
     ResolvedResources,
     Resources,
     RunConfig,
-    Tracking,
-    TrackingKind,
 )
 from orchestrator.config.state_groups import Offload, Zero
 from orchestrator.config.strict import Broken
@@ -42,6 +36,7 @@ from orchestrator.plan.rules import parallel as parallel_rules
 from orchestrator.plan.rules import precision as precision_rules
 from orchestrator.plan.rules import training as training_rules
 from orchestrator.plan.rules.scene import Scene
+from orchestrator.plan.rules.unused import UNUSED
 from orchestrator.records.run_record import scratch_path
 from orchestrator.text.paths import expanded
 
@@ -205,49 +200,6 @@ def _divisible(batch: Batch, ranks: int) -> tuple[str, ...]:
     return tuple(fixes)
 
 
-def _store_belongs_to_mlflow(scene: Scene, tracking: Tracking) -> Broken | None:
-    for key, value in (("uri", tracking.uri), ("experiment", tracking.experiment)):
-        if tracking.kind is TrackingKind.none and value is not None:
-            return Broken(f"tracking=none uses no tracking.{key}", value, (f"tracking=mlflow tracking.{key}={value}",))
-    return None
-
-
-def _tile_is_used(scene: Scene, loss: Loss) -> Broken | None:
-    if loss.kind is LossKind.tiled or loss.tile == Loss().tile:
-        return None
-    return Broken("loss=full uses no loss.tile", str(loss.tile), ("loss=tiled", f"loss.tile={Loss().tile}"))
-
-
-def _output_can_be_written(scene: Scene, output: str) -> Broken | None:
-    why = _in_the_way(output)
-    if why is None:
-        return None
-    return Broken("output must be a folder that can be written to", f"{output}, {why}", ("output=outputs",))
-
-
-def _in_the_way(folder: str) -> str | None:
-    """Why the folder cannot be created or written to; None if it can.
-
-    A probe folder is created and removed in it or in its first existing parent, because permissions alone are not
-    conclusive, for example in /proc.
-    """
-    try:
-        place = Path(folder).expanduser().absolute()
-        while not place.exists() and not place.is_symlink():
-            place = place.parent
-        if not place.is_dir():
-            return f"and {place} is {'a broken link' if place.is_symlink() else 'a file'}"
-        if not os.access(place, os.W_OK | os.X_OK):
-            return f"and {place} is not yours to write"
-        probe = place / f".zlab-{os.getpid()}-{time.monotonic_ns()}"
-        probe.mkdir()
-        probe.rmdir()
-    # RuntimeError: ~NAME of an unknown user. ValueError: a zero byte, or text that cannot be encoded in UTF-8.
-    except (OSError, RuntimeError, ValueError) as error:
-        return f"and no folder can be made there ({getattr(error, 'strerror', None) or error})"
-    return None
-
-
 class Rule(NamedTuple):
     """A check, and the groups that are passed to it in this order. The check returns a broken rule or None."""
 
@@ -257,7 +209,6 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(output_rules.output_can_be_written_down, ("output",)),
-    Rule(_output_can_be_written, ("output",)),
     Rule(output_rules.output_is_the_user_s, ("output",)),
     Rule(output_rules.slurm_takes_the_output, ("output", "cluster")),
     Rule(_ranks_are_as_many_as_started, ("resources",)),
@@ -271,19 +222,17 @@ RULES = (
     Rule(hardware_rules.the_gpu_has_the_dtype, ("precision", "resources", "hardware")),
     Rule(cluster_rules.slurm_is_here, ("cluster",)),
     Rule(cluster_rules.jobs_are_not_sent_from_ranks, ("cluster",)),
-    Rule(cluster_rules.local_keys_are_used, ("cluster",)),
     Rule(cluster_rules.one_machine_is_one_node, ("resources", "cluster")),
     Rule(cluster_rules.slurm_is_told_what_to_ask_for, ("resources", "cluster")),
     Rule(cluster_rules.ranks_spread_over_the_nodes, ("resources",)),
     Rule(cluster_rules.the_limit_leaves_time_before_the_signal, ("resources", "cluster")),
+    *(Rule(one.check, (one.group,)) for one in UNUSED),
     Rule(_batch_divides, ("batch", "resources", "parallel")),
     Rule(data_rules.weights_are_there, ("model",)),
     Rule(data_rules.tokenizer_is_there, ("model", "data")),
     Rule(data_rules.adapter_can_be_made, ("adapter",)),
-    Rule(data_rules.path_belongs_to_text, ("data",)),
     Rule(data_rules.text_has_a_path, ("data",)),
     Rule(data_rules.text_is_there, ("data",)),
-    Rule(data_rules.text_is_pairs, ("data",)),
     Rule(data_rules.vocabulary_holds_bytes, ("model", "data")),
     Rule(data_rules.model_holds_the_sequence, ("model", "batch")),
     Rule(data_rules.validation_has_data, ("data", "measure")),
@@ -306,7 +255,6 @@ RULES = (
     Rule(precision_rules.errors_are_fed_back_in_one_scale, ("zero", "precision")),
     Rule(_one_reduction_has_micro_batches, ("zero", "batch", "resources", "parallel")),
     Rule(parallel_rules.tp_divides_the_ranks, ("parallel", "resources")),
-    Rule(parallel_rules.patterns_are_used, ("parallel",)),
     Rule(parallel_rules.optimizer_updates_slices, ("parallel", "optimizer")),
     Rule(parallel_rules.inference_has_full_layers, ("parallel", "measure")),
     Rule(parallel_rules.sp_divides_the_ranks, ("parallel", "resources")),
@@ -315,14 +263,10 @@ RULES = (
     Rule(parallel_rules.inference_has_whole_sequences, ("parallel", "measure")),
     Rule(offload_rules.offloaded_params_are_sharded, ("offload", "zero")),
     Rule(offload_rules.optimizer_can_be_offloaded, ("offload", "optimizer", "resources")),
-    Rule(offload_rules.offload_keys_are_used, ("offload",)),
     Rule(offload_rules.folder_is_there, ("output", "offload", "cluster")),
     Rule(optimizer_rules.dampening_is_used, ("optimizer",)),
     Rule(optimizer_rules.optimizer_can_run, ("optimizer", "zero")),
     Rule(optimizer_rules.momentum_can_cycle, ("optimizer", "scheduler")),
     Rule(saving_rules.checkpoint_is_there, ("checkpoint",)),
-    Rule(saving_rules.saving_keys_are_used, ("checkpoint",)),
-    Rule(_tile_is_used, ("loss",)),
     Rule(saving_rules.gathered_weights_are_whole, ("checkpoint", "adapter")),
-    Rule(_store_belongs_to_mlflow, ("tracking",)),
 )

@@ -129,10 +129,7 @@ def _read(file: Path) -> RunConfig:
 
 
 def _labelled(label: str, output: str, sweep: str) -> tuple[str, RunConfig]:
-    try:
-        found = verbs.find_point(sweep_record.standings(named_sweep.find_sweep(output, sweep)), label)
-    except named_sweep.VerbError as error:
-        raise Refusal([str(error)]) from None
+    found = verbs.find_point(sweep_record.standings(named_sweep.find_sweep(output, sweep)), label)
     if found.attempt is not None:
         return found.label, _read(found.attempt.config)
     return found.label, _composed(list(found.planned.overrides)).config

@@ -168,7 +168,7 @@ def _run(points: Sequence[Point], name: str, asked: Asked, scene: Scene) -> dict
 
 def _trial(standing: Standing, metrics: Sequence[str]) -> Trial:
     folder = standing.attempt.root if standing.attempt else None
-    result = standing.result()
+    result = standing.result
     if result is None:
         return Trial(standing.label, standing.state, None, standing.message, folder)
     read = {metric: ranking.METRICS[metric].read(result) for metric in metrics}

@@ -105,7 +105,7 @@ def rank_environment(
     placement: Placement, number: int, address: str, port: int, base: Mapping[str, str]
 ) -> dict[str, str]:
     """The variables that torchrun gives, and those of our own ranks: threads, allocators, the loopback interface."""
-    settings = rank_settings(placement, base, on_one_machine=True)
+    settings = rank_settings(placement.device, placement.threads, base, on_one_machine=True)
     ours = {name: value for name, value in settings.items() if name not in _NOT_SET}
     words = {**place(number, placement.ranks, number, placement.ranks), "GROUP_RANK": "0", "MASTER_PORT": str(port)}
     if placement.gpus is not None and placement.device is Device.cuda:

@@ -119,7 +119,7 @@ def joined_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str
     """The variables that a rank of torchrun or srun sets for itself, without those of `base` that it keeps."""
     leader = base.get("MASTER_ADDR", "")
     on_one_machine = base["WORLD_SIZE"] == base.get("LOCAL_WORLD_SIZE", "1") or leader in ("localhost", *ADDRESSES)
-    found = rank_settings(config.resources, base, on_one_machine=on_one_machine)
+    found = rank_settings(config.resources.device, config.resources.threads, base, on_one_machine=on_one_machine)
     settings = {key: value for key, value in found.items() if key not in AT_START}
     if on_one_machine:
         return settings

@@ -19,6 +19,7 @@ import yaml
 from harness.patience import HANG_S, wait_until
 from points import STUB
 
+from orchestrator import cli
 from orchestrator.commands import hydra_app, verbs
 from orchestrator.commands import sweep as sweep_command
 from orchestrator.commands.sweep import SweepRequest
@@ -104,7 +105,7 @@ def test_a_batch_of_lines_is_one_sweep_and_gives_one_outcome_per_line_in_order(
     # Another terminal lists the sweep, but is told to run the program that proposed it instead of `resume`.
     assert verbs.main(["list", "--output", str(tmp_path)]) == 0
     assert verbs.PROPOSED in capsys.readouterr().out
-    assert verbs.main(["resume", "last", "--output", str(tmp_path)]) == 2
+    assert cli.main(["resume", "last", "--output", str(tmp_path)]) == 2
     assert "run that again" in capsys.readouterr().err
 
 

@@ -446,5 +446,5 @@ def test_resume_runs_a_sweep_in_the_folder_where_it_was_typed_and_names_it(
 def test_missing_sweeps_and_invalid_retry_states_are_reported(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert verbs.main([*words, "--output", str(tmp_path)]) == 2
+    assert cli.main([*words, "--output", str(tmp_path)]) == 2
     assert told in capsys.readouterr().err

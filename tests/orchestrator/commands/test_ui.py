@@ -45,7 +45,7 @@ def test_an_interrupt_or_termination_ends_the_server_quietly_with_code_0(
         os.kill(os.getpid(), by)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    assert cli.main(["ui", str(output)]) == 0
+    assert cli.main(["ui", "--output", str(output)]) == 0
     shown = capfd.readouterr()
     assert "http://127.0.0.1:" in shown.out
     assert ("noise" in shown.out + shown.err, shown.err) == (False, "")
@@ -59,8 +59,8 @@ def test_a_file_that_is_not_an_mlflow_store_is_refused_and_left_unchanged(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store_path(tmp_path).write_bytes(content)
-    assert cli.main(["ui", str(tmp_path)]) == 2
-    assert "mlflow.db: expected a store of MLflow's, found: " in capsys.readouterr().out
+    assert cli.main(["ui", "--output", str(tmp_path)]) == 2
+    assert "mlflow.db: expected a store of MLflow's, found: " in capsys.readouterr().err
     assert store_path(tmp_path).read_bytes() == content
 
 
@@ -68,7 +68,7 @@ def test_a_server_that_ends_by_itself_is_an_error_with_its_last_output(
     output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve("raise SystemExit('the port is taken')", monkeypatch)
-    assert cli.main(["ui", str(output)]) == 1
+    assert cli.main(["ui", "--output", str(output)]) == 1
     shown = capsys.readouterr().out
     assert "the port is taken" in shown
     assert "the server ended by itself with code 1" in shown

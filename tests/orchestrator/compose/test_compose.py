@@ -208,10 +208,11 @@ def test_a_broken_rule_reports_how_many_points_break_it() -> None:
 @pytest.mark.parametrize(
     ("line", "number"),
     [
-        ("-m seed=range(1,1000000000)", "999,999,999 (999,999,999 of seed)"),
-        ("-m seed=shuffle(range(1,1000000000))", "999,999,999 (999,999,999 of seed)"),
+        ("-m seed=range(1,1000000000)", "more in seed=range(1,1000000000)"),
+        ("-m seed=shuffle(range(1,1000000000))", "more in seed=shuffle(range(1,1000000000))"),
+        ("-m optimizer.lr=range(0,inf,0.5)", "more in optimizer.lr=range(0,inf,0.5)"),
         ("-m seed=range(0,1000) batch.micro=range(1,2000) batch.seq=1,2", "3,998,000 (1,000 of seed x 1,999 of"),
-        ("sweeps=stages seed=range(0,100000)", "800,000 ("),
+        ("sweeps=stages seed=range(0,9000)", "72,000 ("),
     ],
 )
 def test_a_huge_product_is_refused_before_it_is_expanded(line: str, number: str) -> None:
@@ -221,7 +222,7 @@ def test_a_huge_product_is_refused_before_it_is_expanded(line: str, number: str)
 
 def test_max_points_sets_the_limit_on_the_points_of_a_sweep() -> None:
     assert len(composed("-m seed=1,2,3 --max-points 3").points) == 3
-    with pytest.raises(ComposeError, match=r"at most 2 points, found 3 .*--max-points 3"):
+    with pytest.raises(ComposeError, match=r"at most 2 points, found 3 .*--max-points N"):
         composed("-m seed=1,2,3 --max-points 2")
     asked = arguments.split(["-m", "--max-points", "many", "seed=1,2"])
     assert asked.problems == ["--max-points cannot be 'many': a whole number of points"]

@@ -21,7 +21,7 @@ from orchestrator.config.schema import (
     to_dict,
 )
 from orchestrator.config.state_groups import Offload, Zero
-from orchestrator.config.strict import Built, ConfigError, build_parts
+from orchestrator.config.strict import ConfigError
 
 TINY = Model("tiny", "llama", {"vocab_size": 256})
 CONFIG = RunConfig(
@@ -161,15 +161,3 @@ def test_null_switches_clipping_off() -> None:
 def test_an_evaluation_has_no_profile() -> None:
     with pytest.raises(ConfigError, match="training is profiled"):
         Measure(kind=MeasureKind.eval, profile=True)
-
-
-def test_groups_that_were_built_before_are_shared_if_all_their_bytes_are_equal() -> None:
-    known: dict[object, Built] = {}
-    data = to_dict(CONFIG)
-    first, second = (build_parts(AskedConfig, data, known=known)[0] for _ in range(2))
-    assert all(first[name] is second[name] for name in ("zero", "model", "optimizer"))
-    assert first == build_parts(AskedConfig, data)[0]
-    data["measure"]["steps"] = float(data["measure"]["steps"])  # an equal number, which is no integer
-    _, broken = build_parts(AskedConfig, data, known=known)
-    assert [one.rule.partition(" ")[0] for one in broken] == ["measure.steps"]
-    assert build_parts(AskedConfig, data, known=known)[1] == broken  # nor is it the next time

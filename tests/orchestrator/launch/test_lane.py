@@ -66,8 +66,8 @@ def run(found: tuple[Point, ...], *, predicts: bool) -> SweepPaths:
 
 def result_of(sweep: SweepPaths, label: str) -> dict[str, Any]:
     standing = next(one for one in sweep_record.standings(sweep) if one.label == label)
-    assert standing.measured is not None
-    return standing.measured
+    assert standing.result is not None
+    return standing.result
 
 
 def order_of_rounds(sweep: SweepPaths, labels: Sequence[str] = ()) -> list[tuple[int, str]]:

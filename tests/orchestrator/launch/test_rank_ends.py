@@ -16,13 +16,13 @@ from points import make_config, make_point
 
 from orchestrator import cli
 from orchestrator.commands.run import tell
-from orchestrator.config.pairs_file import read_pairs
 from orchestrator.config.schema import to_dict
 from orchestrator.launch.rank import RankRecord, load_entry
 from orchestrator.launch.verdict import Verdict
 from orchestrator.records.run_record import new_attempt
 from orchestrator.records.run_state import RunState
 from orchestrator.report.screen import Screen
+from orchestrator.workloads.pairs_file import read_pairs
 from zero_runtime.checkpoint.files import opened
 
 ROOT = Path(__file__).resolve().parents[3]

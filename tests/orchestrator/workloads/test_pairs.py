@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import pytest
 from harness.ranks import run_alone
 from harness.sft_files import make_sft_files
 
-from orchestrator.config import pairs_file
-from orchestrator.config.pairs_file import Pair, read_pairs
 from orchestrator.workloads.data import IGNORED_LABEL, TokenData, load_data
 from orchestrator.workloads.pairs import BYTE_END, PairWindows, bytes_of_pairs
+from orchestrator.workloads.pairs_file import Pair, read_pairs
 from orchestrator.workloads.sources import Example
 
 GOOD = '{"prompt": "a", "response": "\u2028"}'
@@ -76,29 +74,11 @@ def test_each_form_of_a_record_is_a_prompt_and_a_response(
         (GOOD + '\n{"prompt": "a", "response": "b\\ud800"}', r"pairs.json, line 2: .*half a character \(.ud800\)"),
     ],
 )
-def test_a_file_that_holds_no_pairs_is_refused_with_its_place_also_before_a_start(
-    text: str, told: str, tmp_path: Path
-) -> None:
+def test_a_file_that_holds_no_pairs_is_refused_with_its_place(text: str, told: str, tmp_path: Path) -> None:
     file = tmp_path / "pairs.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=told):
         read_pairs(file)
-    assert re.search(told, pairs_file.problem(file))
-
-
-def test_the_beginning_of_a_large_file_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs_file, "BEGINNING_BYTES", 100)
-    file, bad = tmp_path / "pairs.json", '{"text": "\u2028é"}'
-    for text, told in (
-        (f"{GOOD}\n" * 2 + f"{bad}\n" + f"{GOOD}\n" * 9, ", line 3: expected an object with"),
-        (f"[{bad}, " + f"{GOOD}, " * 9, ", record 1: expected an object with"),
-        (f"{GOOD}\n" * 9 + bad, None),
-        (f"[{GOOD}, {bad}, " + f"{GOOD}, " * 9, None),
-        ("é" * 99, None),
-    ):
-        file.write_text(text)
-        found = pairs_file.problem(file)
-        assert (told in found) if told else not found
 
 
 def test_labels_of_prompts_and_of_filling_are_ignored() -> None:

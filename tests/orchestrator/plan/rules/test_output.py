@@ -11,7 +11,12 @@ import pytest
 from orchestrator import cli
 from orchestrator.config.cluster import Cluster, ClusterKind
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.rules.output import output_can_be_written_down, output_is_the_user_s, slurm_takes_the_output
+from orchestrator.plan.rules.output import (
+    output_can_be_written_down,
+    output_is_the_user_s,
+    place_problems,
+    slurm_takes_the_output,
+)
 from orchestrator.plan.rules.scene import Scene
 
 SCENE = Scene(Hardware(cores=4, cpu="cpu"))
@@ -113,3 +118,19 @@ def test_characters_that_sbatch_would_misread_are_refused_only_on_slurm(name: st
     found = slurm_takes_the_output(SCENE, f"/out/{name}", slurm)
     assert found is not None
     assert "without % and control characters" in found.rule
+
+
+def test_an_output_that_cannot_be_created_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    for output, told in (
+        ("/proc/x", "No such file"),  # root passes the permission check
+        (str(tmp_path / ("long" * 100)), "name too long"),
+        (str(tmp_path / "file" / "x"), "Not a directory"),
+        (str(tmp_path / "broken"), "File exists"),
+        ("a\0b", "null byte"),
+    ):
+        (problem,) = place_problems(output)
+        assert "expected a folder that can be written to, found" in problem
+        assert told in problem
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "file"]

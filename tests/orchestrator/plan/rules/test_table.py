@@ -120,8 +120,7 @@ BROKEN = [
     (SERVER, "batch.global_size=24", "a multiple of micro 4 x 4 ranks = 16"),
     (LAPTOP, "batch.global_size=16 batch.accumulation=3", "micro 4 x accumulation 3 x 2 ranks = 24"),
     (LAPTOP, "batch.global_size=17 batch.accumulation=3", "micro 4 x accumulation 3 x 2 ranks = 24"),
-    (LAPTOP, "data.path=here", "data=stdlib reads no data.path"),
-    (LAPTOP, "output=/dev/null/runs", "output must be a folder that can be written to"),
+    (LAPTOP, "data.path=here", "data=stdlib uses no data.path"),
     (LAPTOP, "data=text", "data=text needs data.path"),
     (LAPTOP, "data=text data.path=missing", "data.path must be a regular file or a folder that is there"),
     (LAPTOP, "data=text data.path=/dev/zero", "data.path must be a regular file or a folder that is there"),
@@ -200,10 +199,11 @@ BROKEN = [
     (LAPTOP, "checkpoint.resume=misssing", "checkpoint.resume must be none, auto or the folder of a checkpoint"),
     (LAPTOP, "checkpoint.resume=step-1/index.json", "none, auto or the folder of a checkpoint"),
     (LAPTOP, "checkpoint.resume=misssing/step-1", "checkpoint.resume must be none, auto or the folder of a checkpoint"),
-    (LAPTOP, "checkpoint.every=5", "checkpoint=none saves nothing and uses no checkpoint.every"),
+    (LAPTOP, "checkpoint.every=5", "checkpoint=none uses no checkpoint.every"),
     (LAPTOP, "output=/tmp", "output must be yours, and neither it nor what holds it everybody's to write to"),
     (LAPTOP, "output='no\udcfftext'", "output must be a path in UTF-8"),
     (LOGIN_NODE, f"{SLURM} output=runs%j", "cluster=slurm needs an output without % and control characters"),
+    (LAPTOP, "data=synthetic data.path=here", "data=synthetic uses no data.path"),
     (LAPTOP, "tracking=none tracking.uri=here", "tracking=none uses no tracking.uri"),
     (LAPTOP, "offload=param_cpu", "offload.params=cpu needs zero=stage3"),
     (LAPTOP, "zero.stage=3 offload.params=nvme", "offload.params=nvme needs offload.optimizer=nvme"),
@@ -212,7 +212,7 @@ BROKEN = [
     (SERVER, "zero=stage3 offload=param_cpu optimizer=torch", "offload to cpu needs an optimizer that updates one"),
     (LAPTOP, "resources.code=conf", "resources.code must be a folder with a checkout"),
     (LOGIN_NODE, f"resources.code={CONF.parent} {SLURM}", "resources.code is for ranks that this command starts"),
-    (LAPTOP, "offload.folder=here", "offload.folder is for offload=optimizer_nvme"),
+    (LAPTOP, "offload.folder=here", "offload without nvme uses no offload.folder"),
     (LAPTOP, "offload=optimizer_nvme offload.folder=fasst", "offload.folder must exist"),
     (LAPTOP, "offload=optimizer_nvme offload.folder=here", "offload.folder must exist"),
     (LAPTOP, "offload.ratio=0.5", "offload=none uses no offload.ratio"),
@@ -232,11 +232,6 @@ BROKEN = [
     (LAPTOP, "train.keep_best=false", "train.keep_best is for measure=train"),
     (LAPTOP, "data=pairs", "data=pairs needs data.path=FILE.json"),
     (LAPTOP, "data=pairs data.path=fast", "data.path must be a regular file that is there"),
-    (
-        LAPTOP,
-        f"data=pairs data.path={CONF}/config.yaml",
-        "conf/config.yaml, line 1: expected a JSON array",
-    ),
     (LAPTOP, "model=pretrained", "model=pretrained needs model.path=FOLDER"),
     (LAPTOP, "data.tokenizer=model", "data.tokenizer=model needs a model.path with a tokenizer"),
     (LAPTOP, "data=synthetic data.tokenizer=model", "data=synthetic makes tokens and reads no text"),
@@ -409,27 +404,6 @@ def test_an_impossible_path_is_refused_like_a_missing_one(group: str, key: str, 
     data["data"]["path"] = str(CONF)
     data[group][key] = path
     assert any(told in str(one) for one in check_rules(AskedConfig(**build_parts(AskedConfig, data)[0]), LAPTOP))
-
-
-@pytest.mark.parametrize("output", ["a\0b", "\ud800"])
-def test_an_output_path_that_no_file_system_accepts_is_refused(output: str) -> None:
-    assert "output must be a path" in str(check_rules(replace(config(), output=output), LAPTOP))
-
-
-def test_an_output_that_cannot_be_created_is_refused_and_the_check_leaves_no_files(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
-    for output, told in (
-        ("/proc/x", "found /proc/x, and "),  # root passes the permission check, so creation is tried
-        ("~nobody-of-this-name/x", "no folder can be made there"),
-        (str(tmp_path / ("long" * 100)), "no folder can be made there"),
-        (str(tmp_path / "file" / "x"), "is a file"),
-        (str(tmp_path / "broken"), "is a broken link"),
-    ):
-        (broken,) = check_rules(replace(config(), output=output), LAPTOP)
-        assert told in str(broken)
-    assert check_rules(replace(config(), output=str(tmp_path / "a" / "b")), LAPTOP) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "file"]
 
 
 @pytest.mark.parametrize(("rule", "name"), [(SgdConfig(), "sgd"), (TorchConfig("Adagrad"), "torch.optim.Adagrad")])

@@ -1,9 +1,7 @@
-"""Reads the prompts and responses of a JSON file, and checks its beginning before anything is started."""
+"""Reads the prompts and responses of a JSON file."""
 
 from __future__ import annotations
 
-import codecs
-import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +11,6 @@ MESSAGES = "messages"
 # The keys of the prompt and of the response of a record.
 PAIR_KEYS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"), ("question", "answer"))
 FORMS = f"{', '.join('/'.join(keys) for keys in PAIR_KEYS)} or {MESSAGES}"
-BEGINNING_BYTES = 1 << 20  # of a file, that `problem` reads
 
 
 class Pair(NamedTuple):
@@ -34,56 +31,26 @@ def read_pairs(path: Path) -> list[Pair]:
     An object has keys of PAIR_KEYS (an `instruction` may have an `input`), or `messages`, of which the last is the
     response.
     """
-    found = list(_pairs(path, path.read_bytes(), is_whole=True))
+    found = list(_pairs(path))
     if not found:
         raise ValueError(f"data.path: expected prompts and responses, found none in {path}; name another file")
     return found
 
 
-def problem(path: Path) -> str:
-    """What is wrong with the first records of the file, up to BEGINNING_BYTES; empty if nothing is."""
-    about = path.stat()
-    return _problem(path, about.st_ino, about.st_size, about.st_mtime_ns)
-
-
-@functools.lru_cache
-def _problem(path: Path, _inode: int, size: int, _changed_ns: int) -> str:
-    """Once for each content of a file, since a sweep asks for each of its points."""
+def _pairs(path: Path) -> Iterator[Pair]:
     try:
-        if size <= BEGINNING_BYTES:
-            read_pairs(path)
-            return ""
-        with path.open("rb") as file:
-            for _ in _pairs(path, file.read(BEGINNING_BYTES), is_whole=False):
-                pass
-    except (ValueError, OSError) as error:
-        return str(error)
-    return ""
-
-
-def _pairs(path: Path, content: bytes, *, is_whole: bool) -> Iterator[Pair]:
-    """The pairs of the content; of one that is not whole, those that are whole."""
-    try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(content, final=is_whole)
+        text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"data.path: expected JSON in UTF-8, found other bytes in {path}: {error.reason}") from None
     if text.lstrip()[:1] == "[":
-        for number, record in enumerate(_parsed(str(path), text) if is_whole else _first(text), start=1):
+        for number, record in enumerate(_parsed(str(path), text), start=1):
             yield _pair(f"{path}, record {number}", record)
         return
-    lines = text.split("\n")  # a text may hold other characters at which splitlines would divide it
-    for number, line in enumerate(lines if is_whole else lines[:-1], start=1):
+    # A text may hold other characters at which splitlines would divide it.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             place = f"{path}, line {number}"
             yield _pair(place, _parsed(place, line))
-
-
-def _first(text: str) -> list[Any]:
-    """The first record of the beginning of an array; none if it is longer than that."""
-    try:
-        return [json.JSONDecoder().raw_decode(text.partition("[")[2].lstrip())[0]]
-    except (ValueError, RecursionError):
-        return []
 
 
 def _parsed(place: str, text: str) -> Any:
