@@ -139,7 +139,8 @@ class Typist:
         monkeypatch.setattr(study, "run_point", _recorded)
         monkeypatch.setattr(export, "_export", lambda path, out, dtype: None)
         monkeypatch.setattr(launch_script, "run_script", lambda command, placement: ScriptEnd())
-        monkeypatch.setattr(sweep_command, "_carried_out", lambda *words: (0, None))
+        monkeypatch.setattr(sweep_command, "_begin", lambda *words: SimpleNamespace(sweep=None))
+        monkeypatch.setattr(sweep_command, "_followed", lambda *words, **settings: 0)
         one_point = compose.Composer.point
 
         def counted(composer: compose.Composer, line: list[str]) -> Composed:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -347,6 +348,9 @@ class CountingStore:
     def check(self, keys: list[str]) -> bool:
         self.calls.append(f"check {keys}")
         return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
 
 
 def test_a_run_that_progresses_checks_the_store_once_per_poll_s_and_not_per_collective() -> None:
