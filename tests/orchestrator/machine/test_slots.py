@@ -127,7 +127,7 @@ def test_each_folder_that_cannot_be_written_is_one_problem(tmp_path: Path, monke
     (tmp_path / "file").touch()
     below = str(tmp_path / "file" / "outputs")
     (problem,) = place_problems(below)
-    expected = f"output={below}: expected a folder that can be made and written to, found: Not a directory"
+    expected = f"output={below}: expected a folder that can be written to, found: Not a directory"
     assert problem == f"{expected}      fix: output=FOLDER"
     monkeypatch.setenv("ZLAB_LOCKS", below)
     assert [one.split(":")[0] for one in place_problems(below)] == [f"output={below}", below]

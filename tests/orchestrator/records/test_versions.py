@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def measure(
     attempt.move(RunState.starting)
     attempt.move(RunState.running)
     if state is RunState.ok:
-        result = make_result(config)
+        result = make_result(config) | {"measured_at": time.time()}
         here = {"torch": NOW["torch"], "cpu": "AMD EPYC, native bf16"}
         write_json_atomic(attempt.paths.result, result | {"environment": {**result["environment"], **here, **ranks}})
     attempt.move(state, message="" if state is RunState.ok else "the ranks needed 9 GiB")
