@@ -69,9 +69,8 @@ def train(run: RankRun) -> Stopped | None:
     # The model is built, loaded and compiled: from here on resources.stuck_s limits how long a rank may keep the
     # others waiting.
     runtime.collectives.journal.end_start()
-    end = measurement.begin(
-        first, loop.steps, listeners
-    )  # of a point that takes turns, the end may be that of one round
+    # The end of a point that takes turns may be that of one round.
+    end = measurement.begin(first, loop.steps, listeners)
     for step in range(first, end):
         measurement.before_step(step)
         for one in listeners:
