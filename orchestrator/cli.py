@@ -15,6 +15,7 @@ from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INTERRUPTED
 from orchestrator.records.record_file import BadRecord, explained
 from orchestrator.text.streams import complain, refuse, take_any_text
+from zero_runtime.limits import ConfigError
 
 _OF_STREAMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
@@ -65,6 +66,9 @@ def _answered(argv: Sequence[str]) -> int:
     except (BadRecord, OSError) as error:
         _drop_unshown()  # first: the message follows what could still be printed
         complain(f"error: {_error_line(error)}")
+        return FAILED
+    except ConfigError as error:
+        complain(f"error: a record has a setting that this version does not have: {error}")
         return FAILED
     except MemoryError:
         complain("error: this process reached its limit of memory: raise it (ulimit -v)")

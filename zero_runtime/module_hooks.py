@@ -19,13 +19,16 @@ when a unit is done; the hooks report calls and gradients to it, and release and
 A call may leave results where no search finds them: in an object of the model's own, an attribute, a closure, a
 generator. Autograd numbers its nodes in the order in which they are made and runs the last first. So no node of a call
 runs before the gradient of an output arrives, if that output is the last node that the call made. If none of the found
-outputs is, the units of the call stay gathered until the next backward has ended. A call may hide results on one rank
-alone (`if rank == 0`), so a rank takes part in each gather that it would otherwise have needed.
+outputs is, the units of the call stay gathered until the next backward has ended. From the next forward on they are
+tracked at the modules that own their parameters, which nearly always return tensors: the calls of these read the unit,
+and the modules that bound it only keep it gathered, so that it is gathered once in a forward as before. A call may hide
+results on one rank alone (`if rank == 0`), so a rank takes part in each gather that it would otherwise have needed.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -109,11 +112,13 @@ class ModuleHooks:
         self._hiding: set[Unit] = set()  # kept for hidden outputs, and not needed by the backward so far
         self._spans: list[CallNodes] = []  # see graph_entries.py; since the last backward
         self._found: set[int] = set()  # the nodes of their outputs
+        self._kept_by: dict[nn.Module, list[Unit]] = {}  # the units that a call of the module only keeps gathered
+        self._keepers: Counter[Unit] = Counter()  # running calls that keep the unit
         self._graph_task = -1  # torch's number of the latest backward
         self._edges: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # The separately called part and its loans, see [Note: the life of a unit in a pass].
         self._part: nn.Module | None = None
-        self._lent: Call[Unit] = Call([])
+        self._lent: Call[Unit] | None = None
         self._parts = set(model.modules())
         self._handles = list(self._attach())
         watch_parameters(model, units, self._on_read)
@@ -168,6 +173,9 @@ class ModuleHooks:
     ) -> None:
         call = Call(list(units), torch.is_grad_enabled() and not self._schedule.in_backward, _count_nodes())
         self._running.append(call)
+        for unit in self._kept_by.get(module, ()):
+            self._keepers[unit] += 1
+            self._schedule.before_unit_forward(unit)
         for unit in units:
             self._begin_use(unit, call)
         if torch.is_grad_enabled():
@@ -179,10 +187,12 @@ class ModuleHooks:
             self._tracker.read(unit, call)
         self._schedule.before_unit_forward(unit)
 
-    def _end_call(self, _module: nn.Module, _args: object, _output: object) -> None:
+    def _end_call(self, module: nn.Module, _args: object, _output: object) -> None:
         self._ended = self._running.pop()
         for unit in self._ended.units:
             unit.end_use()
+        for unit in self._kept_by.get(module, ()):
+            self._keepers[unit] -= 1
 
     def _after_forward(self, module: nn.Module, _args: object, output: object) -> None:
         call, last_node = self._ended, _count_nodes() - 1
@@ -200,12 +210,11 @@ class ModuleHooks:
                     self._found.add(number)
                     hides = hides and number < last_node
         if hides and call.units:
-            self._keep(call.units)
-            self._hiding.update(call.units)
+            self._find_hidden(call.units)
         if self._schedule.in_backward:
             return
-        for unit in call.units:
-            if not unit.uses:
+        for unit in (*call.units, *self._kept_by.get(module, ())):
+            if not unit.uses and not (self._kept_by and self._keepers[unit]):
                 self._release_if_done(unit, module)
         if not self._running and module is self._model:
             self._schedule.end_forward()
@@ -224,7 +233,7 @@ class ModuleHooks:
 
     def release_unused(self) -> None:
         """Release the units that were gathered ahead but not used, or not used by all of their modules."""
-        if not self._lent.in_graph:
+        if self._lent is not None and not self._lent.in_graph:
             self._return_lent()
         for unit in self._units:
             self._called[unit].clear()
@@ -242,8 +251,10 @@ class ModuleHooks:
             self._begin_use(unit, self._running[-1])
         elif self._schedule.in_backward:
             self._schedule.before_unit_backward(unit)
-        elif (part := self._called_part(sys._getframe(1))) is not None:
-            self._lend(unit, part)
+        else:
+            part = self._called_part(sys._getframe(1))
+            if part is not None:
+                self._lend(unit, part)
 
     def _called_part(self, frame: FrameType | None) -> nn.Module | None:
         """The outermost module of the model in whose call the frame runs; None outside of any call."""
@@ -255,9 +266,10 @@ class ModuleHooks:
         return found
 
     def _lend(self, unit: Unit, part: nn.Module) -> None:
-        if self._lent.units and self._part is not part and not self._lent.in_graph:
+        if self._lent is not None and self._part is not part and not self._lent.in_graph:
             self.release_unused()  # the previous part has no graph, so its loans end with the call of another part
-        self._part = part
+        if self._lent is None:
+            self._part, self._lent = part, Call([])
         self._lent.in_graph |= torch.is_grad_enabled()
         if unit in self._lent.units:  # lent before, but a backward or a write has released it since
             self._schedule.before_unit_forward(unit)
@@ -275,14 +287,16 @@ class ModuleHooks:
         self._tracker.end_backward()
         self._spans.clear()
         self._found.clear()
-        self._return_lent()
+        if self._lent is not None:
+            self._return_lent()
 
     def _return_lent(self) -> None:
+        assert self._lent is not None
         for unit in self._lent.units:
             unit.end_use()
         self._tracker.end_loans()
         self._hiding.clear()
-        self._lent = Call([])
+        self._part = self._lent = None
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
@@ -330,12 +344,31 @@ class ModuleHooks:
 
     def _keep(self, units: list[Unit]) -> None:
         """Keep the units gathered until the next backward of the runtime has ended."""
+        if self._lent is None:
+            self._part, self._lent = self._model, Call([])
         self._lent.in_graph = True
         for unit in units:
             if unit not in self._lent.units:
                 self._lent.units.append(unit)
                 self._tracker.lend(unit)
                 unit.begin_use()
+
+    def _find_hidden(self, units: list[Unit]) -> None:
+        """Units are read by results that were not found: see [Note: hidden outputs]."""
+        self._keep(units)
+        self._hiding.update(units)
+        for unit in units:
+            own = set(map(id, unit.params))
+            owners = [one for one in self._model.modules() if not own.isdisjoint(map(id, one._parameters.values()))]
+            for module in unit.modules:
+                if module not in owners and unit in self._read_by[module]:
+                    self._read_by[module].remove(unit)
+                    self._kept_by.setdefault(module, []).append(unit)
+            for module in owners:
+                if module not in self._read_by:
+                    self._handles += self._attach_calls(module, self._read_by.setdefault(module, []))
+                if unit not in self._read_by[module]:
+                    self._read_by[module].append(unit)
 
     def _close_with_inputs(self, call: Call[Unit], inputs: list[torch.Tensor]) -> None:
         """Call `_after_backward` when the gradients of all inputs have arrived; never if the call has no inputs.

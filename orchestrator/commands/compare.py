@@ -13,7 +13,7 @@ from orchestrator.commands.named_sweep import find_sweep, standings_now
 from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshold, verb_parser
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INCOMPLETE, OK
-from orchestrator.records.record_file import require_json
+from orchestrator.records.record_file import BadRecord, require_json
 from orchestrator.records.record_shapes import COMPARED
 from orchestrator.records.sweep_record import SweepPaths
 from orchestrator.report import changes
@@ -27,7 +27,10 @@ LAST = "last"
 def main(argv: Sequence[str]) -> int:
     """0: no regression. 1: at least one. 2: not comparable. 3: no point could be judged."""
     asked = parser().parse_args(argv)
-    found = _found(asked)
+    try:
+        found = _found(asked)
+    except BadRecord as error:  # not the exit code of a regression
+        raise Refusal([str(error)]) from error
     if asked.json:
         print(json.dumps(changes.document(found), ensure_ascii=False))
     else:

@@ -51,13 +51,16 @@ def run(composition: Composition, asked: Arguments) -> int:
     _check_fault(points)
     _note_gpus(scene, points[0].config)
     as_json = "--json" in asked.flags
+    from orchestrator.plan.rules.output import place_problems
+
     if scene.world is not None:
         if as_json:
             raise Refusal(["--json: ranks of torchrun or srun print none; the records have a result.json"])
+        if problems := place_problems(points[0].config.output, starts_ranks=False):
+            raise Refusal(problems)
         return int(wings.load(wings.JOIN)(points[0], admission=_admission(asked, scene)))
     from orchestrator.commands.run import run_point
     from orchestrator.plan.predictor import predictor
-    from orchestrator.plan.rules.output import place_problems
 
     admission = _admission(asked, scene)
     if wrong := predictor().problems(points, counting_within_s=admission.within_s):

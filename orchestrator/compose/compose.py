@@ -134,7 +134,12 @@ def compose(arguments: Arguments) -> Composition:
             found = _expansion(loader, name, arguments)
             composer = Composer(loader, name, arguments)
             points = tuple(composer.point(list(line.values())) for line in found.lines)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, AssertionError) as error:
+    except RecursionError as error:
+        raise ComposeError("a value is nested too deep: expected fewer than a hundred levels") from error
+    except (
+        *(HydraException, OmegaConfBaseException, yaml.YAMLError),
+        *(ValueError, ArithmeticError, OSError, AssertionError),  # ArithmeticError: range(nan,1)
+    ) as error:
         raise ComposeError(in_one_line(error)) from error
     return Composition(points, found.is_sweep, found.axes, found.sweep)
 

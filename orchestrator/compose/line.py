@@ -40,9 +40,12 @@ def composed(asked: Arguments) -> Composition:
     from orchestrator.compose import compose  # imported here: it looks for plugins, which no wrong word needs
 
     try:
-        if asked.shows:
+        if asked.shows and not asked.shows_config:
             compose.show(asked)
-        return compose.compose(asked)
+        found = compose.compose(asked)
+        if asked.shows_config:  # after it, which says in one line what is wrong with a file
+            compose.show(asked)
+        return found
     except compose.ComposeError as error:
         raise Refusal([str(error)]) from None
 

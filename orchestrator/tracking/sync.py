@@ -23,6 +23,7 @@ from orchestrator.tracking.followed_run import command_tags, is_complete, open_s
 from orchestrator.tracking.store import MlflowStore, StoreError
 from orchestrator.tracking.sweep_names import experiment_of
 from orchestrator.tracking.sweep_runs import SweepRuns
+from zero_runtime.limits import ConfigError
 
 SINGLE = "single runs"
 
@@ -93,8 +94,12 @@ class _Stores:
         return self.open[uri]
 
     def takes(self, config: Mapping[str, Any]) -> bool:
-        """Whether runs of this configuration are tracked."""
-        return bool(self._uri) or from_dict(config).tracking.kind is not TrackingKind.none
+        """Whether runs of this configuration are tracked. Those with a setting that is gone are not written."""
+        try:
+            kind = from_dict(config).tracking.kind
+        except ConfigError:
+            return False
+        return bool(self._uri) or kind is not TrackingKind.none
 
 
 def _sync_sweep(sweep: SweepPaths, stores: _Stores, tags: Mapping[str, str], done: Synced, *, is_named: bool) -> None:

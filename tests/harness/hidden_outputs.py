@@ -125,6 +125,13 @@ class OneSided(Base):
     layer = Noting
 
 
+class OneSidedAgain(OneSided):
+    """The first block is called once more after the last one."""
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](super().run_blocks(x))
+
+
 class Changing(Base):
     """The blocks return a tensor in some steps and an object in the others."""
 
@@ -236,6 +243,6 @@ HIDDEN: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (
         *(Carried, CarriedByOwners, CarriedFrozen, CarriedCheckpointed, CarriedReentrant),
-        *(Remembering, OneSided, Changing, Unused, Featured, Yielding, YieldingInside, Closing),
+        *(Remembering, OneSided, OneSidedAgain, Changing, Unused, Featured, Yielding, YieldingInside, Closing),
     )
 }

@@ -51,9 +51,11 @@ class Run:
 class Row:
     stage: int
     unit_numel: int | None = None
+    prefetch: int = 1
 
 
 ROWS = [Row(stage) for stage in STAGES] + [Row(stage, size) for stage in (2, 3) for size in UNIT_SIZES]
+ROWS += [Row(3, prefetch=2)]
 STAGE_ROWS = [*ROWS[: len(STAGES)], Row(3, 500)]  # also units that are smaller than a block
 ROWS_AT_WORLD_3 = [Row(stage) for stage in STAGES] + [Row(3, 500)]
 
@@ -98,7 +100,7 @@ def make_runtime(name: str, row: Row) -> ZeroRuntime:
         ZeroPlan.from_stage(row.stage),
         MIXED if mixed else MixedPrecision(),
         AdamWConfig(BETAS[0], BETAS[1], EPS, DECAY, no_decay=False),
-        RuntimeSettings(unit_numel=row.unit_numel, keep_dtype=("*norm*",) if mixed else ()),
+        RuntimeSettings(unit_numel=row.unit_numel, prefetch=row.prefetch, keep_dtype=("*norm*",) if mixed else ()),
         torch.device("cpu"),
     )
 

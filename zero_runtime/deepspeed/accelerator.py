@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,16 +15,16 @@ import torch
 _PAGE_BYTES = resource.getpagesize()
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     """What a CPU does where a GPU has a queue, a cache or counters."""
 
 
-def _used_bytes(*_: Any) -> int:
+def _used_bytes(*_: Any, **__: Any) -> int:
     """Bytes of this process, which stand for the memory that is allocated on a CPU."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
 
 
-def _peak_bytes(*_: Any) -> int:
+def _peak_bytes(*_: Any, **__: Any) -> int:
     """The most bytes that this process had; the peak cannot be reset."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
@@ -42,6 +43,18 @@ _ON_CPU: dict[str, Callable[..., Any]] = {
 }
 
 
+def _by_index(function: Any) -> Any:
+    """A function of torch.cuda that also takes DeepSpeed's keyword `device_index`; anything else as it is."""
+    if not isinstance(function, FunctionType):
+        return function
+
+    def called(*words: Any, **named: Any) -> Any:
+        index = (named.pop("device_index"),) if "device_index" in named else ()
+        return function(*words, *index, **named)
+
+    return called
+
+
 class CurrentAccelerator:
     """The GPU of this rank, or the CPU. Names that are not here are those of torch.cuda; a CPU has those of _ON_CPU."""
 
@@ -49,11 +62,13 @@ class CurrentAccelerator:
         self._on_cuda = torch.cuda.is_available()
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # copy and pickle ask before `__init__` has set anything
+            raise AttributeError(name)
         if not self._on_cuda and name in _ON_CPU:
             return _ON_CPU[name]
         for owner in (torch.cuda, torch.cuda.nvtx) if torch.cuda.is_available() else ():
             if hasattr(owner, name):
-                return getattr(owner, name)
+                return _by_index(getattr(owner, name))
         raise AttributeError(
             f"get_accelerator().{name} is not here; use torch.cuda, or torch.device('cpu')'s functions"
         )

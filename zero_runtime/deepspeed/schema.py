@@ -114,7 +114,8 @@ def feature(reason: str) -> Key:
 
 def _is_off(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return value.get("enabled") is False or not any(value.values())
+        switches = [value[name] for name in ("enabled", "deepcompile") if name in value]
+        return value.get("disable") is True or (bool(switches) and not any(switches)) or not any(value.values())
     return value in (False, None)
 
 

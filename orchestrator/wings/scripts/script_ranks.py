@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import selectors
 import signal
 import socket
@@ -33,6 +32,8 @@ from orchestrator.machine.processes import die_with_parent, end_session, signals
 from orchestrator.records.run_state import RunState
 
 LOOK_S = 0.1
+# How long a line of another rank waits for the end of a line that rank 0 has begun, such as a progress bar.
+WAIT_S = 1.0
 # A user's script may contact the hub; the ranks of our own runs do not.
 _NOT_SET = ("HF_HUB_OFFLINE",)
 
@@ -65,10 +66,11 @@ class ScriptEnd(NamedTuple):
 
 @dataclass
 class _Rank:
-    """A started rank, and the end of its output."""
+    """A started rank, and the end of its output; `beginning` holds a line of it that is not complete yet."""
 
     number: int
     process: subprocess.Popen[bytes]
+    open_streams: int = 2
     code: int | None = None
     ended_at: float = 0.0
     words: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
@@ -82,8 +84,8 @@ class _Rank:
 def run_script(command: Callable[[int], Sequence[str]], placement: Placement) -> ScriptEnd:
     """Run `command(rank)` on every rank until all have ended; if one fails, the others are ended too.
 
-    Call it from the main thread. Their output is passed on line by line, with the rank of all but rank 0. When it
-    returns or raises, no process of the ranks is left.
+    Call it from the main thread. The output of rank 0 is passed on as it comes, that of the others line by line with
+    their rank. When it returns or raises, no process of the ranks is left.
     """
     kills = kernel_kills()
     ranks: list[_Rank] = []
@@ -144,16 +146,17 @@ def _reserved_port(placement: Placement) -> Iterator[tuple[str, int]]:
 def _follow(ranks: Sequence[_Rank]) -> None:
     """Pass the output on. Returns when all ranks have ended, or some time after one of them failed."""
     failed_since: float | None = None
-    with selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector, RankOutput() as output:
         for rank in ranks:
             for stream, target in ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr)):
                 assert stream is not None
-                selector.register(stream, selectors.EVENT_READ, _Relay(rank, target))
+                selector.register(stream, selectors.EVENT_READ, _Relay(rank, target, output))
         while any(rank.code is None for rank in ranks) or selector.get_map():
             for key, _ in selector.select(LOOK_S):
                 relay: _Relay = key.data
                 if not relay.take(os.read(key.fd, 1 << 16)):
                     selector.unregister(key.fileobj)
+            output.look(time.monotonic())
             for rank in ranks:
                 if rank.code is None and (code := rank.process.poll()) is not None:
                     rank.code, rank.ended_at = code, time.monotonic()
@@ -165,23 +168,71 @@ def _follow(ranks: Sequence[_Rank]) -> None:
                 return
 
 
-class _Relay:
-    """Passes on one stream of a rank by lines, which end rank 0's at a carriage return too, as progress bars have it;
-    the others' lines stand behind their rank."""
+class RankOutput:
+    """What the ranks print, on one terminal: rank 0's bytes as they come, lines of the others between its lines.
 
-    def __init__(self, rank: _Rank, target: object) -> None:
-        self._rank, self._target = rank, target
-        self._ends = re.compile(rb"(?<=[\r\n])" if rank.number == 0 else rb"(?<=\n)")
+    A line of another rank that comes within a line of rank 0 waits until that line has ended, at most `WAIT_S`.
+    """
+
+    def __init__(self) -> None:
+        self._begun_on: object = None  # the target of rank 0's line that has not ended
+        self._waiting: list[tuple[object, bytes]] = []
+        self._since = 0.0
+
+    def __enter__(self) -> RankOutput:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def first(self, target: object, piece: bytes) -> None:
+        """Show bytes of rank 0."""
+        _write(target, piece)
+        if piece:
+            self._begun_on = None if piece.endswith((b"\n", b"\r")) else target
+        if self._begun_on is None:
+            self._release()
+
+    def other(self, target: object, lines: bytes, now: float) -> None:
+        """Show complete lines of another rank, or let them wait. now: seconds, monotonic."""
+        if self._begun_on is None:
+            _write(target, lines)
+        elif lines:
+            self._since = self._since if self._waiting else now
+            self._waiting.append((target, lines))
+
+    def look(self, now: float) -> None:
+        """End rank 0's line by a line break if lines have waited too long for it."""
+        if self._waiting and now - self._since >= WAIT_S:
+            self._release()
+
+    def _release(self) -> None:
+        if self._waiting and self._begun_on is not None:
+            _write(self._begun_on, b"\n")
+            self._begun_on = None
+        for target, lines in self._waiting:
+            _write(target, lines)
+        self._waiting.clear()
+
+
+class _Relay:
+    """Passes on one stream of a rank: rank 0's bytes, whole lines of the others behind their rank."""
+
+    def __init__(self, rank: _Rank, target: object, output: RankOutput) -> None:
+        self._rank, self._target, self._output = rank, target, output
         self._begun = b""
 
     def take(self, piece: bytes) -> bool:
-        """Show the lines that a piece ends; False if the stream has ended, which is an empty piece."""
-        *lines, self._begun = self._ends.split(self._begun + piece)
+        """Show a piece; False if the stream has ended, which is an empty piece."""
+        *lines, self._begun = (self._begun + piece).split(b"\n")
         if not piece and self._begun:
             lines, self._begun = [self._begun], b""
-        self._rank.words.extend(line.decode("utf-8", errors="replace").rstrip("\r\n") for line in lines)
-        before = b"rank %d: " % self._rank.number if self._rank.number else b""
-        _write(self._target, b"".join(before + line for line in lines))
+        self._rank.words.extend(line.decode("utf-8", errors="replace") for line in lines)
+        if self._rank.number == 0:
+            self._output.first(self._target, piece)
+        else:
+            shown = b"".join(b"rank %d: %s\n" % (self._rank.number, line) for line in lines)
+            self._output.other(self._target, shown, time.monotonic())
         return bool(piece)
 
 

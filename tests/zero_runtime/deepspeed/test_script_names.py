@@ -6,9 +6,11 @@ Values "of the real package" are those of DeepSpeed 0.19.8.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -284,6 +286,9 @@ def test_helpers_of_scripts() -> None:
     assert (moved["a"][0].is_meta, moved["a"][1]) == (True, "b")
     base = torch.arange(8.0)
     held = {"a": [base[:2], "b"], "c": (nn.Parameter(base[2:3]),)}
+    batch = deepspeed.runtime.utils.move_to_device(OrderedDict(a=torch.ones(1)), "meta")
+    accelerator = copy.deepcopy(deepspeed.get_accelerator())
+    assert (batch["a"].device.type, accelerator.memory_allocated(device_index=0) > 0) == ("meta", True)
     copies = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(held)
     assert (copies["a"][0].tolist(), copies["a"][1], copies["c"][0].requires_grad) == ([0.0, 1.0], "b", False)
     assert (copies["a"][0].untyped_storage().nbytes(), type(copies["c"])) == (8, tuple)

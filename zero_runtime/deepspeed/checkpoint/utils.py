@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from zero_runtime.deepspeed.runtime.utils import with_tensors
 
 _CPU = torch.device("cpu")
 
@@ -15,4 +16,4 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
 
     torch.save writes the whole storage of a tensor; a copy has one of its own size.
     """
-    return tree_map(lambda one: one.detach().to(device, copy=True) if isinstance(one, torch.Tensor) else one, item)
+    return with_tensors(item, lambda tensor: tensor.detach().to(device, copy=True))

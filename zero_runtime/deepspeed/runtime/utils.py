@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_
-from torch.utils._pytree import tree_map
 
 from zero_runtime.deepspeed.accelerator import get_accelerator
 from zero_runtime.deepspeed.utils.logging import log_dist
@@ -29,4 +29,17 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 def move_to_device(item: Any, device: torch.device | str) -> Any:
     """The same lists, tuples and dicts with their tensors on the device; other values as they are."""
-    return tree_map(lambda one: one.to(device) if isinstance(one, torch.Tensor) else one, item)
+    return with_tensors(item, lambda tensor: tensor.to(device))
+
+
+def with_tensors(item: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same lists, tuples and dicts with `of` of their tensors; other values as they are."""
+    if isinstance(item, torch.Tensor):
+        return of(item)
+    if isinstance(item, Mapping):  # torch's tree_map takes a subclass of dict, as of a tokenizer, for a value
+        return {key: with_tensors(value, of) for key, value in item.items()}
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(with_tensors(value, of) for value in item))
+    if isinstance(item, list | tuple):
+        return type(item)(with_tensors(value, of) for value in item)
+    return item

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from orchestrator.wings.scripts.script_ranks import WAIT_S, RankOutput
 
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = r"""
@@ -61,3 +64,29 @@ def test_a_script_that_is_missing_is_refused_before_anything_starts(tmp_path: Pa
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "expected a Python script, found no file" in done.stderr
+
+
+def test_a_line_of_another_rank_comes_between_the_lines_of_rank_0() -> None:
+    shown = io.StringIO()
+    with RankOutput() as output:
+        output.first(shown, b"loss")
+        output.other(shown, b"rank 1: loss 2\n", now=0.0)
+        output.look(WAIT_S / 2)
+        output.first(shown, b" 2\n")
+        assert shown.getvalue() == "loss 2\nrank 1: loss 2\n"
+        output.other(shown, b"rank 1: done\n", now=1.0)
+    assert shown.getvalue() == "loss 2\nrank 1: loss 2\nrank 1: done\n"
+
+
+def test_a_line_of_another_rank_does_not_wait_long_for_a_progress_bar() -> None:
+    shown = io.StringIO()
+    with RankOutput() as output:
+        output.first(shown, b"\r10%")
+        output.other(shown, b"rank 1: a\n", now=5.0)
+        output.look(5.0 + WAIT_S / 2)
+        assert shown.getvalue() == "\r10%"
+        output.look(5.0 + WAIT_S)
+        assert shown.getvalue() == "\r10%\nrank 1: a\n"
+        output.first(shown, b"\r20%")
+        output.other(shown, b"rank 1: b\n", now=8.0)
+    assert shown.getvalue() == "\r10%\nrank 1: a\n\r20%\nrank 1: b\n"  # nothing is lost at the end
