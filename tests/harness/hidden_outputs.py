@@ -126,7 +126,11 @@ class OneSided(Base):
 
 
 class OneSidedAgain(OneSided):
-    """The first block is called once more after the last one."""
+    """The first block notes nothing, and is called once more after the last one."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__(blocks)
+        self.blocks[0] = Layer()
 
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks[0](super().run_blocks(x))
