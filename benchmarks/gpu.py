@@ -150,7 +150,8 @@ def report(outcomes: Sequence[Outcome], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"gpu_{date.today()}"
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    stem.with_suffix(".json").write_text(json.dumps([asdict(outcome) for outcome in outcomes]), encoding="utf-8")
+    text = json.dumps([asdict(outcome) for outcome in outcomes])
+    stem.with_suffix(".json").write_text(text.replace(sys.executable, "python"), encoding="utf-8")
     return stem.with_suffix(".md")
 
 
