@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -33,13 +34,30 @@ class Census:
         return self.params + self.grads + self.optimizer
 
 
-def take_census(runtime: ZeroRuntime) -> Census:
+class Held(NamedTuple):
+    """The tensors of an engine's model states on one rank: by component (params, grads, optimizer), and `host`, those
+    that offload holds in host memory."""
+
+    model: nn.Module
+    device: torch.device
+    states: Mapping[str, Sequence[torch.Tensor]]
+    host: Sequence[torch.Tensor] = ()
+
+
+def held_by(runtime: ZeroRuntime | Held) -> Held:
+    if isinstance(runtime, Held):
+        return runtime
+    host = [tensor for found in host_tensors(runtime).values() for tensor in found]
+    return Held(runtime.model, runtime.device, state_tensors(runtime), host)
+
+
+def take_census(runtime: ZeroRuntime | Held) -> Census:
     """Count the live storages. A storage that several components use counts once, for the first that names it."""
-    seen: set[int] = set()
-    by_component = {name: _count_new(tensors, seen) for name, tensors in state_tensors(runtime).items()}
-    host = _count_new((tensor for found in host_tensors(runtime).values() for tensor in found), seen)
-    buffers = _count_new(runtime.model.buffers(), seen)
-    other = _count_new(_live_tensors(runtime.device.type), seen)
+    held, seen = held_by(runtime), set[int]()
+    by_component = {name: _count_new(tensors, seen) for name, tensors in held.states.items()}
+    host = _count_new(held.host, seen)
+    buffers = _count_new(held.model.buffers(), seen)
+    other = _count_new(_live_tensors(held.device.type), seen)
     return Census(**by_component, buffers=buffers, other=other, host=host)
 
 
@@ -56,7 +74,7 @@ class ActivationCensus:
     blocks), except storages of one number (see activation_count.py, which predicts the same).
     """
 
-    def __init__(self, runtime: ZeroRuntime) -> None:
+    def __init__(self, runtime: ZeroRuntime | Held) -> None:
         self.bytes = 0
         self._runtime = runtime
         # Weak references reserve the addresses: no new storage gets the address of a freed one.
@@ -65,10 +83,9 @@ class ActivationCensus:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def __enter__(self) -> ActivationCensus:
-        runtime = self._runtime
-        states, host = state_tensors(runtime).values(), host_tensors(runtime).values()
-        named = [one for tensors in (*states, *host) for one in tensors]
-        found = [*named, *runtime.model.buffers(), *_live_tensors(runtime.device.type)]
+        held = held_by(self._runtime)
+        named = [one for tensors in (*held.states.values(), held.host) for one in tensors]
+        found = [*named, *held.model.buffers(), *_live_tensors(held.device.type)]
         self._there = [StorageWeakRef(one) for one in _storages(found)]
         self._hooks.__enter__()
         return self

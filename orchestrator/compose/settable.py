@@ -13,11 +13,13 @@ from orchestrator.compose.folders import config_folders, sweep_parents
 from orchestrator.config.parts import completed
 from orchestrator.config.schema import AskedConfig
 from orchestrator.config.strict import hints_of
+from orchestrator.wings import ENGINES
 
 WHOLE_FILES = ("experiment", "sweeps")  # groups whose files change the whole configuration
-# Mappings with keys of other programs: the architecture's (from the files of conf/model), torch.optim's and sbatch's.
+# Mappings with keys of other programs: the architecture's (from the files of conf/model), torch.optim's, sbatch's and
+# those of other engines.
 ARCHITECTURE = "model.config"
-OPEN_KEYS = (ARCHITECTURE, "optimizer.arguments", "cluster.additional")
+OPEN_KEYS = (ARCHITECTURE, "optimizer.arguments", "cluster.additional", *(f"engine.{kind}" for kind in ENGINES))
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # that of the C library is faster, and not always there
 
 

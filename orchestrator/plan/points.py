@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from orchestrator import wings
 from orchestrator.compose.labels import label
 from orchestrator.config.schema import AskedConfig, root_limits, to_dict
 from orchestrator.config.strict import Broken, build_parts
@@ -37,9 +38,13 @@ def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused
             config = rules.resolve(AskedConfig(**parts), scene)
             # Different overrides with the same configuration are one point, which is measured once.
             points.setdefault(json.dumps(to_dict(config), sort_keys=True), Point(name, config, composed.overrides))
+    judged_points = list(points.values())
+    if any(isinstance(one, Point) and not one.config.engine.is_own for one in judged_points):
+        judged_points, more = wings.load(wings.COMPARE_ENGINES)(judged_points, scene)
+        hits.update(more)
     many = len(composition.points)
     lines = [f"{rule}" + (f"      ({count} of {many} points)" if many > 1 else "") for rule, count in hits.items()]
-    return distinct(list(points.values())), lines
+    return distinct(judged_points), lines
 
 
 def distinct(points: Sequence[Point | Refused]) -> list[Point | Refused]:

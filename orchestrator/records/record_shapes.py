@@ -81,8 +81,8 @@ RESULT = {
     "dtypes": Maybe(Each(Each(NUMBER))),
     "communication": {
         "data": Each({"calls": NUMBER, "elements": NUMBER, "bytes": NUMBER}),
-        "theory": str,
-        "theory_elements": NUMBER,
+        "theory": Maybe(str),  # of zero-lab's own runtime
+        "theory_elements": Maybe(NUMBER),
     },
     "loss": {
         "first": NUMBER_OR_NULL,

@@ -256,13 +256,13 @@ def communication_rows(result: Mapping[str, Any]) -> list[Row]:
     used = {name: volume for name, volume in talk["data"].items() if volume["calls"]}
     total = sum(volume["elements"] for volume in used.values())
     parts = [f"{name} {volume['calls']} calls {size(volume['bytes'])}" for name, volume in used.items()]
+    sent = f"{size(sum(volume['bytes'] for volume in used.values()))} a rank and step: {', '.join(parts) or 'none'}"
+    if talk.get("theory") is None:
+        return [Row("communication", sent)]
     theory, padding = talk["theory_elements"], talk.get("padding_elements") or 0
     holds = "equal" if total == theory + padding else "NOT equal"
     return [
-        Row(
-            "communication",
-            f"{size(sum(volume['bytes'] for volume in used.values()))} a rank and step: {', '.join(parts) or 'none'}",
-        ),
+        Row("communication", sent),
         Row(
             "  and in theory",
             f"{total:,.0f} elements sent; {talk['theory']} = {theory:,.0f} + padding {padding:,.0f}: {holds}",

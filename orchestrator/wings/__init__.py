@@ -23,6 +23,17 @@ VERBS = {
     "launch": "orchestrator.wings.scripts.launch_script",
 }
 
+# Other engines that train a point, by engine.kind: modules with the contract of orchestrator/wings/engines/contract.py.
+ENGINES = {
+    "deepspeed": "orchestrator.wings.engines.deepspeed",
+    "fsdp2": "orchestrator.wings.engines.fsdp2",
+    "ddp": "orchestrator.wings.engines.ddp",
+    "plain": "orchestrator.wings.engines.plain",
+}
+# What points need where other engines are among them: rules, the same work to count, and a reference.
+COMPARE_ENGINES = "orchestrator.wings.engines.compared:completed"
+# What builds another engine for a rank, in place of worker/setup.py's build_runtime.
+BUILD_ENGINE = "orchestrator.wings.engines.foreign_runtime:build"
 # Entry of a rank of measure=eval, which trains nothing.
 EVALUATION = "orchestrator.wings.validation.evaluate:run_rank"
 # The variable that asks for a fault, and what refuses one that can never act.

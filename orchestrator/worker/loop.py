@@ -10,9 +10,9 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.worker.measurement import Measurement
 from orchestrator.worker.micro_batches import MicroBatches
 from orchestrator.worker.saving import Progress
+from orchestrator.worker.setup import TrainingSetup
 from orchestrator.workloads.data import TokenData
 from zero_runtime.errors import NonFiniteError
-from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
@@ -25,13 +25,13 @@ class Loop:
     not count.
     """
 
-    def __init__(self, config: RunConfig, runtime: ZeroRuntime, data: TokenData) -> None:
+    def __init__(self, config: RunConfig, built: TrainingSetup, data: TokenData) -> None:
         steps = config.steps(data.train_samples)
         assert steps is not None  # the rules' end of training
         self.steps, self.first_update = steps, 0
         self.progress = Progress()
-        self.batches = MicroBatches(config, runtime, data)
-        self._runtime = runtime
+        self.batches = MicroBatches(config, built.runtime, data)
+        self._runtime, self._accounts = built.runtime, built.accounts
         self._schedule = config.scheduler.curve.build(config.optimizer.lr, steps)
         self._reduces_at_boundary = config.zero.reduce_at_boundary
         assert config.batch.global_size is not None
@@ -50,7 +50,7 @@ class Loop:
             tokens = runtime.sum_over_ranks(count).clamp(min=1)
         # The schedule does not count skipped steps, nor the updates that another library made before this run.
         rates = self._schedule.rates(runtime.updates - self.first_update)
-        with measurement.audit if counts else contextlib.nullcontext():
+        with self._accounts.auditing() if counts else contextlib.nullcontext():
             self._backwards(batches, tokens, measurement if counts else None)
         # The device has work again, so that the host may now wait for the end of the step before.
         measurement.read_last_step()
@@ -64,11 +64,7 @@ class Loop:
             # Nothing was updated, so the repeated backward passes give the same numbers and show where they arise.
             verdict = runtime.find_non_finite(lambda: self._backwards(batches, tokens, None))
             raise NonFiniteError(f"{error}\n{verdict}") from None
-        if runtime.device.type != "cuda":  # there the next step is issued at once, and its clock is read in the stream
-            # Gathers of new parameters (stages 1 and 2) that went on between two steps would be in the time of neither.
-            # They would also slow the reference work of these stages alone, as if these had met slower cores.
-            for unit in runtime.units:
-                unit.wait_renewed()
+        self._accounts.settle()
         return report, rates.lr
 
     def _backwards(self, batches: list[MicroBatch], tokens: torch.Tensor, counting: Measurement | None) -> None:

@@ -5,26 +5,17 @@ from __future__ import annotations
 import resource
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
 
-from orchestrator import wings
-from orchestrator.config.schema import RunConfig
 from orchestrator.rounds.recorded import Round
-from zero_runtime.accounting import (
-    bytes_of_element,
-    predicted_offload_bytes,
-    predicted_state_bytes,
-    scratch_bytes,
-)
+from orchestrator.worker.accounts import Accounts
 from zero_runtime.census import Census
 from zero_runtime.ledger import Ledger
-from zero_runtime.runtime import ZeroRuntime
-from zero_runtime.state_bytes import formula
 
 PHASES = ("data", "forward", "backward", "communication_exposed", "optimizer", "other")
 
@@ -71,35 +62,9 @@ def peaks(device: torch.device) -> dict[str, int | None]:
     }
 
 
-def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> dict[str, Any]:
-    """Model states by component: bytes on one rank, predicted and, if available, measured."""
-    predicted, away = predicted_state_bytes(runtime), predicted_offload_bytes(runtime)
-    micro_batches = runtime.settings.micro_batches
-    return {
-        "states": [
-            {"component": name, "predicted_bytes": size, "measured_bytes": measured.get(name)}
-            for name, size in asdict(predicted).items()
-            if name != "padding"
-        ],
-        "formula": formula(
-            runtime.plan,
-            runtime.precision,
-            micro_batches=micro_batches,
-            **bytes_of_element(runtime),
-            matrix_state_bytes=runtime.optimizer.config.matrix_state_bytes,
-            with_frozen=not all(unit.trainable for unit in runtime.units),
-        )
-        + (" less the offloaded shards" if away.host or away.scratch else ""),
-        "scratch_bytes": scratch_bytes(runtime),
-        "scratch_predicted_bytes": away.scratch,
-        "host": {"predicted_bytes": away.host, "measured_bytes": measured.get("host")},
-        "padding_bytes": predicted.padding,
-    }
-
-
-def memory(runtime: ZeroRuntime, worst: Mapping[str, int | None]) -> dict[str, Any]:
+def memory(accounts: Accounts, worst: Mapping[str, int | None]) -> dict[str, Any]:
     """The memory part of the result, from the largest readings over the ranks (census, activations and `peaks`)."""
-    states = model_states(runtime, worst)
+    states = accounts.states(worst)
     components = {"host", *(state["component"] for state in states["states"])}
     others = {key: value for key, value in worst.items() if key not in components}
     other = (others.pop("other") or 0) + (others.pop("buffers") or 0)
@@ -133,17 +98,6 @@ def phases_ms(readings: Readings, warmup_steps: int) -> dict[str, float]:
     """Median milliseconds of each phase of a step."""
     steps = readings.phases_s[warmup_steps:]
     return {name: statistics.median(step.get(name, 0.0) for step in steps) * 1e3 for name in PHASES}
-
-
-def communication(runtime: ZeroRuntime, ledger: Ledger, config: RunConfig) -> dict[str, Any]:
-    """Communication volumes of one steady step on one rank, with the theoretical ones."""
-    frozen = [unit for unit in runtime.units if not unit.trainable] if runtime.trains else []
-    unread = {unit.name for unit in frozen if not runtime.backward_reads(unit)}
-    return {
-        "data": {kind: asdict(volume) for kind, volume in sorted(ledger.data.items())},
-        **wings.load(wings.PREDICTED).theory(config, updates=runtime.optimizer.updates, unread=unread),
-        "control_bytes": ledger.control.bytes,
-    }
 
 
 def worst_of(per_rank: list[dict[str, int | None]]) -> dict[str, int | None]:

@@ -10,12 +10,11 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.rounds.recorded import Round
 from orchestrator.worker import measure
+from orchestrator.worker.accounts import activations
 from orchestrator.worker.core_speed import ReferenceWork, compares_cores
 from orchestrator.worker.rounds import MeasuredRounds, Tell
-from orchestrator.worker.setup import asked_dtypes
-from zero_runtime.census import ActivationCensus, take_census
-from zero_runtime.dtype_audit import DTypeAudit
-from zero_runtime.runtime import ZeroRuntime
+from orchestrator.worker.setup import TrainingSetup
+from zero_runtime.census import take_census
 from zero_runtime.step_report import StepReport
 
 TellStep = Callable[[float], None]
@@ -34,9 +33,9 @@ class Measurement:
     warmup_steps: those of this run. readings: what was found so far.
     """
 
-    def __init__(self, attempt: AttemptPaths, config: RunConfig, runtime: ZeroRuntime, tell: Tell) -> None:
+    def __init__(self, attempt: AttemptPaths, config: RunConfig, built: TrainingSetup, tell: Tell) -> None:
         self.readings = measure.Readings()
-        self.audit = DTypeAudit(runtime, asked_dtypes(config, runtime))
+        self.accounts, runtime = built.accounts, built.runtime
         self.warmup_steps = 0
         self._configured_warmup = config.measure.warmup_steps
         self._runtime, self._on_cuda, self._tell = runtime, runtime.device.type == "cuda", tell
@@ -91,7 +90,7 @@ class Measurement:
             self.read_last_step()
             self._end_round(number)
         if self.counts(step):  # before anything is saved that a later run could go on from
-            readings.dtypes = self.audit.conclude(readings.ledger)
+            readings.dtypes = self.accounts.dtypes(readings.ledger)
 
     def read_last_step(self) -> None:
         """Reads the clock of the last step, if it was not read. All steps are then in the record, as a checkpoint of
@@ -107,13 +106,13 @@ class Measurement:
     @contextmanager
     def activations(self) -> Iterator[None]:
         """Around a forward: keeps the largest number of bytes that one leaves for backward."""
-        with ActivationCensus(self._runtime) as census:
+        with activations(self.accounts) as census:
             yield
         self.readings.activations_bytes = max(self.readings.activations_bytes, census.bytes)
 
     def take_census(self) -> None:
         """Counts the bytes of all tensors of this rank."""
-        self.readings.census = take_census(self._runtime)
+        self.readings.census = take_census(self.accounts.held())
 
     def keep_peaks(self) -> None:
         """The peaks up to now are the run's, whatever memory is used from here on."""

@@ -6,7 +6,6 @@ import os
 import platform
 import time
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.machine.hardware import described_cpu
 from orchestrator.machine.processes import output_of
 from orchestrator.worker import measure
+from orchestrator.worker.accounts import Accounts
 from orchestrator.workloads.data import TokenData
-from zero_runtime.runtime import ZeroRuntime
 
 
 @dataclass(frozen=True)
@@ -25,23 +24,19 @@ class RunFacts:
     """What a run is, apart from its readings. `steps`: of the run, with those of the warm-up."""
 
     config: RunConfig
-    runtime: ZeroRuntime
+    runtime: Any
+    accounts: Accounts
     data: TokenData
     world: int
     steps: int
 
     @property
     def parameters(self) -> int:
-        return full_numel(self.runtime)
+        return self.accounts.parameters
 
     @property
     def tokens_per_step(self) -> int:
         return self.config.batch.global_size * self.config.batch.seq
-
-
-def full_numel(runtime: ZeroRuntime) -> int:
-    """The number of parameters of the full model."""
-    return sum(prod(shape) for unit in runtime.units for shape in unit.full_shapes.values())
 
 
 def combined(
@@ -74,12 +69,13 @@ def combined(
         "throughput": measure.throughput(readings, tokens, facts.world, warmup),
         "load": {"others_share": others},
         "phases_ms": measure.phases_ms(readings, warmup),
-        "memory": measure.memory(runtime, memory),
+        "memory": measure.memory(facts.accounts, memory),
         "dtypes": readings.dtypes,
         "steps": facts.steps,
         "skipped_steps": readings.skipped,
         "loss_scale": runtime.scaler.scale,
         "environment": environment(runtime.device),
+        **facts.accounts.added(),
     }
 
 

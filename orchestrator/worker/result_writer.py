@@ -41,7 +41,7 @@ class ResultWriter:
         self._runtime, self._kept = built.runtime, built.recomputation.memory
         self._events = EventAppender(attempt.metrics)
         self._training: dict[str, Any] | None = None
-        self.facts = RunFacts(config, built.runtime, data, rank.world, steps)
+        self.facts = RunFacts(config, built.runtime, built.accounts, data, rank.world, steps)
 
     # ---- events ------------------------------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ class ResultWriter:
             "ready",
             parameters=self.facts.parameters,
             data_hash=self._data.hash,
-            predicted=measure.model_states(self._runtime, {}) | self._planned(),
+            predicted=self.facts.accounts.states({}) | self._planned(),
             **more,
         )
 
@@ -142,7 +142,7 @@ class ResultWriter:
             combined(self.facts, readings, dict(memory), rounds.others_share(), measurement.warmup_steps)
             | rounds.to_dict()
             | {
-                "communication": measure.communication(self._runtime, readings.ledger, self._config),
+                "communication": self.facts.accounts.communication(readings.ledger),
                 "loss": {
                     # A resumed run whose earlier record lacks step 1 knows no first loss.
                     "first": None if missing and missing[0][0] == 1 else finite[0],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,18 +18,16 @@ from orchestrator.config.state_groups import Offload
 from orchestrator.launch.environment import set_kernel_cache
 from orchestrator.launch.rank import RankInfo, RankRecord
 from orchestrator.records.run_record import AttemptPaths, scratch_path
+from orchestrator.worker.accounts import Accounts, OwnAccounts
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.census import take_census
 from zero_runtime.collectives import Collectives
-from zero_runtime.dtype_rules import AskedDTypes
-from zero_runtime.dtypes import short_name
 from zero_runtime.initial_values import Initialise
 from zero_runtime.kernels.registration import prepare
 from zero_runtime.numa import bind_to_gpu
 from zero_runtime.offload_plan import OffloadPlan, Tier
-from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.own_device import device_index, make_current
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
@@ -70,7 +68,7 @@ def world_of(attempt: AttemptPaths, config: RunConfig, rank: RankInfo, device: t
 
 
 @contextmanager
-def with_memory(runtime: ZeroRuntime, watch: RankWatch, rank: int) -> Iterator[None]:
+def with_memory(accounts: Accounts, watch: RankWatch, rank: int) -> Iterator[None]:
     """Adds the memory held at the time to an out of memory error."""
     try:
         yield
@@ -78,7 +76,7 @@ def with_memory(runtime: ZeroRuntime, watch: RankWatch, rank: int) -> Iterator[N
         if not is_out_of_memory(error):
             raise
         position, _ = watch.journal.read()
-        raise memory_error(rank, error, position, asdict(take_census(runtime))) from error
+        raise memory_error(rank, error, position, asdict(take_census(accounts.held()))) from error
 
 
 def build_data(config: RunConfig) -> TokenData:
@@ -116,10 +114,20 @@ def unit_rules(config: RunConfig, model: nn.Module) -> UnitRules:
 
 
 class TrainingSetup(NamedTuple):
-    """The runtime that trains the model, and the recomputation of the model's blocks."""
+    """The engine that trains the model, what is counted of it, and the recomputation of the model's blocks."""
 
-    runtime: ZeroRuntime
+    runtime: Any  # a ZeroRuntime, or another engine with what worker/ uses of it
+    accounts: Accounts
     recomputation: Recomputation
+
+
+def build_engine(
+    config: RunConfig, device: torch.device, watch: RankWatch, stop_asked: Callable[[], bool] | None = None
+) -> TrainingSetup:
+    """Builds the model and the engine that trains it. Needs the process group."""
+    build = build_runtime if config.engine.is_own else wings.load(wings.BUILD_ENGINE)
+    built: TrainingSetup = build(config, device, watch, stop_asked)
+    return built
 
 
 def build_runtime(
@@ -166,21 +174,7 @@ def build_runtime(
             device,
         )
     _compile_kernels(config, device)
-    return TrainingSetup(runtime, recomputation)
-
-
-def asked_dtypes(config: RunConfig, runtime: ZeroRuntime) -> AskedDTypes:
-    """The dtypes that the configuration asks for in the runtime's units."""
-    return AskedDTypes(
-        config.precision.mixed,
-        config.batch.accumulation,
-        config.optimizer.rule.held_states,
-        tuple(config.precision.keep_dtype),
-        {name: short_name(dtype) for name, dtype in runtime.given_dtypes.items()},
-        whole=config.optimizer.rule.ns_dtype if isinstance(config.optimizer.rule, MuonConfig) else None,
-        wire=config.zero.wire,
-        plan=config.zero.plan,
-    )
+    return TrainingSetup(runtime, OwnAccounts(config, runtime), recomputation)
 
 
 def _compile_kernels(config: RunConfig, device: torch.device) -> None:

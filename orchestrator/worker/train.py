@@ -16,7 +16,7 @@ from orchestrator.worker.loop import Loop
 from orchestrator.worker.measurement import Measurement
 from orchestrator.worker.result_writer import ResultWriter
 from orchestrator.worker.saving import Saving
-from orchestrator.worker.setup import TrainingSetup, build_data, build_runtime, prepare_process, with_memory, world_of
+from orchestrator.worker.setup import TrainingSetup, build_data, build_engine, prepare_process, with_memory, world_of
 from orchestrator.worker.stopping import StopSignals
 
 
@@ -29,17 +29,17 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> Stopped | None:
     device = prepare_process(config, rank.local_rank)
     signals = StopSignals.of(config)
     with world_of(attempt, config, rank, device) as watch:
-        built = build_runtime(config, device, watch, signals.asked if signals else None)
-        with with_memory(built.runtime, watch, rank.rank):
+        built = build_engine(config, device, watch, signals.asked if signals else None)
+        with with_memory(built.accounts, watch, rank.rank):
             return train_and_record(run_of(attempt, config, rank, built))
 
 
 def run_of(attempt: AttemptPaths, config: RunConfig, rank: RankInfo, built: TrainingSetup) -> RankRun:
     """The parts of a run, before its first step."""
     runtime, data = built.runtime, build_data(config)
-    loop = Loop(config, runtime, data)
+    loop = Loop(config, built, data)
     writer = ResultWriter(attempt, config, rank, built, data, loop.steps)
-    measurement = Measurement(attempt, config, runtime, writer.tell)
+    measurement = Measurement(attempt, config, built, writer.tell)
     saving = Saving(attempt, config, runtime, data.hash, steps=loop.steps, restarted=rank.restarts > 0)
     return RankRun(attempt, config, rank, runtime, data, loop, measurement, writer, saving)
 

@@ -27,7 +27,7 @@ def run_rank(attempt: AttemptPaths, config: RunConfig, rank: RankInfo) -> None:
     with world_of(attempt, config, rank, device) as watch:
         built = build_runtime(config, device, watch, trains=False)
         built.runtime.model.eval()
-        with with_memory(built.runtime, watch, rank.rank):
+        with with_memory(built.accounts, watch, rank.rank):
             Evaluation(attempt, config, rank, built).run()
 
 
@@ -96,7 +96,7 @@ class Evaluation:
         memory = self._writer.memory(readings)
         share = others_share(runtime.collectives.gather_objects(used))
         return combined(facts, readings, memory, share, self._config.measure.warmup_steps) | {
-            "communication": measure.communication(runtime, readings.ledger, self._config),
+            "communication": facts.accounts.communication(readings.ledger),
             "loss": {
                 "first": loss,
                 "last": loss,

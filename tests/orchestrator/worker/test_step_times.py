@@ -55,7 +55,7 @@ def run_on(device: str, folder: Path) -> tuple[RankRun, Clock]:
     writer._config, writer._rank = config, RankInfo(0, 1, 0, "nowhere")
     writer._events = EventAppender(folder / "metrics.jsonl")
     writer._runtime = SimpleNamespace(device=SimpleNamespace(type="cpu"))  # type: ignore[assignment]
-    writer.facts = RunFacts(config, *[None] * 2, 1, 2)  # type: ignore[arg-type]
+    writer.facts = RunFacts(config, *[None] * 3, 1, 2)  # type: ignore[arg-type]
     measurement = object.__new__(Measurement)
     measurement.readings, measurement._on_cuda = Readings(), device == "cuda"
     measurement._runtime = SimpleNamespace(clock=clock, reset_ledger=Ledger)  # type: ignore[assignment]
@@ -143,7 +143,7 @@ def watch_gathers() -> None:
     """Reference work that says 1 ms, and 2 ms if a gather of this rank is under way."""
     from orchestrator.worker.core_speed import ReferenceWork
 
-    build, made = train.build_runtime, list[Any]()
+    build, made = train.build_engine, list[Any]()
 
     def built(*given: Any) -> Any:
         made.append(build(*given))
@@ -153,7 +153,7 @@ def watch_gathers() -> None:
         states = [unit.parameters.state for unit in made[0].runtime.units]
         return None if work._memory is None else 1.0 + (DataState.UNSHARDING in states)
 
-    train.build_runtime = built  # type: ignore[assignment]
+    train.build_engine = built  # type: ignore[assignment]
     ReferenceWork.timed_ms = timed_ms  # type: ignore[method-assign]
 
 

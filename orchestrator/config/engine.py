@@ -1,0 +1,50 @@
+"""The group that chooses the library that trains a point: zero-lab's own runtime, or another engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.config.strict import Limits
+from orchestrator.wings import ENGINES
+
+OWN = "zero"  # the runtime of zero_runtime/
+KINDS = (OWN, *ENGINES)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The library that trains, and the Python environment of its ranks.
+
+    `kind`: zero is zero-lab's own runtime; plain is PyTorch in one process, whose losses the others are compared with.
+    `deepspeed`, `fsdp2`, `ddp`: settings of that engine in its own words, which override what follows from the other
+    groups; an engine ignores those of the others. `python`: the interpreter of another virtual environment for the
+    ranks; null = this one. As an axis of a sweep it makes two versions of a library take turns. `versions`: of the
+    engine's packages there, filled in. `counted`: count the work of a run (weights, tokens, updates, messages), filled
+    in where a sweep compares engines.
+    """
+
+    kind: str = OWN
+    python: str | None = None
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    fsdp2: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=dict)
+    counted: bool = False
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "engine")
+        limits.must("kind", lambda value: value in KINDS, f"one of {', '.join(KINDS)}", OWN)
+        limits.must("python", bool, "the interpreter of a virtual environment, or null", None)
+        limits.conclude()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether zero-lab's own runtime trains."""
+        return self.kind == OWN
+
+    @property
+    def native(self) -> dict[str, Any]:
+        """The settings in the engine's own words."""
+        found: dict[str, Any] = getattr(self, self.kind, {})
+        return found

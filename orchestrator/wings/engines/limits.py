@@ -1,0 +1,37 @@
+"""What none of the other engines does in these runs, as rules that a point breaks."""
+
+from __future__ import annotations
+
+from orchestrator.config.schema import CheckpointKind, LossKind, MeasureKind, RunConfig
+from orchestrator.config.strict import Broken
+from zero_runtime.offload_plan import Tier
+from zero_runtime.wire import EXACT
+
+OPTIMIZERS = ("adam", "adamw", "sgd", "torch")
+EXACT_WORDS = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
+
+
+def common_problems(config: RunConfig, engine: str) -> list[Broken]:
+    """Rules that a point breaks by settings that only zero-lab's own runtime has. engine: its name in texts."""
+    rule, recompute, measure = config.optimizer.rule, config.recompute, config.measure
+    resumes = config.checkpoint.kind is not CheckpointKind.none or config.checkpoint.resume != "none"
+    trains = measure.kind is MeasureKind.eval or config.trains_to_the_end
+    on_disk = Tier.NVME in (config.offload.params, config.offload.optimizer)
+    states = getattr(rule, "state_dtype", "fp32")
+    blocks = recompute.kind in ("none", "full") and recompute.offload == "none"
+    asked = (
+        (rule.kind in OPTIMIZERS, "has torch.optim's optimizers", rule.kind, "optimizer=adamw"),
+        (states == "fp32", "has fp32 moments", f"optimizer.state_dtype={states}", "optimizer.state_dtype=fp32"),
+        (config.parallel.group == 1, "has no tensor or sequence parallelism", "a divided model", "parallel=none"),
+        (config.loss.kind is LossKind.full, "wraps the head, which loss=tiled calls apart", "loss=tiled", "loss=full"),
+        (not resumes, "saves no checkpoints", "group checkpoint", "checkpoint=none checkpoint.resume=none"),
+        (not trains, "is measured for a number of steps", f"measure={measure.kind}", "measure=quick"),
+        (not measure.profile, "is not profiled", "measure.profile=true", "measure.profile=false"),
+        (not config.precision.keep_dtype, "casts all parameters", "precision.keep_dtype", "precision.keep_dtype=[]"),
+        (config.zero.outer_sharding is None, "has no outer sharding", "optim", "zero.outer_sharding=null"),
+        (config.zero.unit_numel is None, "makes its own units", "zero.unit_numel", "zero.unit_numel=null"),
+        (config.zero.wire == EXACT, "sends exact messages", "quantised ones", EXACT_WORDS),
+        (blocks, "recomputes all blocks or none", f"recompute={recompute.kind}", "recompute=full"),
+        (not on_disk, "offloads nothing to a disk", "offload to nvme", "offload=none"),
+    )
+    return [Broken(f"{engine} in these runs {rule}", found, (fix,)) for holds, rule, found, fix in asked if not holds]
