@@ -35,7 +35,7 @@ class Census:
         return self.params + self.grads + self.optimizer
 
 
-class Held(NamedTuple):
+class HeldStates(NamedTuple):
     """The tensors of an engine's model states on one rank: by component (params, grads, optimizer), and `host`, those
     that offload holds in host memory."""
 
@@ -45,14 +45,14 @@ class Held(NamedTuple):
     host: Sequence[torch.Tensor] = ()
 
 
-def held_by(runtime: ZeroRuntime | Held) -> Held:
-    if isinstance(runtime, Held):
+def held_by(runtime: ZeroRuntime | HeldStates) -> HeldStates:
+    if isinstance(runtime, HeldStates):
         return runtime
     host = [tensor for found in host_tensors(runtime).values() for tensor in found]
-    return Held(runtime.model, runtime.device, state_tensors(runtime), host)
+    return HeldStates(runtime.model, runtime.device, state_tensors(runtime), host)
 
 
-def take_census(runtime: ZeroRuntime | Held) -> Census:
+def take_census(runtime: ZeroRuntime | HeldStates) -> Census:
     """Count the live storages. A storage that several components use counts once, for the first that names it."""
     held, seen = held_by(runtime), set[int]()
     by_component = {name: _count_new(tensors, seen) for name, tensors in held.states.items()}
@@ -75,7 +75,7 @@ class ActivationCensus:
     blocks), except storages of one number (see activation_count.py, which predicts the same).
     """
 
-    def __init__(self, runtime: ZeroRuntime | Held) -> None:
+    def __init__(self, runtime: ZeroRuntime | HeldStates) -> None:
         self.bytes = 0
         self._runtime = runtime
         # Weak references reserve the addresses: no new storage gets the address of a freed one.

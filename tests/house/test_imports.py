@@ -72,6 +72,7 @@ STANDARD = set(sys.stdlib_module_names)
 PLUGIN = "orchestrator/plugins/hydra_plugins/zlab_launcher/__init__.py"
 IMPORTERS = {
     "torch.distributed": {
+        "orchestrator/wings/engines/ddp.py",
         "zero_runtime/collectives.py",
         "zero_runtime/deepspeed/comm.py",
         "zero_runtime/gloo.py",
@@ -118,6 +119,7 @@ ROOMS = {
         "orchestrator": "api",
         "wings.divided": "config",
         "wings.energy": "rounds worker",
+        "wings.engines": "config plan wings worker",
         "wings.faults": "wings worker",
         "wings.lossy": "config records report",
         "wings.optuna": "commands compose config plan records report",

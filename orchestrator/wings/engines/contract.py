@@ -44,7 +44,7 @@ class Updated(NamedTuple):
     loss_scale: float = 1.0
 
 
-class Engine(Protocol):
+class TrainingEngine(Protocol):
     """An engine at work on one rank. All ranks make the same calls.
 
     module: what is called with `input_ids`; its forward may differ from the model's in dtypes and messages only.
@@ -101,5 +101,5 @@ class EngineModule(Protocol):
     def memory_of(self, model: PeerModel, config: RunConfig) -> PeerMemory | None:
         """The engine's bytes on one rank by its rules; None if they are not known for this point."""
 
-    def build(self, task: Task) -> Engine:
+    def build(self, task: Task) -> TrainingEngine:
         """Builds the engine with the model's first values. A collective."""

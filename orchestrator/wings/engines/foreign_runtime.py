@@ -11,11 +11,11 @@ import torch
 
 from orchestrator import wings
 from orchestrator.config.schema import RunConfig
-from orchestrator.wings.engines.contract import Engine, EngineModule, Task
+from orchestrator.wings.engines.contract import EngineModule, Task, TrainingEngine
 from orchestrator.worker.accounts import state_rows
 from orchestrator.worker.setup import TrainingSetup, build_deferred
 from zero_runtime.activations.recompute import Recomputation
-from zero_runtime.census import Held
+from zero_runtime.census import HeldStates
 from zero_runtime.collectives import Collectives
 from zero_runtime.divisions import SequencePart
 from zero_runtime.dtypes import short_name
@@ -68,12 +68,12 @@ class ForeignRuntime:
         self.sequence = SequencePart()
         self.scaler = SimpleNamespace(scale=1.0)
         self.updates = 0
-        self.engine: Engine
+        self.engine: TrainingEngine
         self._micro_batches, self._count = config.batch.accumulation, 0
         self._stop_asked, self._kind = stop_asked, config.engine.kind
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
 
-    def start(self, engine: Engine) -> None:
+    def start(self, engine: TrainingEngine) -> None:
         self.engine = engine
         self._expect_micro_batch()
         self.collectives.journal.begin("forward")
@@ -142,7 +142,7 @@ class ForeignAccounts:
         self._config, self._runtime, self._module = config, runtime, module
         self._dtypes: dict[str, dict[str, int]] = {}
 
-    def held(self) -> Held:
+    def held(self) -> HeldStates:
         engine = self._runtime.engine
         by_name = dict(engine.held())
         states = {"params": by_name.pop("params", []), "grads": by_name.pop("grads", [])}
@@ -151,7 +151,7 @@ class ForeignAccounts:
             name: [one for one in tensors if one.device == self._runtime.device] for name, tensors in states.items()
         }
         host = [one for tensors in states.values() for one in tensors if one.device != self._runtime.device]
-        return Held(engine.module, self._runtime.device, kept, host)
+        return HeldStates(engine.module, self._runtime.device, kept, host)
 
     @contextmanager
     def auditing(self) -> Iterator[None]:
