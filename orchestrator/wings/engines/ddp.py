@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.contract import Task, Updated
-from orchestrator.wings.engines.limits import common_problems
+from orchestrator.wings.engines.limits import common_problems, unknown_settings
 from zero_runtime.predict.memory import peers
 from zero_runtime.predict.memory.peers import PeerMemory, PeerModel
 
@@ -18,10 +18,14 @@ if TYPE_CHECKING:
     from zero_runtime.optim.lr_schedule import Rates
 
 PACKAGES, EXTRA = ("torch",), ""
+SETTINGS = (
+    *("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters", "broadcast_buffers"),
+    *("init_sync", "skip_all_reduce_unused_params"),
+)
 
 
 def problems_of(config: RunConfig) -> list[Broken]:
-    found = common_problems(config, "DDP")
+    found = [*common_problems(config, "DDP"), *unknown_settings(config, SETTINGS)]
     if config.precision.dtypes.param == "fp16":
         found.append(Broken("DDP in these runs has no gradient scaler", "precision=fp16", ("precision=bf16",)))
     return found

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from orchestrator import wings
+from orchestrator.compose.settable import is_native
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.machine import children
@@ -41,6 +42,8 @@ def known(points: Sequence[Point | Refused], scene: Scene) -> list[Point | Refus
     """The points with the versions of their engines' packages. Refused are those whose ranks cannot start in their
     environment, and those with settings of an engine that trains no point."""
     kinds = {str(point.config.engine.kind) for point in points if isinstance(point, Point)}
+    if any(isinstance(point, Refused) for point in points):
+        kinds.update(wings.ENGINES)  # the engine of a refused point is not known
     return [_known(point, kinds, scene) if isinstance(point, Point) else point for point in points]
 
 
@@ -48,7 +51,15 @@ def _known(point: Point, kinds: set[str], scene: Scene) -> Point | Refused:
     config = point.config
     if broken := [*_unused(config, kinds), *(_misplaced(config, scene) or _missing(config))]:
         return Refused(point.label, point.overrides, tuple(broken))
-    return replace(point, config=with_versions(config))
+    # So that the command of the point alone can be typed.
+    own = [
+        word for word in point.overrides if not is_native(key := _key(word)) or key.split(".")[1] == config.engine.kind
+    ]
+    return replace(point, config=with_versions(config), overrides=tuple(own))
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+").partition("=")[0]
 
 
 def with_versions(config: RunConfig) -> RunConfig:
