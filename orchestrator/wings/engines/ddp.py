@@ -24,10 +24,14 @@ if TYPE_CHECKING:
     from zero_runtime.optim.lr_schedule import Rates
 
 PACKAGES, EXTRA = ("torch",), ""
+SETTINGS = (
+    *("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters", "broadcast_buffers"),
+    *("init_sync", "skip_all_reduce_unused_params"),
+)
 
 
 def problems_of(config: RunConfig) -> list[Broken]:
-    found = [*common_problems(config, "DDP"), *unknown_keys("ddp", config.engine.native, settings_of(config))]
+    found = [*common_problems(config, "DDP"), *unknown_keys("ddp", config.engine.native, SETTINGS)]
     if Tier.HOST in (config.offload.params, config.offload.optimizer):
         found.append(Broken("DDP offloads nothing", "group offload", ("offload=none", "engine=fsdp2")))
     return found
