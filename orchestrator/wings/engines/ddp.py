@@ -9,6 +9,7 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.contract import Task, Updated
 from orchestrator.wings.engines.limits import common_problems
+from zero_runtime.precision import ITEMSIZE_BYTES
 from zero_runtime.predict.memory import peers
 from zero_runtime.predict.memory.peers import PeerMemory, PeerModel
 
@@ -42,7 +43,8 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
-    return peers.ddp_autocast(model) if config.precision.dtypes.param != "fp32" else None
+    views = bool(settings_of(config)["gradient_as_bucket_view"])
+    return peers.ddp(model, weights=ITEMSIZE_BYTES[config.precision.dtypes.param], views=views)
 
 
 def build(task: Task) -> DdpEngine:
