@@ -14,6 +14,7 @@ from orchestrator import wings
 from orchestrator.config.schema import RunConfig
 from orchestrator.wings.engines.contract import EngineModule, Task, TrainingEngine
 from orchestrator.worker.accounts import state_rows
+from orchestrator.worker.measure import begin_peak
 from orchestrator.worker.setup import TrainingSetup, build_deferred
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.census import HeldStates
@@ -38,6 +39,7 @@ def build(
     """The engine that config.engine names, with the model's first values. Needs the process group."""
     module: EngineModule = wings.load(wings.ENGINES[config.engine.kind])
     model, initialise = build_deferred(config)
+    begin_peak()
     parameters = sum(param.numel() for param in model.parameters())
     recomputation = Recomputation(model, config.recompute, device)
     values = InitialValues(model, seed=config.seed, initialise=initialise)
