@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_runtime.accounting import host_tensors, state_tensors
 from zero_runtime.runtime import ZeroRuntime
@@ -34,7 +35,7 @@ class Census:
         return self.params + self.grads + self.optimizer
 
 
-class Held(NamedTuple):
+class HeldStates(NamedTuple):
     """The tensors of an engine's model states on one rank: by component (params, grads, optimizer), and `host`, those
     that offload holds in host memory."""
 
@@ -44,14 +45,14 @@ class Held(NamedTuple):
     host: Sequence[torch.Tensor] = ()
 
 
-def held_by(runtime: ZeroRuntime | Held) -> Held:
-    if isinstance(runtime, Held):
+def held_by(runtime: ZeroRuntime | HeldStates) -> HeldStates:
+    if isinstance(runtime, HeldStates):
         return runtime
     host = [tensor for found in host_tensors(runtime).values() for tensor in found]
-    return Held(runtime.model, runtime.device, state_tensors(runtime), host)
+    return HeldStates(runtime.model, runtime.device, state_tensors(runtime), host)
 
 
-def take_census(runtime: ZeroRuntime | Held) -> Census:
+def take_census(runtime: ZeroRuntime | HeldStates) -> Census:
     """Count the live storages. A storage that several components use counts once, for the first that names it."""
     held, seen = held_by(runtime), set[int]()
     by_component = {name: _count_new(tensors, seen) for name, tensors in held.states.items()}
@@ -74,7 +75,7 @@ class ActivationCensus:
     blocks), except storages of one number (see activation_count.py, which predicts the same).
     """
 
-    def __init__(self, runtime: ZeroRuntime | Held) -> None:
+    def __init__(self, runtime: ZeroRuntime | HeldStates) -> None:
         self.bytes = 0
         self._runtime = runtime
         # Weak references reserve the addresses: no new storage gets the address of a freed one.
@@ -118,7 +119,9 @@ def _count_new(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
 
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors:
-        if not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta:
+        # A wrapper, such as a DTensor, has no storage of its own: what it wraps is a tensor besides.
+        has_none = isinstance(tensor, nn.parameter.UninitializedParameter) or is_traceable_wrapper_subclass(tensor)
+        if not has_none and not tensor.is_meta:
             yield tensor.untyped_storage()
 
 

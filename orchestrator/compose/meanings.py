@@ -20,6 +20,7 @@ from orchestrator.config.strict import hints_of
 
 # What each group decides, in one line.
 DECIDES = {
+    "engine": "the library that trains: zero-lab's runtime, DeepSpeed, FSDP2, DDP ([engines.md](engines.md))",
     "zero": "which model states are sharded; shard groups, prefetch, size of a unit",
     "precision": "dtypes of parameters, compute, reduction, accumulation and master weights; the loss scale",
     "offload": "where model states are stored between their uses ([offload.md](offload.md))",

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from orchestrator.config.strict import Limits
-from orchestrator.wings import ENGINES
+from orchestrator.config.strict import Limits, Word
+from orchestrator.text.paths import expanded
 
-OWN = "zero"  # the runtime of zero_runtime/
-KINDS = (OWN, *ENGINES)
+
+class EngineKind(Word):
+    zero = "zero"
+    deepspeed = "deepspeed"
+    fsdp2 = "fsdp2"
+    ddp = "ddp"
+    plain = "plain"
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineChoice:
     """The library that trains, and the Python environment of its ranks.
 
     `kind`: zero is zero-lab's own runtime; plain is PyTorch in one process, whose losses the others are compared with.
@@ -24,7 +29,7 @@ class Engine:
     in where a sweep compares engines.
     """
 
-    kind: str = OWN
+    kind: EngineKind = EngineKind.zero
     python: str | None = None
     deepspeed: dict[str, Any] = field(default_factory=dict)
     fsdp2: dict[str, Any] = field(default_factory=dict)
@@ -34,14 +39,17 @@ class Engine:
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "engine")
-        limits.must("kind", lambda value: value in KINDS, f"one of {', '.join(KINDS)}", OWN)
         limits.must("python", bool, "the interpreter of a virtual environment, or null", None)
         limits.conclude()
+
+    def located(self) -> EngineChoice:
+        """With the absolute path of `python`. Its links stay: they lead out of the virtual environment."""
+        return replace(self, python=self.python and str(expanded(self.python).absolute()))
 
     @property
     def is_own(self) -> bool:
         """Whether zero-lab's own runtime trains."""
-        return self.kind == OWN
+        return self.kind is EngineKind.zero
 
     @property
     def native(self) -> dict[str, Any]:

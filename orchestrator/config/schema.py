@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from orchestrator.config.cluster import Cluster
-from orchestrator.config.engine import Engine
+from orchestrator.config.engine import EngineChoice
 from orchestrator.config.first_keys import FIRST, without_gone
 from orchestrator.config.hardware import GpuNode
 from orchestrator.config.optimizer import Optimizer, Scheduler
@@ -326,7 +326,7 @@ class AskedConfig:
 
     seed: int = 1234
     output: str = "outputs"
-    engine: Engine = field(default_factory=Engine)
+    engine: EngineChoice = field(default_factory=EngineChoice)
     zero: Zero = field(default_factory=Zero)
     precision: Precision = field(default_factory=Precision)
     offload: Offload = field(default_factory=Offload)

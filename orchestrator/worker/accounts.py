@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from orchestrator import wings
 from orchestrator.config.schema import RunConfig
 from zero_runtime.accounting import bytes_of_element, predicted_offload_bytes, predicted_state_bytes, scratch_bytes
-from zero_runtime.census import ActivationCensus, Held, held_by
+from zero_runtime.census import ActivationCensus, HeldStates, held_by
 from zero_runtime.dtype_audit import DTypeAudit
 from zero_runtime.dtype_rules import AskedDTypes
 from zero_runtime.dtypes import short_name
@@ -28,7 +28,7 @@ class Accounts(Protocol):
     def parameters(self) -> int:
         """The number of parameters of the full model."""
 
-    def held(self) -> Held:
+    def held(self) -> HeldStates:
         """The tensors of the model states on this rank now."""
 
     def auditing(self) -> AbstractContextManager[Any]:
@@ -61,7 +61,7 @@ class OwnAccounts:
     def parameters(self) -> int:
         return sum(prod(shape) for unit in self._runtime.units for shape in unit.full_shapes.values())
 
-    def held(self) -> Held:
+    def held(self) -> HeldStates:
         return held_by(self._runtime)
 
     def auditing(self) -> AbstractContextManager[Any]:

@@ -72,6 +72,8 @@ STANDARD = set(sys.stdlib_module_names)
 PLUGIN = "orchestrator/plugins/hydra_plugins/zlab_launcher/__init__.py"
 IMPORTERS = {
     "torch.distributed": {
+        "orchestrator/wings/engines/ddp.py",
+        "orchestrator/wings/engines/foreign_runtime.py",
         "zero_runtime/collectives.py",
         "zero_runtime/deepspeed/comm.py",
         "zero_runtime/gloo.py",
@@ -123,6 +125,7 @@ ROOMS = {
         "wings.optuna": "commands compose config plan records report",
         "plugins": "config wings.optuna",
         "wings.page": "config records report text wings",
+        "wings.engines": "compose config machine plan report text wings wings.page worker",
         "wings.pretrained": "config workloads",
         "wings.foreign": "commands compose config exit_codes plan records report text wings.pretrained",
         "wings.scripts": "commands config exit_codes launch machine records text",
@@ -131,7 +134,7 @@ ROOMS = {
         "wings.validation": "config launch records report text worker workloads",
         "wings.generate": "commands config exit_codes launch records report text wings.predict wings.pretrained worker "
         "workloads",
-        "wings.predict": "commands compose config exit_codes launch machine plan records report text wings.divided "
+        "wings.predict": "commands compose config exit_codes launch machine plan records report text wings wings.divided "
         "wings.profile worker workloads",
         "wings.profile": "compose config launch records report rounds text wings.page wings.predict worker",
     },

@@ -14,6 +14,7 @@ from orchestrator.config.strict import Broken
 from orchestrator.plan.point import Point, Refused
 from orchestrator.plan.points import judged as judged_points
 from orchestrator.plan.rules.scene import Scene
+from orchestrator.wings.engines import environments
 from orchestrator.wings.engines.contract import EngineModule
 from orchestrator.wings.engines.equality import REFERENCE, work_key
 
@@ -23,9 +24,9 @@ NOT_THE_WORK = ("offload", "recompute", "parallel", "loss", "checkpoint", "batch
 
 def completed(points: Sequence[Point | Refused], scene: Scene) -> tuple[list[Point | Refused], list[Broken]]:
     """The points, of which those that their engine cannot train are refused; and the rules that these break, one for
-    each point. Each other point counts its work. Several points get the plain runs first, with which they are compared.
+    each. Each other point counts its work. Several points get the plain runs first, with which they are compared.
     """
-    judged = [_judged(point) if isinstance(point, Point) else point for point in points]
+    judged = [_judged(point) if isinstance(point, Point) else point for point in environments.known(points, scene)]
     broken = [rule for before, after in zip(points, judged, strict=True) if after is not before
               and isinstance(after, Refused) for rule in after.broken]  # fmt: skip
     counted = [_counted(point) for point in judged]
@@ -41,8 +42,10 @@ def module_of(config: RunConfig) -> EngineModule:
 def _judged(point: Point) -> Point | Refused:
     if point.config.engine.is_own:
         return point
-    broken = module_of(point.config).problems_of(point.config)
-    return Refused(point.label, point.overrides, tuple(broken)) if broken else point
+    engine = module_of(point.config)
+    if broken := engine.problems_of(point.config):
+        return Refused(point.label, point.overrides, tuple(broken))
+    return replace(point, config=engine.meaning(point.config))
 
 
 def _counted(point: Point | Refused) -> Point | Refused:
