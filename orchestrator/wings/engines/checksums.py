@@ -23,9 +23,11 @@ def checksum(tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
     flat = flat.view(_INTEGERS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, flat.numel(), AT_ONCE):
-        part = flat[start : start + AT_ONCE].to(torch.int64)
+        part = flat[start : start + AT_ONCE].to(torch.int64) * _MIX  # a copy
         first = offset + start
-        terms = torch.arange(first + 1, first + 1 + part.numel(), device=part.device).mul_(_STEP).add_(part)
+        terms = torch.arange(first + 1, first + 1 + part.numel(), device=part.device).mul_(_STEP)
+        # Exclusive or, not a sum, in which two values that change places would cancel out.
+        terms = terms.bitwise_xor_(part)
         terms = terms.bitwise_xor_(terms >> 29).mul_(_MIX)
         total += terms.bitwise_xor_(terms >> 32).sum()
     return total

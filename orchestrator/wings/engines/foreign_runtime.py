@@ -68,7 +68,8 @@ class ForeignRuntime:
     ) -> None:
         self.device, self.clock = device, PhaseClock(device)
         self.collectives = Collectives(1, self.clock, watch)
-        watch.count_others(issued_collectives)
+        if watch is not None:
+            watch.count_others(issued_collectives)
         self.collectives.journal.begin("start")
         self.sequence = SequencePart()
         self.scaler = SimpleNamespace(scale=1.0)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from orchestrator.wings.engines.checksums import checksum
-from orchestrator.wings.engines.contract import Engine
+from orchestrator.wings.engines.contract import TrainingEngine
 from orchestrator.worker.listeners import RankRun
 
 TENSORS, OF_EACH = 64, 16  # at most so many, evenly spread: a read takes some operations on 1024 elements
@@ -22,7 +22,7 @@ class Probe:
         self._is_own = run.config.engine.is_own
         self._views: list[torch.Tensor] = []
         if not self._is_own:
-            engine: Engine = runtime.engine
+            engine: TrainingEngine = runtime.engine
             held = engine.held()
             weights = held.get("master") or held["params"]
             # An odd step: tensors often come in pairs, of which one may have no gradient in the first step (LoRA).

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from orchestrator.config.engine import EngineKind
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.state_groups import Precision
 from orchestrator.wings.engines import ddp, foreign_runtime
@@ -48,7 +49,7 @@ def variants(config: RunConfig) -> list[RunConfig]:
     found = [replace(config, batch=batch)]
     if config.precision.dtypes.param != "fp32":
         found.append(replace(config, precision=Precision(MixedPrecision(), compute="fp32")))
-        cast = replace(config, engine=replace(config.engine, kind="ddp"))
+        cast = replace(config, engine=replace(config.engine, kind=EngineKind.ddp))
         found += [] if ddp.problems_of(cast) else [cast]
     return found
 
