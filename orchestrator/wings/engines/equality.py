@@ -39,7 +39,7 @@ DTYPES = ("param", "reduce", "accumulate", "master", "loss_scale", "initial_scal
 
 
 @dataclass(frozen=True)
-class Verdict:
+class WorkVerdict:
     """Whether a row did the same work as the row `basis`: equal if it has no differences and nothing is unknown.
 
     basis: the label of the plain run, or of another row where there is none; empty for the row itself.
@@ -54,21 +54,21 @@ class Verdict:
         return not self.differences and not self.unknown
 
 
-def verdicts(entries: Sequence[Entry]) -> dict[str, Verdict]:
+def verdicts(entries: Sequence[Entry]) -> dict[str, WorkVerdict]:
     """The verdict on every row that has a result, by its label."""
-    found: dict[str, Verdict] = {}
+    found: dict[str, WorkVerdict] = {}
     bases = {key: _basis(rows) for key, rows in _by_work(entries).items()}
     for entry in entries:
         if entry.result is None:
             continue
         basis = bases.get(work_key(entry.config))
         if not (entry.result.get("work") or {}).get("steps"):
-            found[entry.label] = Verdict((), "its work was not counted: run it again with this sweep")
+            found[entry.label] = WorkVerdict((), "its work was not counted: run it again with this sweep")
         elif basis is None or basis is entry:
-            found[entry.label] = Verdict(_distinct(_wrong_dtypes(entry)))
+            found[entry.label] = WorkVerdict(_distinct(_wrong_dtypes(entry)))
         else:
             texts = _distinct([*_wrong_dtypes(entry), *_differences(entry, basis)])
-            found[entry.label] = Verdict(texts, basis=basis.label)
+            found[entry.label] = WorkVerdict(texts, basis=basis.label)
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_runtime.dtypes import short_name
@@ -96,11 +97,10 @@ def _tensors(found: Any) -> Iterator[torch.Tensor]:
 
 
 def _ranks(args: tuple[Any, ...]) -> int:
-    """The ranks of the group among an operator's arguments: an object beside that of the operation, or a name."""
-    for one in args:
-        if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type()):
-            return int(torch.distributed.ProcessGroup.unbox(one).size())
-    return int(torch._C._distributed_c10d._resolve_process_group(args[-1]).size())
+    """The ranks of the group: the first object among an operator's arguments. torch's functional collectives name it
+    instead; here only norms of distributed tensors use them, over all ranks."""
+    group = next((one for one in args if isinstance(one, torch.ScriptObject)), None)
+    return dist.get_world_size() if group is None else int(dist.ProcessGroup.unbox(group).size())
 
 
 def _divides_itself(kind: type) -> bool:

@@ -27,7 +27,7 @@ STEPS = 20  # whose tokens, updates, losses and norms are recorded: mostly those
 SPREAD = "orchestrator.wings.engines.spread:spread_of"
 
 
-class Work(Listener):
+class CountedWork(Listener):
     """Records result["work"]. A run that resumes, or that is one round of a point, has none."""
 
     def __init__(self, run: RankRun) -> None:

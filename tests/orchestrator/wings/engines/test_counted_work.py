@@ -17,7 +17,7 @@ from orchestrator.plan.points import judged
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.report.entry import Entry
 from orchestrator.wings.engines.checksums import AT_ONCE, checksum, hexadecimal
-from orchestrator.wings.engines.equality import MULTIPLE, Verdict, bounds, verdicts, work_key
+from orchestrator.wings.engines.equality import MULTIPLE, WorkVerdict, bounds, verdicts, work_key
 
 STEPS = 8
 LINE = (
@@ -127,7 +127,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def test_verdict_names_what_differs(case: str) -> None:
     changes, differences = CASES[case]
     rows = [_row("reference", "plain"), _row("row", "ddp", **changes)]
-    assert verdicts(rows) == {"reference": Verdict(()), "row": Verdict(differences, basis="reference")}
+    assert verdicts(rows) == {"reference": WorkVerdict(()), "row": WorkVerdict(differences, basis="reference")}
 
 
 def test_without_a_plain_run_rows_are_compared_with_ours_and_the_verdict_says_so() -> None:
