@@ -73,6 +73,7 @@ PLUGIN = "orchestrator/plugins/hydra_plugins/zlab_launcher/__init__.py"
 IMPORTERS = {
     "torch.distributed": {
         "orchestrator/wings/engines/ddp.py",
+        "orchestrator/wings/engines/foreign_runtime.py",
         "zero_runtime/collectives.py",
         "zero_runtime/deepspeed/comm.py",
         "zero_runtime/gloo.py",
@@ -124,7 +125,7 @@ ROOMS = {
         "wings.optuna": "commands compose config plan records report",
         "plugins": "config wings.optuna",
         "wings.page": "config records report text wings",
-        "wings.engines": "config plan report text wings wings.page worker",
+        "wings.engines": "compose config machine plan report text wings wings.page worker",
         "wings.pretrained": "config workloads",
         "wings.foreign": "commands compose config exit_codes plan records report text wings.pretrained",
         "wings.scripts": "commands config exit_codes launch machine records text",
