@@ -15,6 +15,7 @@ from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.contract import Task, Updated
 from orchestrator.wings.engines.limits import common_problems, replicated, unknown_keys
 from zero_runtime.offload_plan import Tier
+from zero_runtime.precision import ITEMSIZE_BYTES
 from zero_runtime.predict.memory import peers
 from zero_runtime.predict.memory.peers import PeerMemory, PeerModel
 
@@ -62,7 +63,8 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
-    return peers.ddp_autocast(model) if config.precision.dtypes.param != "fp32" else None
+    views = bool(settings_of(config)["gradient_as_bucket_view"])
+    return peers.ddp(model, weights=ITEMSIZE_BYTES[config.precision.dtypes.param], views=views)
 
 
 def meaning(config: RunConfig) -> RunConfig:
