@@ -75,6 +75,7 @@ IMPORTERS = {
         "orchestrator/wings/engines/ddp.py",
         "orchestrator/wings/engines/foreign_runtime.py",
         "orchestrator/wings/engines/messages.py",
+        "orchestrator/wings/engines/fsdp2.py",
         "zero_runtime/collectives.py",
         "zero_runtime/deepspeed/comm.py",
         "zero_runtime/gloo.py",
@@ -135,8 +136,8 @@ ROOMS = {
         "wings.validation": "config launch records report text worker workloads",
         "wings.generate": "commands config exit_codes launch records report text wings.predict wings.pretrained worker "
         "workloads",
-        "wings.predict": "commands compose config exit_codes launch machine plan records report text wings "
-        "wings.divided wings.profile worker workloads",
+        "wings.predict": "commands compose config exit_codes launch machine plan records report text wings wings.divided "
+        "wings.profile worker workloads",
         "wings.profile": "compose config launch records report rounds text wings.page wings.predict worker",
     },
     "zero_runtime": {
