@@ -73,6 +73,7 @@ PLUGIN = "orchestrator/plugins/hydra_plugins/zlab_launcher/__init__.py"
 IMPORTERS = {
     "torch.distributed": {
         "orchestrator/wings/engines/ddp.py",
+        "orchestrator/wings/engines/foreign_runtime.py",
         "zero_runtime/collectives.py",
         "zero_runtime/deepspeed/comm.py",
         "zero_runtime/gloo.py",
@@ -119,7 +120,7 @@ ROOMS = {
         "orchestrator": "api",
         "wings.divided": "config",
         "wings.energy": "rounds worker",
-        "wings.engines": "config plan wings worker",
+        "wings.engines": "compose config machine plan wings worker",
         "wings.faults": "wings worker",
         "wings.lossy": "config records report",
         "wings.optuna": "commands compose config plan records report",

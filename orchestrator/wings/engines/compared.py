@@ -11,13 +11,14 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.plan.point import Point, Refused
 from orchestrator.plan.rules.scene import Scene
+from orchestrator.wings.engines import environments
 from orchestrator.wings.engines.contract import EngineModule
 
 
 def completed(points: Sequence[Point | Refused], scene: Scene) -> tuple[list[Point | Refused], list[Broken]]:
     """The points, of which those that their engine cannot train are refused; and the rules that these break, one for
     each point. Each other point counts its work."""
-    judged = [_judged(point) if isinstance(point, Point) else point for point in points]
+    judged = [_judged(point) if isinstance(point, Point) else point for point in environments.known(points, scene)]
     broken = [rule for before, after in zip(points, judged, strict=True) if after is not before
               and isinstance(after, Refused) for rule in after.broken]  # fmt: skip
     return _distinct([_counted(point) for point in judged]), broken
@@ -32,8 +33,10 @@ def module_of(config: RunConfig) -> EngineModule:
 def _judged(point: Point) -> Point | Refused:
     if point.config.engine.is_own:
         return point
-    broken = module_of(point.config).problems_of(point.config)
-    return Refused(point.label, point.overrides, tuple(broken)) if broken else point
+    engine = module_of(point.config)
+    if broken := engine.problems_of(point.config):
+        return Refused(point.label, point.overrides, tuple(broken))
+    return replace(point, config=engine.meaning(point.config))
 
 
 def _counted(point: Point | Refused) -> Point | Refused:

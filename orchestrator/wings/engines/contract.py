@@ -90,6 +90,10 @@ class EngineModule(Protocol):
     def notes_of(self, config: RunConfig) -> list[str]:
         """What it does otherwise than the others with the same words, one sentence each."""
 
+    def meaning(self, config: RunConfig) -> RunConfig:
+        """The point without what the engine ignores of it, so that points that are one to the engine are equal. It
+        breaks no rules."""
+
     def settings_of(self, config: RunConfig) -> dict[str, Any]:
         """The engine's settings in its own words, as they are given to it: every default that is not what the
         configuration says is among them. Those of config.engine.native replace them."""

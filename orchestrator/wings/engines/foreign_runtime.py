@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from orchestrator import wings
 from orchestrator.config.schema import RunConfig
@@ -67,6 +68,7 @@ class ForeignRuntime:
     ) -> None:
         self.device, self.clock = device, PhaseClock(device)
         self.collectives = Collectives(1, self.clock, watch)
+        watch.count_others(issued_collectives)
         self.collectives.journal.begin("start")
         self.sequence = SequencePart()
         self.scaler = SimpleNamespace(scale=1.0)
@@ -107,6 +109,8 @@ class ForeignRuntime:
         self.collectives.journal.begin("backward")
         self.engine.backward(loss)
         self._count = (self._count + 1) % self._micro_batches
+        if self._count:
+            self.collectives.journal.begin("forward")
         self._expect_micro_batch()
 
     def step(self, rates: Rates) -> StepReport:
@@ -135,6 +139,17 @@ class ForeignRuntime:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def issued_collectives() -> int:
+    """How many collectives this rank has issued in all of its groups, whoever called them.
+
+    A rank that hangs in its engine's code has issued fewer than those that wait for it there.
+    """
+    # Backends count them for the flight recorder. Nothing public tells the number, and to count each call would slow
+    # the steps that are measured.
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 class ForeignAccounts:

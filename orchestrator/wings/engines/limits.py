@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
 from orchestrator.config.schema import CheckpointKind, LossKind, MeasureKind, RunConfig
-from orchestrator.config.strict import Broken
+from orchestrator.config.state_groups import Zero
+from orchestrator.config.strict import Broken, nearest
 from zero_runtime.offload_plan import Tier
 from zero_runtime.wire import EXACT
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "torch")
+# The keys of transformers' configurations that say how many experts a layer has, and the architectures that have some
+# without such a key and without "moe" in their name.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+WITH_EXPERTS = ("mixtral", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "gpt_oss", "jamba", "llama4_text")
 EXACT_WORDS = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
 
 
@@ -18,15 +27,21 @@ def common_problems(config: RunConfig, engine: str) -> list[Broken]:
     trains = measure.kind is MeasureKind.eval or config.trains_to_the_end
     on_disk = Tier.NVME in (config.offload.params, config.offload.optimizer)
     states = getattr(rule, "state_dtype", "fp32")
+    experts = _experts(str(config.model.model_type), config.model.config)
     blocks = recompute.kind in ("none", "full") and recompute.offload == "none"
+    dtypes = config.precision.dtypes
+    sums = dtypes.accumulate if config.batch.accumulation > 1 else "fp32"
     asked = (
         (rule.kind in OPTIMIZERS, "has torch.optim's optimizers", rule.kind, "optimizer=adamw"),
         (states == "fp32", "has fp32 moments", f"optimizer.state_dtype={states}", "optimizer.state_dtype=fp32"),
+        (not experts, "trains no mixture of experts (MoE)", experts, "engine=zero"),
         (config.parallel.group == 1, "has no tensor or sequence parallelism", "a divided model", "parallel=none"),
         (config.loss.kind is LossKind.full, "wraps the head, which loss=tiled calls apart", "loss=tiled", "loss=full"),
         (not resumes, "saves no checkpoints", "group checkpoint", "checkpoint=none checkpoint.resume=none"),
         (not trains, "is measured for a number of steps", f"measure={measure.kind}", "measure=quick"),
         (not measure.profile, "is not profiled", "measure.profile=true", "measure.profile=false"),
+        (dtypes.master == "fp32", "has fp32 masters", f"precision.master={dtypes.master}", "precision=bf16"),
+        (sums == "fp32", "sums micro-batches in fp32", f"precision.accumulate={sums}", "precision.accumulate=fp32"),
         (not config.precision.keep_dtype, "casts all parameters", "precision.keep_dtype", "precision.keep_dtype=[]"),
         (config.zero.outer_sharding is None, "has no outer sharding", "optim", "zero.outer_sharding=null"),
         (config.zero.unit_numel is None, "makes its own units", "zero.unit_numel", "zero.unit_numel=null"),
@@ -35,3 +50,33 @@ def common_problems(config: RunConfig, engine: str) -> list[Broken]:
         (not on_disk, "offloads nothing to a disk", "offload to nvme", "offload=none"),
     )
     return [Broken(f"{engine} in these runs {rule}", found, (fix,)) for holds, rule, found, fix in asked if not holds]
+
+
+def unknown_keys(engine: str, native: Mapping[str, Any], known: Collection[str]) -> list[Broken]:
+    """A broken rule for each setting in engine.ENGINE that is not one of the known ones."""
+    rule = f"engine.{engine} has the settings {', '.join(known)}"
+    return [
+        Broken(rule, key, (f"engine.{engine}.{near}={native[key]}",) if (near := nearest(key, known)) else ())
+        for key in native
+        if key not in known
+    ]
+
+
+def computed_as_param(config: RunConfig) -> RunConfig:
+    """The point in which forward and backward run in the dtype of the parameters: only zero-lab's runtime converts
+    16-bit parameters to fp32 on a processor without instructions for them."""
+    return replace(config, precision=replace(config.precision, compute=config.precision.dtypes.param))
+
+
+def replicated(config: RunConfig) -> RunConfig:
+    """The point for an engine that shards nothing: all stages are one to it."""
+    return computed_as_param(replace(config, zero=Zero(0)))
+
+
+def _experts(model_type: str, architecture: Mapping[str, Any]) -> str:
+    """What says that the model is a mixture of experts, some of which get no gradient on some ranks; empty if it is not
+    one."""
+    if "moe" in model_type or model_type in WITH_EXPERTS:
+        return f"model.model_type={model_type}"
+    found = ((key, architecture.get(key)) for key in EXPERTS)
+    return next((f"model.config.{key}={many}" for key, many in found if isinstance(many, int) and many > 1), "")

@@ -72,15 +72,6 @@ def _deepspeed(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     return peers.deepspeed(model, config.zero.plan, config.resources.ranks, settings, weights=weights)
 
 
-def _fsdp2(model: PeerModel, config: RunConfig) -> PeerMemory | None:
-    """Parameters that are gathered again in the backward, or kept from the forward on."""
-    plan = config.zero.plan
-    if plan.grads is Partition.REPLICATED or _offloads(config):
-        return None
-    gathered = ITEMSIZE_BYTES[config.precision.dtypes.param]
-    return peers.fsdp2(model, config.resources.ranks, gather_bytes=gathered, reshards=plan.params is Partition.SHARDED)
-
-
 def _megatron(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     plan = config.zero.plan
     if plan.grads is Partition.SHARDED or _offloads(config) or config.precision.dtypes.param == "fp32":
@@ -91,7 +82,6 @@ def _megatron(model: PeerModel, config: RunConfig) -> PeerMemory | None:
 # Engines that no run has: their rules alone are known.
 RULES_ONLY: dict[str, Callable[[PeerModel, RunConfig], PeerMemory | None]] = {
     "deepspeed": _deepspeed,
-    "fsdp2": _fsdp2,
     "megatron": _megatron,
 }
 NAMES = tuple(sorted({*wings.ENGINES, *RULES_ONLY}))

@@ -414,14 +414,14 @@ def ddp(model: PeerModel, *, weights: int = HALF, views: bool = True) -> PeerMem
     return PeerMemory("DDP with autocast" if autocast else "DDP", tuple(terms))
 
 
-def plain(model: PeerModel, *, weights: int = HALF) -> PeerMemory:
-    """PyTorch in one process (orchestrator/wings/engines/plain.py): in 16 bits, each weight's gradient is added to its
-    master's as soon as it is there."""
+def plain(model: PeerModel, *, weights: int = HALF, has_masters: bool = True) -> PeerMemory:
+    """PyTorch in one process (orchestrator/wings/engines/plain.py). has_masters: the weights are rounded to 16 bits,
+    whatever they are held in, and each one's gradient is added to its master's as soon as it is there."""
     terms = [
         PeerTerm(f"parameters, {weights}P", weights * model.numel, state=PARAMS),
-        *_weights(model, weights, model.trained_numel, "T"),
+        *_weights(model, HALF if has_masters else weights, model.trained_numel, "T"),
         PeerTerm("fp32 gradients, 4T", SINGLE * model.trained_numel, Moment.GRADIENTS, GRADS),
     ]
-    if weights == HALF:
-        terms.append(PeerTerm("16-bit gradient of one parameter", HALF * model.largest, Moment.COMPUTE))
+    if has_masters:
+        terms.append(PeerTerm("gradient of one parameter", weights * model.largest, Moment.COMPUTE))
     return PeerMemory("plain PyTorch", tuple(terms))
