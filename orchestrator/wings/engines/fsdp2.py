@@ -80,6 +80,8 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     keys, dtypes = settings_of(config), config.precision.dtypes
+    if config.zero.plan.optimizer is Partition.REPLICATED:
+        return None
     gather, reduce = ITEMSIZE_BYTES[dtypes.param], ITEMSIZE_BYTES[dtypes.reduce]
     return peers.fsdp2(
         model,
