@@ -50,6 +50,7 @@ LISTENERS = {
     "validation": "orchestrator.wings.validation.held_out:Validation",
     "examples": "orchestrator.wings.generate.examples:Examples",
     "profile": "orchestrator.wings.profile.profile_rank:Profile",
+    "work": "orchestrator.wings.engines.work:CountedWork",
 }
 # Module of tensor and sequence parallelism, for a configuration that divides its model or its sequences.
 DIVIDED = "orchestrator.wings.divided"

@@ -74,6 +74,7 @@ IMPORTERS = {
     "torch.distributed": {
         "orchestrator/wings/engines/ddp.py",
         "orchestrator/wings/engines/foreign_runtime.py",
+        "orchestrator/wings/engines/messages.py",
         "zero_runtime/collectives.py",
         "zero_runtime/deepspeed/comm.py",
         "zero_runtime/gloo.py",
