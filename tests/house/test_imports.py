@@ -127,7 +127,7 @@ ROOMS = {
         "wings.optuna": "commands compose config plan records report",
         "plugins": "config wings.optuna",
         "wings.page": "config records report text wings",
-        "wings.engines": "compose config machine plan report text wings wings.page worker",
+        "wings.engines": "compose config machine plan report text wings wings.page wings.predict worker",
         "wings.pretrained": "config workloads",
         "wings.foreign": "commands compose config exit_codes plan records report text wings.pretrained",
         "wings.scripts": "commands config exit_codes launch machine records text",

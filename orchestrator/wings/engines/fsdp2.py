@@ -80,12 +80,18 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     keys, dtypes = settings_of(config), config.precision.dtypes
-    if keys["offload"] or not keys["requires_gradient_sync"]:
+    if config.zero.plan.optimizer is Partition.REPLICATED:
         return None
     gather, reduce = ITEMSIZE_BYTES[dtypes.param], ITEMSIZE_BYTES[dtypes.reduce]
-    shards = config.zero.shard_ranks or config.ranks
-    reshards = bool(keys["reshard_after_forward"])
-    return peers.fsdp2(model, shards, gather_bytes=gather, reduce_bytes=reduce, reshards=reshards)
+    return peers.fsdp2(
+        model,
+        config.zero.shard_ranks or config.ranks,
+        gather_bytes=gather,
+        reduce_bytes=reduce,
+        reshards=bool(keys["reshard_after_forward"]),
+        keeps_grads=config.batch.accumulation > 1 and not keys["requires_gradient_sync"],
+        on_host=keys["offload"],
+    )
 
 
 def meaning(config: RunConfig) -> RunConfig:
