@@ -33,8 +33,10 @@ def module_of(config: RunConfig) -> EngineModule:
 def _judged(point: Point) -> Point | Refused:
     if point.config.engine.is_own:
         return point
-    broken = module_of(point.config).problems_of(point.config)
-    return Refused(point.label, point.overrides, tuple(broken)) if broken else point
+    engine = module_of(point.config)
+    if broken := engine.problems_of(point.config):
+        return Refused(point.label, point.overrides, tuple(broken))
+    return replace(point, config=engine.meaning(point.config))
 
 
 def _counted(point: Point | Refused) -> Point | Refused:

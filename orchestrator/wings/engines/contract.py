@@ -90,6 +90,10 @@ class EngineModule(Protocol):
     def notes_of(self, config: RunConfig) -> list[str]:
         """What it does otherwise than the others with the same words, one sentence each."""
 
+    def meaning(self, config: RunConfig) -> RunConfig:
+        """The point without what the engine ignores of it, so that points that are one to the engine are equal. It
+        breaks no rules."""
+
     def settings_of(self, config: RunConfig) -> dict[str, Any]:
         """The engine's settings in its own words, as they are given to it: every default that is not what the
         configuration says is among them. Those of config.engine.native replace them."""
@@ -98,4 +102,5 @@ class EngineModule(Protocol):
         """The engine's bytes on one rank by its rules; None if they are not known for this point."""
 
     def build(self, task: Task) -> TrainingEngine:
-        """Builds the engine with the model's first values. A collective."""
+        """Builds the engine with the model's first values. A collective. A module that imports a large library calls
+        worker/measure.py's begin_peak then, whose count it is no part of."""

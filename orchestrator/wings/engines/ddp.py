@@ -1,14 +1,21 @@
-"""torch's DistributedDataParallel: everything is replicated, and gradients are averaged in buckets during backward."""
+"""torch's DistributedDataParallel: everything is replicated, and gradients are averaged in buckets during backward.
+
+A 16-bit precision is autocast over fp32 weights, as its users train: each weight is cast once in a forward, whose end
+drops the copies.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.contract import Task, Updated
-from orchestrator.wings.engines.limits import common_problems, unknown_settings
+from orchestrator.wings.engines.limits import common_problems, replicated, unknown_keys
+from zero_runtime.offload_plan import Tier
+from zero_runtime.precision import ITEMSIZE_BYTES
 from zero_runtime.predict.memory import peers
 from zero_runtime.predict.memory.peers import PeerMemory, PeerModel
 
@@ -25,28 +32,43 @@ SETTINGS = (
 
 
 def problems_of(config: RunConfig) -> list[Broken]:
-    found = [*common_problems(config, "DDP"), *unknown_settings(config, SETTINGS)]
-    if config.precision.dtypes.param == "fp16":
-        found.append(Broken("DDP in these runs has no gradient scaler", "precision=fp16", ("precision=bf16",)))
+    found = [*common_problems(config, "DDP"), *unknown_keys("ddp", config.engine.native, SETTINGS)]
+    if Tier.HOST in (config.offload.params, config.offload.optimizer):
+        found.append(Broken("DDP offloads nothing", "group offload", ("offload=none", "engine=fsdp2")))
     return found
 
 
 def notes_of(config: RunConfig) -> list[str]:
-    if config.precision.dtypes.param == "fp32":
-        return []
-    return [
-        "DDP keeps fp32 weights and casts them for each operation (torch.autocast), so its weights, gradients and "
-        "messages are fp32, and norms and losses are computed in fp32"
-    ]
+    found = ["DDP replicates all model states, so every zero.stage is this row"]
+    if config.precision.dtypes.param != "fp32":
+        found.append(
+            "DDP keeps fp32 weights and casts them for each operation (torch.autocast), so its weights and gradients "
+            "are fp32, and norms, softmax and losses are computed in fp32"
+        )
+    return found
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    given = {"gradient_as_bucket_view": True, "bucket_cap_mb": 25}
+    reduce = config.precision.dtypes.reduce
+    given = {
+        "gradient_as_bucket_view": True,  # without it gradients are held twice
+        "bucket_cap_mb": 25,
+        "static_graph": False,
+        "find_unused_parameters": False,
+        "batched_grad_copy": False,
+        "forward_sync_buffers": False,  # of the model's tables, which never change
+        "comm_hook": None if reduce == "fp32" else f"{reduce}_compress_hook",
+    }
     return {**given, **config.engine.native}
 
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
-    return peers.ddp_autocast(model) if config.precision.dtypes.param != "fp32" else None
+    views = bool(settings_of(config)["gradient_as_bucket_view"])
+    return peers.ddp(model, weights=ITEMSIZE_BYTES[config.precision.dtypes.param], views=views)
+
+
+def meaning(config: RunConfig) -> RunConfig:
+    return replicated(config)
 
 
 def build(task: Task) -> DdpEngine:
@@ -56,47 +78,45 @@ def build(task: Task) -> DdpEngine:
 class DdpEngine:
     def __init__(self, task: Task) -> None:
         import torch
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
         from torch.nn.parallel import DistributedDataParallel
 
         from orchestrator.wings.engines import materialise, torch_optimizer
 
-        self._torch, self._tools, self._config = torch, torch_optimizer, task.config
         self._model = materialise.whole(task)
-        on_gpu = task.device.type == "cuda"
-        self.module = DistributedDataParallel(
-            self._model, device_ids=[task.device] if on_gpu else None, **settings_of(task.config)
-        )
+        on_gpu, settings = task.device.type == "cuda", settings_of(task.config)
+        hook = settings.pop("comm_hook")
+        known = inspect.signature(DistributedDataParallel).parameters
+        if "forward_sync_buffers" not in known:  # torch before 2.13
+            settings["broadcast_buffers"] = settings.pop("forward_sync_buffers")
+            del settings["batched_grad_copy"]
+        self.module = DistributedDataParallel(self._model, device_ids=[task.device] if on_gpu else None, **settings)
+        if hook is not None:
+            self.module.register_comm_hook(None, getattr(default_hooks, hook))
         param = task.config.precision.dtypes.param
-        if param != "fp32":
-            materialise.run_in_autocast(self.module, task.device, param)
         self._computes_in_half = param != "fp32"
-        self._trained = [param for param in self._model.parameters() if param.requires_grad]
-        self._optimizer = torch_optimizer.optimizer_of(
-            task.config, ((name, param) for name, param in self._model.named_parameters() if param.requires_grad)
-        )
+        if self._computes_in_half:
+            materialise.run_in_autocast(self.module, task.device, param)
+        trained = ((name, one) for name, one in self._model.named_parameters() if one.requires_grad)
+        self._update = torch_optimizer.Update(task.config, trained)
         self._world = torch.distributed.get_world_size()
 
     def before_micro_batch(self, *, last: bool) -> None:
         self.module.require_backward_grad_sync = last  # what DDP.no_sync() sets
 
     def backward(self, loss: torch.Tensor) -> None:
-        (loss * self._world).backward()  # type: ignore[no-untyped-call]  # DDP averages over the ranks
+        (self._update.scaled(loss) * self._world).backward()  # type: ignore[no-untyped-call]  # DDP averages
 
     def step(self, rates: Rates) -> Updated:
-        norm = self._tools.clipped_norm(self._trained, self._config.optimizer.clip_norm)
-        self._tools.set_rates(self._optimizer, rates)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return Updated(norm)
+        return self._update.step(rates)
 
     def held(self) -> Mapping[str, Sequence[torch.Tensor]]:
         weights = [param.detach() for param in self._model.parameters()]
-        grads = [param.grad for param in self._trained if param.grad is not None]
         name = "master" if self._computes_in_half else "params"
-        return {name: weights, "grads": grads, **self._tools.states_of(self._optimizer)}
+        return {name: weights, "grads": self._update.grads(), **self._update.states()}
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, param.detach()) for name, param in self._model.named_parameters())
 
     def close(self) -> None:
-        del self.module, self._optimizer
+        del self.module, self._update

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from orchestrator import wings
 from orchestrator.config.schema import RunConfig
 from orchestrator.wings.engines.contract import EngineModule, Task, TrainingEngine
 from orchestrator.worker.accounts import state_rows
+from orchestrator.worker.measure import begin_peak
 from orchestrator.worker.setup import TrainingSetup, build_deferred
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.census import HeldStates
@@ -38,6 +40,7 @@ def build(
     """The engine that config.engine names, with the model's first values. Needs the process group."""
     module: EngineModule = wings.load(wings.ENGINES[config.engine.kind])
     model, initialise = build_deferred(config)
+    begin_peak()
     parameters = sum(param.numel() for param in model.parameters())
     recomputation = Recomputation(model, config.recompute, device)
     values = InitialValues(model, seed=config.seed, initialise=initialise)
@@ -177,14 +180,20 @@ class ForeignAccounts:
         return self._dtypes
 
     def states(self, measured: Mapping[str, int | None]) -> dict[str, Any]:
+        predicted = self._predicted
         return {
-            "states": state_rows(dict.fromkeys(("params", "grads", "optimizer")), measured),
+            "states": state_rows({name: predicted.get(name) for name in ("params", "grads", "optimizer")}, measured),
             "formula": "",
             "scratch_bytes": 0,
             "scratch_predicted_bytes": 0,
-            "host": {"predicted_bytes": None, "measured_bytes": measured.get("host")},
+            "host": {"predicted_bytes": predicted.get("host"), "measured_bytes": measured.get("host")},
             "padding_bytes": 0,
         }
+
+    @cached_property
+    def _predicted(self) -> dict[str, int]:
+        found: dict[str, int] = wings.load(wings.PREDICTED).engine_states(self._config)
+        return found
 
     def communication(self, ledger: Ledger) -> dict[str, Any]:
         return {"data": {}, "control_bytes": ledger.control.bytes}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from orchestrator.config.schema import CheckpointKind, LossKind, MeasureKind, RunConfig
+from orchestrator.config.state_groups import Zero
 from orchestrator.config.strict import Broken, nearest
 from zero_runtime.offload_plan import Tier
 from zero_runtime.wire import EXACT
@@ -27,6 +29,8 @@ def common_problems(config: RunConfig, engine: str) -> list[Broken]:
     states = getattr(rule, "state_dtype", "fp32")
     experts = _experts(str(config.model.model_type), config.model.config)
     blocks = recompute.kind in ("none", "full") and recompute.offload == "none"
+    dtypes = config.precision.dtypes
+    sums = dtypes.accumulate if config.batch.accumulation > 1 else "fp32"
     asked = (
         (rule.kind in OPTIMIZERS, "has torch.optim's optimizers", rule.kind, "optimizer=adamw"),
         (states == "fp32", "has fp32 moments", f"optimizer.state_dtype={states}", "optimizer.state_dtype=fp32"),
@@ -36,6 +40,8 @@ def common_problems(config: RunConfig, engine: str) -> list[Broken]:
         (not resumes, "saves no checkpoints", "group checkpoint", "checkpoint=none checkpoint.resume=none"),
         (not trains, "is measured for a number of steps", f"measure={measure.kind}", "measure=quick"),
         (not measure.profile, "is not profiled", "measure.profile=true", "measure.profile=false"),
+        (dtypes.master == "fp32", "has fp32 masters", f"precision.master={dtypes.master}", "precision=bf16"),
+        (sums == "fp32", "sums micro-batches in fp32", f"precision.accumulate={sums}", "precision.accumulate=fp32"),
         (not config.precision.keep_dtype, "casts all parameters", "precision.keep_dtype", "precision.keep_dtype=[]"),
         (config.zero.outer_sharding is None, "has no outer sharding", "optim", "zero.outer_sharding=null"),
         (config.zero.unit_numel is None, "makes its own units", "zero.unit_numel", "zero.unit_numel=null"),
@@ -46,6 +52,27 @@ def common_problems(config: RunConfig, engine: str) -> list[Broken]:
     return [Broken(f"{engine} in these runs {rule}", found, (fix,)) for holds, rule, found, fix in asked if not holds]
 
 
+def unknown_keys(engine: str, native: Mapping[str, Any], known: Collection[str]) -> list[Broken]:
+    """A broken rule for each setting in engine.ENGINE that is not one of the known ones."""
+    rule = f"engine.{engine} has the settings {', '.join(known)}"
+    return [
+        Broken(rule, key, (f"engine.{engine}.{near}={native[key]}",) if (near := nearest(key, known)) else ())
+        for key in native
+        if key not in known
+    ]
+
+
+def computed_as_param(config: RunConfig) -> RunConfig:
+    """The point in which forward and backward run in the dtype of the parameters: only zero-lab's runtime converts
+    16-bit parameters to fp32 on a processor without instructions for them."""
+    return replace(config, precision=replace(config.precision, compute=config.precision.dtypes.param))
+
+
+def replicated(config: RunConfig) -> RunConfig:
+    """The point for an engine that shards nothing: all stages are one to it."""
+    return computed_as_param(replace(config, zero=Zero(0)))
+
+
 def _experts(model_type: str, architecture: Mapping[str, Any]) -> str:
     """What says that the model is a mixture of experts, some of which get no gradient on some ranks; empty if it is not
     one."""
@@ -53,14 +80,3 @@ def _experts(model_type: str, architecture: Mapping[str, Any]) -> str:
         return f"model.model_type={model_type}"
     found = ((key, architecture.get(key)) for key in EXPERTS)
     return next((f"model.config.{key}={many}" for key, many in found if isinstance(many, int) and many > 1), "")
-
-
-def unknown_settings(config: RunConfig, known: Sequence[str]) -> list[Broken]:
-    """The settings in the engine's own words that it does not have. known: those that it has."""
-    group = f"engine.{config.engine.kind}"
-    wrong = [key for key in config.engine.native if key not in known]
-    fixes = {key: near for key in wrong if (near := nearest(key, known))}
-    return [
-        Broken(f"{group} has {', '.join(known)}", f"{group}.{key}", (f"{group}.{fixes[key]}",) if key in fixes else ())
-        for key in wrong
-    ]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.contract import Task, Updated
-from orchestrator.wings.engines.limits import common_problems
+from orchestrator.wings.engines.limits import common_problems, replicated
+from zero_runtime.offload_plan import Tier
+from zero_runtime.precision import ITEMSIZE_BYTES
+from zero_runtime.predict.memory import peers
 from zero_runtime.predict.memory.peers import PeerMemory, PeerModel
 
 if TYPE_CHECKING:
@@ -24,6 +28,8 @@ def problems_of(config: RunConfig) -> list[Broken]:
     if config.resources.ranks != 1:
         rule = "engine=plain is one process: resources.ranks must be 1"
         found.append(Broken(rule, str(config.resources.ranks), ("resources.ranks=1",)))
+    if Tier.HOST in (config.offload.params, config.offload.optimizer):
+        found.append(Broken("plain PyTorch offloads nothing", "group offload", ("offload=none",)))
     return found
 
 
@@ -36,7 +42,11 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
-    return None
+    return peers.plain(model, weights=ITEMSIZE_BYTES[config.precision.dtypes.param])
+
+
+def meaning(config: RunConfig) -> RunConfig:
+    return replace(replicated(config), precision=config.precision)  # it converts 16-bit weights to fp32, as ours
 
 
 def build(task: Task) -> PlainEngine:
@@ -44,31 +54,29 @@ def build(task: Task) -> PlainEngine:
 
 
 class PlainEngine:
-    """With a 16-bit precision: 16-bit weights and fp32 masters, as mixed precision is defined in arXiv 1710.03740."""
+    """With a 16-bit precision: 16-bit weights, fp32 masters and sums of gradients, as mixed precision is defined in
+    arXiv 1710.03740."""
 
     def __init__(self, task: Task) -> None:
-        import torch
-
         from orchestrator.wings.engines import materialise, torch_optimizer
+        from zero_runtime.dtypes import TORCH_DTYPE
 
-        self._tools, self._config = torch_optimizer, task.config
         self.module = materialise.whole(task)
-        named = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(task.config.precision.dtypes.param)
-        self._weights = [param for _, param in named]
-        self._masters = self._weights
-        self._names = [name for name, _ in self.module.named_parameters()]
-        if half is not None:
-            self._masters = [torch.nn.Parameter(param.detach().clone()) for param in self._weights]
-            self.module.to(half)
-            self._grads_accumulate_in_fp32()
-        self._optimizer = torch_optimizer.optimizer_of(
-            task.config, zip((name for name, _ in named), self._masters, strict=True)
-        )
+        precision = task.config.precision.mixed
+        self._half = None if precision.param == "fp32" else TORCH_DTYPE[precision.param]
+        named = {name: param for name, param in self.module.named_parameters() if param.requires_grad}
+        self._masters: dict[str, torch.Tensor] = dict(named)
+        if self._half is not None:
+            self._masters = {name: param.detach().clone().requires_grad_() for name, param in named.items()}
+            self.module.to(self._half).to(TORCH_DTYPE[precision.compute or precision.param])
+        self._weights = [(param, self._masters[name]) for name, param in named.items()]
+        if self._half is not None:
+            self._sum_in_fp32()
+        self._update = torch_optimizer.Update(task.config, self._masters.items())
 
-    def _grads_accumulate_in_fp32(self) -> None:
-        """Each 16-bit gradient is added to the master's, as soon as it is there."""
-        for weight, master in zip(self._weights, self._masters, strict=True):
+    def _sum_in_fp32(self) -> None:
+        """Each gradient is added to the master's, as soon as it is there."""
+        for weight, master in self._weights:
 
             def add(param: torch.Tensor, master: torch.Tensor = master) -> None:
                 assert param.grad is not None
@@ -82,30 +90,22 @@ class PlainEngine:
         pass
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._update.scaled(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, rates: Rates) -> Updated:
-        norm = self._tools.clipped_norm(self._masters, self._config.optimizer.clip_norm)
-        self._tools.set_rates(self._optimizer, rates)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        if self._masters is not self._weights:
-            for weight, master in zip(self._weights, self._masters, strict=True):
-                weight.detach().copy_(master.detach())
-        return Updated(norm)
+        updated = self._update.step(rates)
+        if self._half is not None:
+            for weight, master in self._weights:
+                weight.detach().copy_(master.detach().to(self._half))
+        return updated
 
     def held(self) -> Mapping[str, Sequence[torch.Tensor]]:
-        own = self._masters if self._masters is not self._weights else []
-        return {
-            "params": [param.detach() for param in self.module.parameters()],
-            "master": [master.detach() for master in own],
-            "grads": [master.grad for master in self._masters if master.grad is not None],
-            **self._tools.states_of(self._optimizer),
-        }
+        own = [] if self._half is None else [master.detach() for master in self._masters.values()]
+        weights = [param.detach() for param in self.module.parameters()]
+        return {"params": weights, "master": own, "grads": self._update.grads(), **self._update.states()}
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        masters = {id(weight): master for weight, master in zip(self._weights, self._masters, strict=True)}
-        return ((name, masters.get(id(param), param).detach()) for name, param in self.module.named_parameters())
+        return ((name, self._masters.get(name, param).detach()) for name, param in self.module.named_parameters())
 
     def close(self) -> None:
-        del self._optimizer
+        del self.module, self._update

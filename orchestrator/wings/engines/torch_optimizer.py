@@ -1,16 +1,20 @@
-"""The point's optimizer as one of torch.optim, with its rates and its clipping, for engines that use torch's."""
+"""The point's optimizer as one of torch.optim, and its update, for engines that use torch's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from orchestrator.config.schema import RunConfig
+from orchestrator.wings.engines.contract import Updated
+from zero_runtime.errors import NonFiniteError
 from zero_runtime.optim.configs import AdamConfig, AdamWConfig, SgdConfig, TorchConfig
 from zero_runtime.optim.groups import goes_without_decay
+from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.optim.lr_schedule import Rates
 
 Named = tuple[str, torch.Tensor]
@@ -42,28 +46,64 @@ def optimizer_of(config: RunConfig, named: Iterable[Named]) -> torch.optim.Optim
     return found
 
 
-def set_rates(optimizer: torch.optim.Optimizer, rates: Rates) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rates.lr
+class Update:
+    """The update of all trained parameters: the norm of the gradients, clipping, the optimizer, and fp16's loss scale
+    by the point's rule.
 
+    named: each trained parameter's name and tensor, in the dtype of the master; a DTensor where it is sharded, so that
+    a norm is that of all shards. All ranks make the same calls.
+    """
 
-def clipped_norm(params: Sequence[nn.Parameter], clip_norm: float | None) -> float | None:
-    """Clips the gradients; their norm before that. None without clipping, where a loop would not compute it."""
-    if clip_norm is None:
-        return None
-    norm = nn.utils.clip_grad_norm_(params, clip_norm, foreach=True)
-    full = getattr(norm, "full_tensor", None)  # of sharded gradients
-    return float(norm if full is None else full())
+    def __init__(self, config: RunConfig, named: Iterable[Named]) -> None:
+        trained = dict(named)
+        self.params = list(trained.values())
+        self.optimizer = optimizer_of(config, trained.items())
+        self._clip_norm, self._scales = config.optimizer.clip_norm, config.precision.scales_loss
+        self._scaler = (config.precision.scale if self._scales else UNSCALED).start()
 
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss whose backward gives gradients for `step`."""
+        return loss * self._scaler.scale if self._scales else loss
 
-def states_of(optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
-    """The optimizer's tensors by name, this rank's shards; without the step counts."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for states in optimizer.state.values():
-        for name, state in states.items():
-            if isinstance(state, torch.Tensor) and name != "step":
-                found.setdefault(name, []).append(local(state))
-    return found
+    def step(self, rates: Rates) -> Updated:
+        """Updates, unless fp16 gradients overflowed, and drops the gradients. NonFiniteError on every rank if the loss
+        scale cannot be lowered further."""
+        scale, norm = self._scaler.scale, self._clipped_norm()
+        overflow = self._scales and norm is not None and not math.isfinite(norm)
+        if overflow and self._scaler.exhausted:
+            raise NonFiniteError(f"the gradients overflow at the lowest loss scale, {scale:g}; use precision=bf16")
+        if not overflow:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rates.lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._scaler = self._scaler.after(overflow=overflow)
+        return Updated(norm, overflow, scale)
+
+    def _clipped_norm(self) -> float | None:
+        """Clips the gradients; their norm before that. None where a loop would not compute it: without clipping and
+        loss scale."""
+        if self._clip_norm is None and not self._scales:
+            return None
+        if self._scales:
+            torch._foreach_mul_(self.grads(), 1 / self._scaler.scale)
+        most = math.inf if self._clip_norm is None else self._clip_norm
+        norm = nn.utils.clip_grad_norm_(self.params, most, foreach=True)
+        full = getattr(norm, "full_tensor", None)  # of sharded gradients
+        return float(norm if full is None else full())
+
+    def grads(self) -> list[torch.Tensor]:
+        """The gradients that exist now, of this rank's shards."""
+        return [local(param.grad) for param in self.params if param.grad is not None]
+
+    def states(self) -> dict[str, list[torch.Tensor]]:
+        """The optimizer's tensors by name, of this rank's shards; without the step counts."""
+        found: dict[str, list[torch.Tensor]] = {}
+        for states in self.optimizer.state.values():
+            for name, state in states.items():
+                if isinstance(state, torch.Tensor) and name != "step":
+                    found.setdefault(name, []).append(local(state))
+        return found
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

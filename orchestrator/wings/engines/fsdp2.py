@@ -1,0 +1,195 @@
+"""torch's FSDP2: parameters are fp32 shards, which each block gathers for its forward in the dtype of the precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.config.schema import RunConfig
+from orchestrator.config.strict import Broken
+from orchestrator.wings.engines.contract import Task, Updated
+from orchestrator.wings.engines.limits import common_problems, computed_as_param, unknown_keys
+from zero_runtime.offload_plan import Tier
+from zero_runtime.plan import Partition
+from zero_runtime.precision import ITEMSIZE_BYTES
+from zero_runtime.predict.memory import peers
+from zero_runtime.predict.memory.peers import PeerMemory, PeerModel
+
+if TYPE_CHECKING:
+    import torch
+
+    from zero_runtime.optim.lr_schedule import Rates
+
+PACKAGES, EXTRA = ("torch",), ""
+_TORCH_NAME = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def problems_of(config: RunConfig) -> list[Broken]:
+    keys, reduce, ranks = settings_of(config), config.precision.dtypes.reduce, config.ranks
+    shards, reshard = config.zero.shard_ranks or ranks, keys["reshard_after_forward"]
+    # What it sums before it reduces, over micro-batches, is summed in the dtype that it reduces.
+    sums = config.batch.accumulation > 1 and (not keys["requires_gradient_sync"] or shards < ranks)
+    divides = reshard is True or reshard is False or (1 < reshard < shards and shards % reshard == 0)
+    found = [*common_problems(config, "FSDP2"), *unknown_keys("fsdp2", config.engine.native, keys)]
+    if config.zero.plan.optimizer is Partition.REPLICATED:
+        found.append(Broken("FSDP2 shards", "zero=stage0", ("engine=ddp", "zero=stage1")))
+    if sums and reduce != "fp32":
+        rule = "FSDP2 sums micro-batches in precision.reduce where it reduces once a step"
+        found.append(Broken(rule, reduce, ("precision.reduce=fp32", "batch.accumulation=1")))
+    if config.offload.ratio != 1:
+        found.append(Broken("FSDP2 offloads all or nothing", "offload.ratio", ("offload.ratio=1.0",)))
+    if not divides:
+        rule = f"engine.fsdp2.reshard_after_forward must be true, false or a divisor of {shards} ranks between 1 and it"
+        found.append(Broken(rule, str(reshard), ("engine.fsdp2.reshard_after_forward=true",)))
+    return found
+
+
+def notes_of(config: RunConfig) -> list[str]:
+    keys = settings_of(config)
+    found = ["embeddings, head and all else outside the blocks are one group, which stays gathered until its backward"]
+    if not keys["reshard_after_forward"]:
+        found.append(
+            "parameters are sharded between two steps at every stage, and gathered once in a step below stage 3"
+        )
+    if keys["offload"]:
+        found.append(
+            "CPUOffloadPolicy holds parameters, gradients and the optimizer's states in host memory, all of them"
+        )
+    return found
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    plan, dtypes = config.zero.plan, config.precision.dtypes
+    whole_grads = plan.grads is not Partition.SHARDED or config.zero.reduce_at_boundary
+    offloads = Tier.HOST in (config.offload.params, config.offload.optimizer)
+    given = {
+        "reshard_after_forward": plan.params is Partition.SHARDED,
+        # Of each micro-batch. The last one always reshards and reduces.
+        "reshard_after_backward": plan.params is Partition.SHARDED,
+        "requires_gradient_sync": not whole_grads,
+        "param_dtype": _TORCH_NAME[dtypes.param],
+        "reduce_dtype": _TORCH_NAME[dtypes.reduce],
+        "output_dtype": None,
+        "cast_forward_inputs": True,
+        "offload": offloads,
+        "pin_memory": offloads and config.resources.device == "cuda",
+    }
+    return {**given, **config.engine.native}
+
+
+def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
+    keys, dtypes = settings_of(config), config.precision.dtypes
+    if keys["offload"] or not keys["requires_gradient_sync"]:
+        return None
+    gather, reduce = ITEMSIZE_BYTES[dtypes.param], ITEMSIZE_BYTES[dtypes.reduce]
+    shards = config.zero.shard_ranks or config.ranks
+    reshards = bool(keys["reshard_after_forward"])
+    return peers.fsdp2(model, shards, gather_bytes=gather, reduce_bytes=reduce, reshards=reshards)
+
+
+def meaning(config: RunConfig) -> RunConfig:
+    return computed_as_param(replace(config, zero=replace(config.zero, prefetch=1)))
+
+
+def build(task: Task) -> Fsdp2Engine:
+    return Fsdp2Engine(task)
+
+
+class Fsdp2Engine:
+    def __init__(self, task: Task) -> None:
+        import torch
+
+        from orchestrator.wings.engines import torch_optimizer
+
+        self._local, self._keys = torch_optimizer.local, settings_of(task.config)
+        self._device, self.module = task.device, task.model
+        # The first values are drawn before anything is sharded, and only this rank's part of each is kept.
+        mesh, placements = self._mesh(task)
+        compute = getattr(torch, self._keys["param_dtype"])
+        values = {}
+        for name, param in self.module.named_parameters():
+            # What is not trained needs no fp32: it is held as it is gathered.
+            kept = param.dtype if param.requires_grad else compute
+            values[name] = self._own_part(task.first_value(name, param).to(kept), mesh, placements)
+        for param in self.module.parameters():
+            if not param.requires_grad:
+                param.data = param.data.to(compute)
+        self._shard(mesh)
+        resting = torch.device("cpu") if self._keys["offload"] else task.device
+        whole: Any = self.module
+        whole._apply(lambda one: torch.empty_like(one, device=resting) if one.is_meta else one.to(task.device))
+        self._shards = dict(self.module.named_parameters())
+        for name, shard in self._shards.items():
+            self._local(shard).copy_(values.pop(name))
+        self._update = torch_optimizer.Update(
+            task.config, ((name, one) for name, one in self._shards.items() if one.requires_grad)
+        )
+
+    def _mesh(self, task: Task) -> tuple[Any, list[Any]]:
+        """The ranks, as groups that shard; and how each parameter is placed on them."""
+        from torch.distributed import new_group
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard
+
+        kind, ranks, shards = task.device.type, task.config.ranks, task.config.zero.shard_ranks
+        if shards not in (None, ranks):
+            mesh = init_device_mesh(kind, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+            return mesh, [Replicate(), Shard(0)]
+        if self._keys["offload"] and kind == "cuda":  # the norm of what is offloaded is summed in host memory
+            return DeviceMesh.from_group(new_group(backend="cpu:gloo,cuda:nccl"), kind), [Shard(0)]
+        return init_device_mesh(kind, (ranks,)), [Shard(0)]
+
+    def _own_part(self, value: torch.Tensor, mesh: Any, placements: list[Any]) -> torch.Tensor:
+        from torch.distributed.tensor import distribute_tensor
+
+        # Without a source each rank takes its part of its own value. The clone lets the rest of it go.
+        return self._local(distribute_tensor(value, mesh, placements, src_data_rank=None)).clone()
+
+    def _shard(self, mesh: Any) -> None:
+        import torch
+        from torch.distributed import fsdp
+
+        from zero_runtime.unit_planner import block_modules
+
+        keys = self._keys
+        dtypes = {
+            key: keys[key] and getattr(torch, keys[key]) for key in ("param_dtype", "reduce_dtype", "output_dtype")
+        }
+        policy = fsdp.MixedPrecisionPolicy(**dtypes, cast_forward_inputs=keys["cast_forward_inputs"])
+        offload = fsdp.CPUOffloadPolicy(keys["pin_memory"]) if keys["offload"] else fsdp.OffloadPolicy()
+        for module in [*block_modules(self.module), self.module]:
+            # None is false for the root alone: its backward would gather at once what its forward has let go.
+            reshard = None if module is self.module else keys["reshard_after_forward"]
+            sharded = fsdp.fully_shard(
+                module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
+            )
+            # Sums, as the loss is this rank's share: a mean would round once more.
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+
+    def before_micro_batch(self, *, last: bool) -> None:
+        module: Any = self.module
+        module.set_requires_gradient_sync(last or self._keys["requires_gradient_sync"])
+        module.set_requires_all_reduce(last)
+        module.set_reshard_after_backward(last or self._keys["reshard_after_backward"])
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._update.scaled(loss).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, rates: Rates) -> Updated:
+        return self._update.step(rates)
+
+    def held(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        trained = [self._local(one) for one in self._shards.values() if one.requires_grad]
+        frozen = [self._local(one) for one in self._shards.values() if not one.requires_grad]
+        in_fp32 = self._keys["param_dtype"] == "float32"
+        weights = {"params": [*trained, *frozen]} if in_fp32 else {"params": frozen, "master": trained}
+        return {**weights, "grads": self._update.grads(), **self._update.states()}
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shard in self._shards.items():
+            yield name, shard.full_tensor().detach()  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        del self.module, self._update
