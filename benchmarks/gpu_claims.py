@@ -138,7 +138,7 @@ CLAIMS = (
         600.0,
         timed=True,
     ),
-    Claim("stages-bf16", MEASURED, script("stages.py", "--peers", "--precision", "bf16", *LARGE), 1200.0, timed=True),
-    Claim("stages-fp32", MEASURED, script("stages.py", "--peers", "--precision", "fp32", *LARGE), 1200.0, timed=True),
+    Claim("stages-bf16", MEASURED, script("stages.py", "--precision", "bf16", *LARGE), 1200.0, timed=True),
+    Claim("stages-fp32", MEASURED, script("stages.py", "--precision", "fp32", *LARGE), 1200.0, timed=True),
     Claim("host-offload", MEASURED, script("host_offload.py"), 1200.0, timed=True),
 )

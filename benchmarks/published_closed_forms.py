@@ -191,7 +191,7 @@ def gpt_shapes(layers: int, hidden: int, seq: int) -> PeerModel:
     norm = (hidden, hidden)
     attention = (3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden)
     mlp = (4 * hidden * hidden, 4 * hidden, 4 * hidden * hidden, hidden)
-    return PeerModel((norm + attention + norm + mlp,) * layers, (vocabulary * hidden, seq * hidden, *norm))
+    return PeerModel.of_numels((norm + attention + norm + mlp,) * layers, (vocabulary * hidden, seq * hidden, *norm))
 
 
 def workspace_bytes(environment: str) -> int:

@@ -108,7 +108,7 @@ def engine_memory(case: Case) -> PeerMemory:
     if case.engine == "fsdp2":
         return peers.fsdp2(model, case.world)
     if case.engine == "ddp":
-        return peers.ddp_autocast(model)
+        return peers.ddp(model, views=False)
     if case.engine == "paper":
         shard = -(-model.numel // case.world)
         terms = (PeerTerm("parameters and gradients, 4P", 4 * model.numel), PeerTerm("states, 12P/N", 12 * shard))
@@ -153,7 +153,7 @@ def peer_model(model: str) -> PeerModel:
     blocks = [tuple(param.numel() for param in block.parameters()) for block in block_modules(meta)]
     inside = {id(param) for block in block_modules(meta) for param in block.parameters()}
     others = tuple(param.numel() for param in meta.parameters() if id(param) not in inside)
-    return PeerModel((blocks[0],) * layer_count(model), others)
+    return PeerModel.of_numels((blocks[0],) * layer_count(model), others)
 
 
 def lora_numel(model: str) -> int:

@@ -1,11 +1,11 @@
-"""Compares a training step of each ZeRO stage with the machine's limits and, with --peers, FSDP2 and DeepSpeed.
+"""Compares a training step of each ZeRO stage with the machine's limits. sweeps/engines.yaml compares engines.
 
 A row should take (forward + backward alone) + (its collectives alone) + (its optimizer alone). All are measured in the
 same processes and from equal states (stages_contestants.py), stepped in turn, so that a drifting host affects them
 equally. --memory runs each row in separate processes and measures the peak memory and the page faults of its steady
 steps.
 
-`python benchmarks/stages.py [--precision fp32|bf16] [--rounds N] [--peers] [--memory] [--layers ..]`; writes results/,
+`python benchmarks/stages.py [--precision fp32|bf16] [--rounds N] [--memory] [--layers ..]`; writes results/,
 unless a row's first loss differs from the loss that the untrained model must have.
 """
 
@@ -32,8 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from benchmarks.gpt import GptSize, starting_loss_trouble  # noqa: E402
-from benchmarks.peers import Batch, peers_here  # noqa: E402
-from benchmarks.stages_contestants import batch_of, parts_alone, whole_step  # noqa: E402
+from benchmarks.stages_contestants import Batch, batch_of, parts_alone, whole_step  # noqa: E402
 from benchmarks.stages_memory import measure_memory  # noqa: E402
 from benchmarks.stages_report import machine_now, write_report  # noqa: E402
 from benchmarks.stages_task import LIMIT, ROWS, WARMUP, Task  # noqa: E402
@@ -49,15 +48,13 @@ def main() -> None:
     world = args.world or (torch.cuda.device_count() or 2)
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // world, 1)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     size = GptSize(args.layers, args.width, args.heads, args.vocab, args.seq, args.micro)
-    peers = peers_here() if args.peers else ()
-    found: dict[str, Any] = {"command": " ".join(["python benchmarks/stages.py", *sys.argv[1:]]), **machine_now(peers)}
+    found: dict[str, Any] = {"command": " ".join(["python benchmarks/stages.py", *sys.argv[1:]]), **machine_now()}
     with tempfile.TemporaryDirectory() as folder:
-        task = Task(folder, world, size, args.precision, args.rounds, peers)
+        task = Task(folder, world, size, args.precision, args.rounds)
         found |= {"task": {**asdict(task), "warmup": WARMUP}, "memory": {}}
         del found["task"]["folder"]
-        for name in (LIMIT, *task.trained) if args.memory else ():
+        for name in (LIMIT, *ROWS) if args.memory else ():
             found["memory"][name] = on_ranks(measure_memory, task, name)
             refuse_wrong_start(task, {name: found["memory"][name]["first_loss"]})
         found |= on_ranks(measure_time, task, "time")
@@ -70,7 +67,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--world", type=int, default=None)
-    parser.add_argument("--peers", action="store_true", help="FSDP2 and, where installed, DeepSpeed beside the rows")
     parser.add_argument("--memory", action="store_true", help="peak memory and page faults of each row")
     for name, value in asdict(GptSize()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -89,8 +85,7 @@ def refuse_wrong_start(task: Task, losses: dict[str, float]) -> None:
 def on_ranks(measure: Callable[..., Any], task: Task, what: str) -> Any:
     """Runs `measure(task, what, ...)` on fresh ranks, and returns the result of rank 0."""
     print(f"measuring {what} ...", flush=True)
-    # A peer whose memory is measured gets the defaults that its users have.
-    os.environ["GLIBC_TUNABLES"] = "" if what in task.peers else GLIBC
+    os.environ["GLIBC_TUNABLES"] = GLIBC
     mp.spawn(rank_main, (measure, task, what), nprocs=task.world)
     return json.loads(Path(task.folder, "found.json").read_text())
 
@@ -101,8 +96,6 @@ def rank_main(rank: int, measure: Callable[..., Any], task: Task, what: str) -> 
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if what.startswith("deepspeed") or task.peers:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(task.world)}
     with join_world(f"file://{task.folder}/{what}", rank, task.world, device, WorldSettings()) as watch:
         found = measure(task, what, device, watch)
         if rank == 0:
@@ -116,7 +109,7 @@ def measure_time(task: Task, _what: str, device: torch.device, watch: RankWatch)
 
     `seconds` also has an entry for each part of a row, named `<row> collectives` and `<row> optimizer`.
     """
-    whole = {name: whole_step(name, task, device, watch) for name in (LIMIT, *task.trained)}
+    whole = {name: whole_step(name, task, device, watch) for name in (LIMIT, *ROWS)}
     parts = {
         f"{name} {part}": step
         for name, stage in ROWS.items()

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpt import Gpt, draw_tokens, loss_of
-from benchmarks.peers import LR, WEIGHT_DECAY, Batch, Step, peer_step
 from benchmarks.stages_task import LIMIT, ROWS, Task
 from zero_runtime.collectives import Collectives
 from zero_runtime.optim.configs import AdamWConfig
@@ -23,6 +22,10 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.watch.watch import RankWatch
+
+LR, WEIGHT_DECAY = 1e-4, 0.01
+Batch = tuple[torch.Tensor, torch.Tensor]  # ids and labels, [micro, seq] each
+Step = Callable[[Batch], float]  # a complete step, which returns this rank's share of the loss
 
 
 def batch_of(task: Task, step: int, device: torch.device) -> Batch:
@@ -32,12 +35,10 @@ def batch_of(task: Task, step: int, device: torch.device) -> Batch:
 
 
 def whole_step(name: str, task: Task, device: torch.device, watch: RankWatch) -> Step:
-    """A complete step of LIMIT, one of ROWS or one of PEERS, from its initial weights."""
+    """A complete step of LIMIT or of one of ROWS, from its initial weights."""
     if name == LIMIT:
         return limit_step(task, device)
-    if name in ROWS:
-        return row_step(make_runtime(ROWS[name], task, device, watch), task)
-    return peer_step(name, task.size, task.precision, device)
+    return row_step(make_runtime(ROWS[name], task, device, watch), task)
 
 
 def limit_step(task: Task, device: torch.device) -> Step:

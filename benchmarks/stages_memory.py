@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpt import Gpt
-from benchmarks.peers import PEERS, import_peer
 from benchmarks.stages_contestants import batch_of, whole_step
 from benchmarks.stages_task import SETTLED, STEADY, Task
 from zero_runtime.watch.watch import RankWatch
@@ -25,8 +24,6 @@ def measure_memory(task: Task, what: str, device: torch.device, watch: RankWatch
     Of the worse rank: peak MiB above the memory after the imports, in the complete run and in steady steps, and page
     faults of a step in percent of the unsharded fp32 parameters. Of all ranks: the loss of the first and the last step.
     """
-    if what in PEERS:
-        import_peer(what)
     base = memory(device)
     step = whole_step(what, task, device, watch)
     losses = [step(batch_of(task, index, device)) for index in range(SETTLED)]

@@ -1,6 +1,6 @@
 """Writes results of benchmarks/stages.py as a Markdown page and as JSON, and several such runs as one short table.
 
-`python benchmarks/stages_report.py RESULT.json ..` prints that table: a row for each engine, columns for each run.
+`python benchmarks/stages_report.py RESULT.json ..` prints that table: a row for each stage, columns for each run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import platform
 import statistics
 import sys
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ sys.path[:0] = [str(ROOT)]
 
 from benchmarks.drift import drift_of, drift_verdict  # noqa: E402
 from benchmarks.gpt import GptSize, starting_loss  # noqa: E402
-from benchmarks.stages_task import LIMIT, PEERS, ROWS, SETTLED, STEADY, TITLES  # noqa: E402
+from benchmarks.stages_task import LIMIT, ROWS, SETTLED, STEADY, TITLES  # noqa: E402
 
 Found = dict[str, Any]  # a result file: the measurements, the machine and the task
 
@@ -53,14 +52,8 @@ def of_parts(found: Found, name: str) -> list[float]:
     return ratios([sum(one) for one in zip(*parts, strict=True)], seconds[name])
 
 
-def of_ours(found: Found, name: str) -> list[float]:
-    """A peer's time over that of our row at the same stage, by round: 2 if the peer takes twice as long."""
-    ours = next(row for row, stage in ROWS.items() if stage == PEERS[name])
-    return ratios(found["seconds"][name], found["seconds"][ours])
-
-
 def trained(found: Found) -> list[str]:
-    return [name for name in (*ROWS, *PEERS) if name in found["seconds"]]
+    return [name for name in ROWS if name in found["seconds"]]
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
@@ -113,12 +106,10 @@ def report_lines(found: Found) -> list[str]:
         "Times are of the slower rank; medians with quartiles in brackets; shares and ratios are taken within a round.",
         "Of forward + backward: their time alone, at the first weights, over the row's. Of the parts: (forward +",
         "backward alone + the row's collectives alone + its optimizer alone) / row. Drift: the median of the last",
-        "third of the rounds over that of the first. In bf16 DeepSpeed sends gradients in bf16, its default, and all",
-        "others in fp32.",
+        "third of the rounds over that of the first.",
         "",
-        "| row | ms | of forward + backward | collectives alone, ms | optimizer alone, ms | of the parts | "
-        "time / ours at this stage | drift |",
-        "|---|---|---|---|---|---|---|---|",
+        "| row | ms | of forward + backward | collectives alone, ms | optimizer alone, ms | of the parts | drift |",
+        "|---|---|---|---|---|---|---|",
         *(time_row(found, name) for name in (LIMIT, *trained(found))),
     ]
     if found["memory"]:
@@ -135,17 +126,14 @@ def time_row(found: Found, name: str) -> str:
     else:
         cells += [""] * 3
     drift = drift_of(own)
-    cells += [
-        spread(of_ours(found, name), 1, ".2f") if name in PEERS else "",
-        "not judged" if drift is None else str(drift),
-    ]
+    cells.append("not judged" if drift is None else str(drift))
     return f"| {' | '.join(cells)} |"
 
 
 def memory_lines(memory: dict[str, dict[str, float]]) -> list[str]:
     lines = [
-        "Peak memory of the worse rank above what the imports took, each row in processes of its own (the peers with",
-        "the allocator's defaults, ours with the setting of our launcher); page faults of a step as a share of the",
+        "Peak memory of the worse rank above what the imports took, each row in processes of its own (with the",
+        "allocator's setting of our launcher); page faults of a step as a share of the",
         f"unsharded fp32 parameters, over steps {SETTLED + 1} to {SETTLED + STEADY} (a heap that still settles grows",
         "now and then); the loss of the last.",
         "",
@@ -174,8 +162,8 @@ def write_report(found: Found, results: Path) -> None:
 
 
 def short_table(runs: list[Found]) -> list[str]:
-    """Share of forward + backward and peak memory per rank, by engine and run."""
-    heads, rows = ["engine"], [name for name in (*ROWS, *PEERS) if any(name in run["seconds"] for run in runs)]
+    """Share of forward + backward and peak memory per rank, by stage and run."""
+    heads, rows = ["row"], [name for name in ROWS if any(name in run["seconds"] for run in runs)]
     for run in runs:
         precision = run["task"]["precision"]
         heads += [f"{precision}: of forward + backward", f"{precision}: MiB a rank"]
@@ -204,12 +192,11 @@ def short_table(runs: list[Found]) -> list[str]:
 # ---- the machine -----------------------------------------------------------------------------------------------------
 
 
-def machine_now(peers: tuple[str, ...]) -> Found:
+def machine_now() -> Found:
     """Date, machine and versions, and the load of the machine before anything is measured."""
     cuda = torch.cuda.is_available()
     cpu = f"{cpu_name()} ({os.cpu_count()} cores, torch's kernels for {torch.backends.cpu.get_cpu_capability()})"
     versions = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
-    versions += [f"DeepSpeed {version('deepspeed')}"] if any(name.startswith("deepspeed") for name in peers) else []
     return {
         "date": str(date.today()),
         "device": "cuda" if cuda else "cpu",

@@ -66,10 +66,16 @@ class SweepResults(list[Record]):
         return _frame(self.rows())
 
     def __repr__(self) -> str:
-        return f"{sweep_files.plain(ranking.table(self._ranked))}\n{self.conclusion}"
+        found = ranking.tables(self._ranked).items()
+        texts = [f"{name}:\n{sweep_files.plain(one)}" if name else sweep_files.plain(one) for name, one in found]
+        return "\n".join([*texts, self.conclusion])
 
     def _repr_html_(self) -> str:
-        return f"{sweep_files.html(ranking.table(self._ranked))}<p>{escape(self.conclusion)}</p>"
+        found = ranking.tables(self._ranked).items()
+        texts = [
+            f"<p>{escape(name)}:</p>{sweep_files.html(one)}" if name else sweep_files.html(one) for name, one in found
+        ]
+        return f"{''.join(texts)}<p>{escape(self.conclusion)}</p>"
 
 
 class SweepPlan(list[Planned]):

@@ -7,6 +7,7 @@ import json
 import os
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.commands.named_sweep import find_sweep, standings_now
@@ -16,8 +17,9 @@ from orchestrator.exit_codes import FAILED, INCOMPLETE, OK
 from orchestrator.records.record_file import BadRecord, require_json
 from orchestrator.records.record_shapes import COMPARED
 from orchestrator.records.sweep_record import SweepPaths
-from orchestrator.report import changes
+from orchestrator.report import changes, extras
 from orchestrator.report.changes import Changes, Measured
+from orchestrator.report.entry import Entry
 from orchestrator.report.screen import Screen
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT
 
@@ -82,17 +84,24 @@ def _side(output: str, name: str) -> tuple[str, list[Measured]]:
     path = Path(name)
     if path.is_file():
         points = require_json(path, COMPARED)["points"]
-        measured = [
+        found = [
             Measured(one["label"], one["point"], one.get("config") or {}, one.get("result"), one["state"])
             for one in points
         ]
-        return name, measured
+        return name, _with_places(found)
     is_folder = path.is_dir() and SweepPaths(path).plan.is_file()
     sweep = SweepPaths(path.absolute()) if is_folder else find_sweep(output, name)
     points = standings_now(sweep)
-    return sweep.name, [
+    measured = [
         Measured(one.label, one.planned.point, one.planned.config, one.result, one.state.value) for one in points
     ]
+    return sweep.name, _with_places(measured)
+
+
+def _with_places(points: Sequence[Measured]) -> list[Measured]:
+    """The points, of which those that have no place beside the others say so."""
+    apart = extras.apart([Entry(one.label, one.state, one.result, config=one.config) for one in points])
+    return [replace(one, apart=apart.get(one.label, "")) for one in points]
 
 
 def show(found: Changes, screen: Screen) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from orchestrator.compose.arguments import CHOICES, REFUSED, SWITCHES, VALUED, VERBS
-from orchestrator.compose.settable import Tree
+from orchestrator.compose.settable import NATIVE, Tree
 from orchestrator.config.strict import type_of
 
 SETTING_VERBS = ("fit", "choose", "calibrate", "generate")  # verbs whose words are settings
@@ -53,7 +53,10 @@ def _settings(typed: str, tree: Tree) -> list[str]:
     """Overrides: a group or a key with =, and after it the option or value, also as the next one of a list."""
     name, equals, value = typed.partition("=")
     if not equals:
-        return [*(f"{group}=" for group in tree.groups), *(f"{key}=" for key in _keys(tree, typed))]
+        return [
+            *(f"{group}=" for group in tree.groups),
+            *(f"{key}." if key in NATIVE else f"{key}=" for key in _keys(tree, typed)),
+        ]
     chosen = value.rpartition(",")[0]
     begun = f"{name}={chosen}," if chosen else f"{name}="
     options = tree.groups.get(name, _values(tree.keys.get(name)))

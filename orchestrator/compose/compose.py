@@ -38,7 +38,7 @@ from orchestrator.compose import folders, merge, overrides, point_count, sweep_f
 from orchestrator.compose.arguments import Arguments
 from orchestrator.compose.composition import Composed, Composition
 from orchestrator.compose.merge import Merger
-from orchestrator.compose.settable import Tree, read_tree, with_all_keys
+from orchestrator.compose.settable import Tree, for_hydra, read_tree, with_all_keys
 from orchestrator.compose.sweep_file import Line, SweepFile
 from orchestrator.text.streams import complain
 
@@ -184,7 +184,7 @@ def _expansion(loader: ConfigLoader, name: str, arguments: Arguments) -> _Lines:
     is_sweep = arguments.multirun
     # Only these files can turn a run into a sweep. Reading them costs one more composition.
     if any(word.lstrip("+").startswith(("sweeps=", "experiment=")) for word in words) or name != "config":
-        master = loader.load_configuration(name, words, run_mode=RunMode.MULTIRUN)
+        master = loader.load_configuration(name, [*map(for_hydra, words)], run_mode=RunMode.MULTIRUN)
         is_sweep = is_sweep or OmegaConf.select(master, "hydra.mode") == RunMode.MULTIRUN
         params = (OmegaConf.select(master, "hydra.sweeper.params") or {}) if is_sweep else {}
     said = [f"{key}={value}" for key, value in params.items()]
@@ -264,7 +264,7 @@ class Composer:
 
     def _by_hydra(self, words: tuple[str, ...]) -> _ByHydra:
         if words not in self._composed:
-            config = self._loader.load_configuration(self._name, list(words), run_mode=RunMode.RUN)
+            config = self._loader.load_configuration(self._name, [*map(for_hydra, words)], run_mode=RunMode.RUN)
             choices = {str(group): option for group, option in config.hydra.runtime.choices.items()}
             OmegaConf.set_struct(config, False)
             del config["hydra"]
@@ -291,7 +291,7 @@ def show(arguments: Arguments) -> NoReturn:
 
 def hand_over(arguments: Arguments) -> int:
     """Runs hydra.main on our configuration, with all of Hydra's flags and sweepers, and returns its exit code."""
-    sys.argv[1:] = arguments.for_hydra()
+    sys.argv[1:] = map(for_hydra, arguments.for_hydra())
     OurFolders.added = arguments.flags.get("--config-dir")
 
     @hydra.main(config_path=str(folders.CONF), config_name="config", **BASE)

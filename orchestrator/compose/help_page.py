@@ -37,6 +37,10 @@ Runs ZeRO training as an experiment: one point, or a sweep with one table at its
 OPEN = (
     ("model.config.KEY", "the architecture's own: model.config.n_layer=4, +model.config.KEY=VALUE"),
     ("optimizer.arguments.KEY", "those of torch.optim, with optimizer=torch"),
+    (
+        "engine.deepspeed.KEY",
+        "an engine's own, and of fsdp2, ddp: engine.deepspeed.zero_optimization.overlap_comm=false",
+    ),
     ("cluster.additional.KEY", "any other option of sbatch: +cluster.additional.reservation=friday"),
 )
 TAIL = """\

@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from orchestrator.compose.settable import is_native
+
 if TYPE_CHECKING:
     from orchestrator.compose.composition import Composed
 
 # Groups whose options say what they are: stage2, bf16, gpt2. Of all others, "full" or "none" could be any group's.
-SELF_NAMED = ("zero", "precision", "model", "optimizer", "hardware", "experiment", "sweeps")
+SELF_NAMED = ("engine", "zero", "precision", "model", "optimizer", "hardware", "experiment", "sweeps")
 # Settings that never appear in a label: where a run goes and how it is recorded does not distinguish it.
 UNTOLD = ("output", "tracking", "cluster", "hydra.mode", "resources.time_limit_min", "resources.stuck_s")
 
@@ -21,10 +23,13 @@ def label(composed: Composed, axes: Sequence[str]) -> str:
     said = [word for word in composed.overrides if not word.startswith("--")]
     asked = dict(word.lstrip("+~").partition("=")[::2] for word in said)
     # A point of concat may lack a key that others have.
-    if told := [key for key in axes if key in asked]:
+    axes = [key.lstrip("+") for key in axes]
+    if told := [key for key in axes if key in asked and not _of_another_engine(composed, key)]:
         return "-".join(_part(composed, key, asked[key]) for key in told)
-    rest = [key for key in asked if key not in ("zero", "precision") and not _is_untold(key)]
-    parts = [str(composed.choices["zero"]), str(composed.choices["precision"])]
+    rest = [key for key in asked if key not in ("engine", "zero", "precision") and not _is_untold(key)]
+    parts = [
+        str(composed.choices[group]) for group in ("engine", "zero", "precision") if group != "engine" or group in asked
+    ]
     return "-".join(parts + [_part(composed, key, asked[key]) for key in rest])
 
 
@@ -38,16 +43,31 @@ def _is_untold(key: str) -> bool:
     return key in UNTOLD or key.split(".")[0] in UNTOLD
 
 
+def _of_another_engine(composed: Composed, key: str) -> bool:
+    """Whether it is a setting of an engine that does not train the point, and so does not distinguish it."""
+    return is_native(key) and key.split(".")[1] != composed.values["engine"]["kind"]
+
+
 def _part(composed: Composed, key: str, value: str) -> str:
     """One part of a label: an option's name, after that of its group unless it is SELF_NAMED; or the last word of a key
     with a number, or with a word after a _. A last word that is also a group's name has its own group before it."""
     if key in SELF_NAMED:
         return _clean(value)
+    if key == "engine.python":
+        return _environment(value)
     last = key.rpartition(".")[2]
     last = key if last in composed.choices else last
     if re.fullmatch(r"\d+\.\d{6,}(e[+-]?\d+)?", value):
         value = f"{float(value):.4g}"  # samplers give 17 digits; the overrides keep all of them
     return _clean(f"{last}{value}" if re.match(r"^[\d.]", value) else f"{last}_{value}")
+
+
+def _environment(python: str) -> str:
+    """The name of the environment of an interpreter, ds198 for /a/ds198/bin/python, or of what holds its .venv."""
+    folders = [
+        name for name in python.strip("'\"").split("/")[:-1] if name not in ("", ".", "..", "bin", ".venv", "venv")
+    ]
+    return _clean(folders[-1]) if folders else "this_python" if python == "null" else "other_python"
 
 
 def _clean(text: str) -> str:

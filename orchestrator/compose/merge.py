@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.compose.folders import option_file
-from orchestrator.compose.settable import with_all_keys
+from orchestrator.compose.settable import is_native, with_all_keys
 
 Setting = tuple[str, Any]  # a dotted key and its value
 
@@ -92,8 +92,10 @@ def apply(values: dict[str, Any], settings: Sequence[Setting]) -> bool:
         *path, last = key.split(".")
         place: Any = values
         for name in path:
+            if isinstance(place, dict) and is_native(key):
+                place.setdefault(name, {})
             place = place.get(name) if isinstance(place, dict) else None
-        known = isinstance(place, dict) and last in place and not isinstance(place[last], dict)
+        known = isinstance(place, dict) and (last in place or is_native(key)) and not isinstance(place.get(last), dict)
         if not known or isinstance(value, dict) or "${" in str(value):
             return False
         place[last] = value

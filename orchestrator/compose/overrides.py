@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.errors import HydraException, OverrideParseException
 
 from orchestrator.compose import suggestions
-from orchestrator.compose.settable import OPEN_KEYS, WHOLE_FILES, Tree
+from orchestrator.compose.settable import OPEN_KEYS, WHOLE_FILES, Tree, is_native
 from orchestrator.compose.sweep_file import SweepFile, spelled
 from orchestrator.config.strict import convert, wanted
 from orchestrator.text.paths import program
@@ -96,7 +96,7 @@ def _check_key(sign: str, key: str, value: str | None, tree: Tree) -> list[str]:
         return []
     if key in tree.keys:
         return []
-    if _is_open(key) and (sign in ("+", "++") or _below_known(key, tree)):
+    if _is_open(key) and (sign in ("+", "++") or is_native(key) or _below_known(key, tree)):
         return []
     return [f"'{key}' is not a setting.{suggestions.key(key, value, tree)}"]
 

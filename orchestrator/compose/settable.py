@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from orchestrator.compose.folders import config_folders, sweep_parents
+from orchestrator.config.engine import EngineChoice
 from orchestrator.config.parts import completed
 from orchestrator.config.schema import AskedConfig
 from orchestrator.config.strict import hints_of
@@ -19,7 +20,8 @@ WHOLE_FILES = ("experiment", "sweeps")  # groups whose files change the whole co
 # Mappings with keys of other programs: the architecture's (from the files of conf/model), torch.optim's, sbatch's and
 # those of other engines.
 ARCHITECTURE = "model.config"
-OPEN_KEYS = (ARCHITECTURE, "optimizer.arguments", "cluster.additional", *(f"engine.{kind}" for kind in ENGINES))
+NATIVE = tuple(f"engine.{one.name}" for one in fields(EngineChoice) if one.name in ENGINES)
+OPEN_KEYS = (ARCHITECTURE, "optimizer.arguments", "cluster.additional", *NATIVE)
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # that of the C library is faster, and not always there
 
 
@@ -53,6 +55,16 @@ def with_all_keys(file: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """
     group = hints_of(AskedConfig).get(file.partition("/")[0])
     return completed(group, values) if isinstance(group, type) and is_dataclass(group) else dict(values)
+
+
+def is_native(key: str) -> bool:
+    """Whether it is a key of another engine. No file has one, so they need no + to be added."""
+    return key.startswith(tuple(f"{one}." for one in NATIVE))
+
+
+def for_hydra(word: str) -> str:
+    """The word with the ++ that Hydra wants before a key that may be in no file."""
+    return f"++{word}" if is_native(word.partition("=")[0]) else word
 
 
 def _options(folders: Iterable[Path]) -> tuple[str, ...]:

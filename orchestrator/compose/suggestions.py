@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from orchestrator.compose.arguments import VERBS
-from orchestrator.compose.settable import Tree
+from orchestrator.compose.settable import OPEN_KEYS, Tree
 from orchestrator.compose.sweep_file import spelled
 from orchestrator.config.strict import describe, nearest
 from orchestrator.text.paths import expanded, program
@@ -82,6 +82,9 @@ def option(group: str, text: str, options: Sequence[str]) -> str:
 def key(name: str, value: str | None, tree: Tree) -> str:
     """The suggestion for an unknown key. The last part of a key is sufficient: micro is batch.micro."""
     group, _, last = name.rpartition(".")
+    mapping = ".".join(name.split(".")[:2])
+    if mapping not in (name, *OPEN_KEYS) and (near := nearest(mapping, OPEN_KEYS)):
+        return f" Did you mean '{near}{name.removeprefix(mapping)}'?"
     tails = {one.rpartition(".")[2]: one for one in reversed(list(tree.keys))}
     siblings = [one.rpartition(".")[2] for one in tree.keys if group and one.startswith(f"{group}.")]
     known = KEYS.get(last) or (None if group else tails.get(last))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrator.config.strict import Limits, Word
+from orchestrator.text.paths import expanded
 
 
 class EngineKind(Word):
@@ -40,6 +41,10 @@ class EngineChoice:
         limits = Limits(vars(self), "engine")
         limits.must("python", bool, "the interpreter of a virtual environment, or null", None)
         limits.conclude()
+
+    def located(self) -> EngineChoice:
+        """With the absolute path of `python`. Its links stay: they lead out of the virtual environment."""
+        return replace(self, python=self.python and str(expanded(self.python).absolute()))
 
     @property
     def is_own(self) -> bool:

@@ -38,15 +38,16 @@ class _SessionExecutor(submitit.LocalExecutor):
     It leaves CUDA_VISIBLE_DEVICES unchanged: the base class replaces it and cannot handle GPU UUIDs.
     """
 
-    def __init__(self, attempt: AttemptPaths, entry: str, environment: Mapping[str, str], code: str | None) -> None:
+    def __init__(self, attempt: AttemptPaths, entry: str, environment: Mapping[str, str], config: RunConfig) -> None:
         super().__init__(attempt.submitit)
-        self._attempt, self._entry, self._code = attempt, entry, code
+        self._attempt, self._entry, self._config = attempt, entry, config
         self._environment = dict(environment)
 
     def command(self) -> str:
         """What the controller starts for each rank."""
         words = ["rank", str(self._attempt.root), self._entry]
-        return shlex.join(children.words("orchestrator.launch.local_executor", *words, flags=("-u",), code=self._code))
+        where = {"code": self._config.resources.code, "python": self._config.engine.python}
+        return shlex.join(children.words("orchestrator.launch.local_executor", *words, flags=("-u",), **where))
 
     def start(self) -> subprocess.Popen[bytes]:
         """Starts the controller of the ranks. Replaces `submit`, which pickles a call."""
@@ -95,7 +96,7 @@ def submit(
     points: how many take turns, so that a run may have to wait for that many.
     """
     attempt.submitit.mkdir(exist_ok=True)
-    executor = _SessionExecutor(attempt, entry, job_environment(config, os.environ, gpus), config.resources.code)
+    executor = _SessionExecutor(attempt, entry, job_environment(config, os.environ, gpus), config)
     limit_min = points * config.resources.time_limit_min + BACKSTOP_MIN
     executor.update_parameters(tasks_per_node=config.resources.ranks, timeout_min=limit_min)
     return Job(executor.start())

@@ -24,12 +24,15 @@ ROOT = os.path.abspath(__file__).rsplit("/", 3)[0]
 PYTHONPATH = "PYTHONPATH"
 
 
-def words(module: str, *arguments: str, flags: tuple[str, ...] = (), code: str | None = None) -> list[str]:
+def words(
+    module: str, *arguments: str, flags: tuple[str, ...] = (), code: str | None = None, python: str | None = None
+) -> list[str]:
     """The command that runs a module of ours or of a library as a child; start it with the result of `environment`.
 
-    code: a folder with another checkout, whose modules the child imports instead of ours.
+    code: a folder with another checkout, whose modules the child imports instead of ours. python: another interpreter,
+    whose packages it imports.
     """
-    return [sys.executable, *flags, program_in(code or ROOT), module, *arguments]
+    return [python or sys.executable, *flags, program_in(code or ROOT), module, *arguments]
 
 
 def program_in(code: str) -> str:

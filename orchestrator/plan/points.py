@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator import wings
 from orchestrator.compose.labels import label
+from orchestrator.config.engine import EngineChoice
 from orchestrator.config.schema import AskedConfig, root_limits, to_dict
 from orchestrator.config.strict import Broken, build_parts
 from orchestrator.plan.point import Point, Refused
@@ -39,7 +40,7 @@ def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused
             # Different overrides with the same configuration are one point, which is measured once.
             points.setdefault(json.dumps(to_dict(config), sort_keys=True), Point(name, config, composed.overrides))
     judged_points = list(points.values())
-    if any(isinstance(one, Point) and not one.config.engine.is_own for one in judged_points):
+    if any(isinstance(one, Point) and one.config.engine != EngineChoice() for one in judged_points):
         judged_points, more = wings.load(wings.COMPARE_ENGINES)(judged_points, scene)
         hits.update(more)
     many = len(composition.points)

@@ -40,6 +40,12 @@ def reused(ranked: Sequence[Ranked]) -> list[str]:
     return [text, *_anchors(ranked)]
 
 
+def without_place(ranked: Sequence[Ranked]) -> list[str]:
+    """One line if rows that were measured have no place: which and why."""
+    named = [f"{row.entry.label} ({row.apart})" for row in ranked if row.apart]
+    return [f"without a place: {', '.join(named)}"] if named else []
+
+
 def _host(entry: Entry) -> str:
     """The machine of rank 0. Its hardware has the name of this one's, or it would be another point."""
     return ((entry.result or {}).get("environment") or {}).get("host") or "an unknown machine"
@@ -110,7 +116,7 @@ def load_text(result: Mapping[str, Any]) -> str | None:
 
 def warnings(ranked: Sequence[Ranked]) -> list[str]:
     """Reasons why the rows are not comparable."""
-    results = [(row.entry.label, row.entry.result) for row in ranked if row.entry.result]
+    results = [(row.entry.label, row.entry.result) for row in ranked if row.entry.result and not row.apart]
     tokens = {label: f"{result['batch']['tokens_per_step']:,}" for label, result in results}
     checks = (
         ("data hash", "numbers do not compare", {label: result["data"]["hash"] for label, result in results}),

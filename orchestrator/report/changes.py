@@ -56,13 +56,14 @@ class Judgement(str, Enum):
 
 @dataclass(frozen=True)
 class Measured:
-    """A point of one side. result: None if it has none; `state` says why."""
+    """A point of one side. result: None if it has none; `state` says why. apart: why it has no place in its sweep."""
 
     label: str
     point: str
     config: Config
     result: dict[str, Any] | None
     state: str
+    apart: str = ""
 
 
 @dataclass(frozen=True)
@@ -174,14 +175,14 @@ def _change(before: Measured, after: Measured, matched: str, threshold: float) -
         judgement = Judgement.lost if old is not None and RunState(after.state) in LOST else Judgement.unjudged
         return Change(before, after, matched, judgement, settings=settings)
     environments = [flat(_environment(result)) for result in (old, new)]
-    are_ranked = recorded.is_ranked(old) and recorded.is_ranked(new)
+    are_ranked = recorded.is_ranked(old) and recorded.is_ranked(new) and before.apart == after.apart
     # A change as large as the threshold must be found, and no change must not be reported. Both kinds of mistakes are
     # equally rare if the line between them is half of the threshold. Memory has no such noise, and is held against the
     # whole threshold.
     time = compare(new, old, equal=threshold / 2) if are_ranked else None
     peak, states = _grown(peak_bytes(old), peak_bytes(new)), _grown(states_bytes(old), states_bytes(new))
     judgement = Judgement.unjudged if time is None else Judgement[time.verdict.name]
-    if not judgement.is_regression and max(peak or 1.0, states or 1.0) > 1 + threshold:
+    if before.apart == after.apart and not judgement.is_regression and max(peak or 1.0, states or 1.0) > 1 + threshold:
         judgement = Judgement.larger
     return Change(before, after, matched, judgement, time, peak, states, settings, tuple(_differences(*environments)))
 
@@ -228,6 +229,11 @@ def _row(one: Change) -> tuple[str, ...]:
     return (one.after.label, *speeds, *time, peak, change, one.judgement.value)
 
 
+def _work(one: Change) -> tuple[str, ...]:
+    sides = (one.before, one.after) if one.before.apart != one.after.apart else ()
+    return tuple(f"{side.label}: {side.apart}" for side in sides if side.apart)
+
+
 def _speed_text(side: Measured) -> str:
     return digits(side.result["throughput"]["tokens_per_second"]["median"]) if side.result else side.state
 
@@ -238,6 +244,7 @@ def notes(found: Changes) -> list[str]:
     for what, texts in (
         ("settings", {one.after.label: one.settings for one in found.points}),
         ("versions and machine", {one.after.label: one.environment for one in found.points}),
+        ("not judged, because the work differs", {one.after.label: _work(one) for one in found.points}),
     ):
         groups: dict[tuple[str, ...], list[str]] = {}
         for label, differences in texts.items():
@@ -263,7 +270,8 @@ def conclusion(found: Changes) -> str:
     if not found.points:
         return "no two points differ in that alone" if found.alone else "the two have no point in common"
     if not found.is_judged:
-        return "not judged: both sides need at least 3 rounds (measure=standard)"
+        differ = all(_work(one) for one in found.points)
+        return f"not judged: {'the work differs' if differ else 'both sides need at least 3 rounds (measure=standard)'}"
     unclear = [one.after.label for one in found.points if one.judgement in (Judgement.unclear, Judgement.unjudged)]
     if unclear:
         return f"no regression of {words} is shown; too noisy or too short to exclude one: {', '.join(unclear)}"

@@ -92,8 +92,9 @@ def _is_written(path: Path, content: str | bytes, *, lasting: bool = True) -> bo
 
 
 def markdown(sweep: SweepPaths) -> str:
-    """The table in Markdown."""
-    return sweep_files.markdown(ranking.table(ranked(sweep)))
+    """The tables in Markdown."""
+    found = ranking.tables(ranked(sweep))
+    return "\n\n".join("\n\n".join(filter(None, (name, sweep_files.markdown(one)))) for name, one in found.items())
 
 
 def exit_code(standings: list[Standing]) -> int:

@@ -1,7 +1,7 @@
-"""What wings add to a comparison: columns, cells of results.csv, rows of one run, and lines after the conclusion.
+"""What wings add to a comparison: columns, cells of results.csv, rows of one run, lines, places and tables.
 
-Each module in wings.COLUMNS has `columns` and `cells` of this one, each in wings.SUMMARIES `rows` and `lines`, with the
-same arguments.
+Each module in wings.COLUMNS has `columns` and `cells` of this one, each in wings.SUMMARIES `rows` and `lines`, and that
+of wings.PLACES `apart`, `tables`, `notes` and `next_command`, with the same arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from orchestrator.report.entry import Entry
 from orchestrator.report.summary import Row
 from orchestrator.text.units import ABSENT
-from orchestrator.wings import COLUMNS, SUMMARIES, load
+from orchestrator.wings import COLUMNS, PLACES, SUMMARIES, load
 
 
 class ExtraColumn(NamedTuple):
@@ -51,3 +51,27 @@ def rows(result: Mapping[str, Any], config: Mapping[str, Any]) -> list[Row]:
 def lines(entries: Sequence[Entry]) -> list[str]:
     """Points that are named besides the fastest; the entries have results."""
     return [line for place in SUMMARIES for line in load(place).lines(entries)]
+
+
+def apart(entries: Sequence[Entry]) -> dict[str, str]:
+    """Why a measured row has no place beside the others, by its label; such a row neither wins nor ties."""
+    found: dict[str, str] = load(PLACES).apart(entries)
+    return found
+
+
+def tables(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """The entries of each table of the comparison, by its name; one table without a name for all, if that is one."""
+    found: dict[str, list[Entry]] = load(PLACES).tables(entries)
+    return found
+
+
+def notes(entries: Sequence[Entry]) -> list[str]:
+    """What is said of rows under the tables."""
+    found: list[str] = load(PLACES).notes(entries)
+    return found
+
+
+def next_command(entry: Entry) -> str:
+    """The command that a sweep proposes after this winner; empty for what it proposes after every sweep."""
+    found: str = load(PLACES).next_command(entry)
+    return found

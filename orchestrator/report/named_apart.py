@@ -7,13 +7,19 @@ from typing import Any
 
 from orchestrator.report import extras
 from orchestrator.report.entry import Entry
-from orchestrator.report.ranking import Ranked
+from orchestrator.report.ranking import Ranked, by_table
 from orchestrator.text.units import size
 
 
 def lines(ranked: Sequence[Ranked]) -> list[str]:
-    """The smallest, after what wings name, as the cheapest; none for fewer than two results."""
-    measured = [row.entry for row in ranked if row.entry.result is not None]
+    """The smallest of each table, after what wings name, as the cheapest; none for fewer than two results."""
+    return [
+        f"{name}: {line}" if name else line for name, rows in by_table(ranked).items() for line in _of_one_table(rows)
+    ]
+
+
+def _of_one_table(rows: Sequence[Ranked]) -> list[str]:
+    measured = [row.entry for row in rows if row.entry.result is not None and not row.apart]
     if len(measured) < 2:
         return []
     return [*extras.lines(measured), *_smallest(measured)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from orchestrator.config.strict import nearest
@@ -89,13 +89,16 @@ def rule(metric: str) -> str:
 @dataclass(frozen=True)
 class Ranked:
     """`place` is None without a result, and for a speed without enough rounds. `tied`: the rounds show no difference
-    from the first row with the same place; `hidden`: the relative difference up to which they would show none."""
+    from the first row with the same place; `hidden`: the relative difference up to which they would show none. `apart`:
+    why it has no place though it was measured; `table`: the name of its table, if there are several."""
 
     entry: Entry
     place: int | None = None
     tied: bool = False
     hidden: float = 0.0
     metric: str = DEFAULT_METRIC
+    apart: str = ""
+    table: str = ""
 
     @property
     def is_measured(self) -> bool:
@@ -104,19 +107,30 @@ class Ranked:
 
 
 def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]:
-    """Best first by `rule(metric)`, then the entries without a result in their original order."""
+    """Best first by `rule(metric)`, then the entries without a place, then those without a result in their original
+    order; one table of the comparison after the other."""
+    apart = extras.apart(entries)
+    return [
+        replace(row, table=name, apart=apart.get(row.entry.label, ""))
+        for name, own in extras.tables(entries).items()
+        for row in _in_one_table(own, metric, apart)
+    ]
+
+
+def _in_one_table(entries: Sequence[Entry], metric: str, apart: Collection[str]) -> list[Ranked]:
     how = METRICS[metric]
     sign = -1 if how.higher_first else 1
     values = {id(entry): how.read(entry.result) if entry.result else None for entry in entries}
     measured = [entry for entry in entries if values[id(entry)] is not None]
-    measured.sort(key=lambda entry: sign * (values[id(entry)] or 0.0))
+    measured.sort(key=lambda entry: (entry.label in apart, sign * (values[id(entry)] or 0.0)))
     # The error of 1 % is that of the whole table, and each of these rows is one of its comparisons.
-    rivals = sum(recorded.is_ranked(entry.result or {}) for entry in measured) - 1
+    rivals = sum(entry.label not in apart and recorded.is_ranked(entry.result or {}) for entry in measured) - 1
     ranked: list[Ranked] = []
     leader: Ranked | None = None
     placed = 0
     for entry in measured:
-        if how.times is not None and not recorded.is_ranked(entry.result or {}):
+        is_unranked = how.times is not None and not recorded.is_ranked(entry.result or {})
+        if is_unranked or entry.label in apart:
             ranked.append(Ranked(entry, metric=metric))
             continue
         placed += 1
@@ -163,14 +177,40 @@ SHOWN_IN = {
 }
 
 
+def by_table(ranked: Sequence[Ranked]) -> dict[str, list[Ranked]]:
+    """The rows of each table, by its name."""
+    found: dict[str, list[Ranked]] = {}
+    for row in ranked:
+        found.setdefault(row.table, []).append(row)
+    return found
+
+
+def tables(ranked: Sequence[Ranked]) -> dict[str, Table]:
+    """The tables of the comparison, by their names; one without a name where all rows are in one."""
+    whole, found = table(ranked), dict[str, list[tuple[str, ...]]]()
+    for row, cells in zip(ranked, whole.rows, strict=True):
+        found.setdefault(row.table, []).append(cells)
+    return {name: whole._replace(rows=tuple(rows)) for name, rows in found.items()} or {"": whole}
+
+
+def fastest(ranked: Sequence[Ranked]) -> dict[str, float]:
+    """The tokens/s of the fastest row of each table that has a place beside others, by the name of the table."""
+    read = METRICS[DEFAULT_METRIC].read
+    rivals = [(row.table, row.entry.result) for row in ranked if row.entry.result and not row.apart]
+    found = dict.fromkeys((row.table for row in ranked), 0.0)
+    for name, result in rivals:
+        found[name] = max(found[name], read(result) or 0.0)
+    return found
+
+
 def table(ranked: Sequence[Ranked]) -> Table:
     """The comparison, one row per point. A failed point's row has its state; the reason is under the table."""
     results = [row.entry.result for row in ranked if row.entry.result]
-    best = max((METRICS[DEFAULT_METRIC].read(result) or 0.0 for result in results), default=0.0)
+    best = fastest(ranked)
     # Without rounds the range is that of the steps, which says nothing about the next measurement.
     in_rounds = any(map(recorded.is_ranked, results))
     header: tuple[str, ...] = HEADER if in_rounds else tuple(STEPS if name == RANGE else name for name in HEADER)
-    rows = [_cells(row, best, in_rounds=in_rounds) for row in ranked]
+    rows = [_cells(row, best[row.table], in_rounds=in_rounds) for row in ranked]
     if any(row.entry.is_loaded for row in ranked):
         header = (*header, "others")
         rows = [(*cells, _load_cell(row.entry)) for cells, row in zip(rows, ranked, strict=True)]
@@ -214,7 +254,8 @@ def _cells(ranked: Ranked, best: float, *, in_rounds: bool) -> tuple[str, ...]:
     if entry.result is None:
         return (ABSENT, entry.label, entry.state, *[ABSENT] * (len(HEADER) - 3))
     steps: dict[str, float] = entry.result["throughput"]["tokens_per_second"]
-    share = "best" if steps["median"] == best else change_text(steps["median"] / best)
+    share = "best" if steps["median"] == best else change_text(steps["median"] / best) if best else ABSENT
+    share = ABSENT if ranked.apart else share
     known = speed(entry.result)
     low, high = (known.low, known.high) if known else (steps["p10"], steps["p90"])
     return (
@@ -248,9 +289,18 @@ def sent_bytes(result: dict[str, Any]) -> int:
 
 
 def conclusion(ranked: Sequence[Ranked]) -> str:
-    """Names the best point, or reports a tie, or says that nothing is ranked."""
-    if not ranked or not ranked[0].is_measured:
-        return "no point has a result"
+    """Names the best point of each table, or reports a tie, or says that nothing is ranked."""
+    found = by_table(ranked)
+    if set(found) <= {""}:
+        return _conclusion(ranked)
+    return "; ".join(f"{name}: {_conclusion(rows)}" for name, rows in found.items())
+
+
+def _conclusion(rows: Sequence[Ranked]) -> str:
+    ranked = [row for row in rows if not row.apart]
+    if not any(row.is_measured for row in ranked):
+        apart = ", ".join(f"{row.entry.label} ({row.apart})" for row in rows if row.apart)
+        return f"no point has a place: {apart}" if apart else "no point has a result"
     placed = [row for row in ranked if row.place is not None]
     if not placed:
         rounds = {len(recorded.used_rounds(row.entry.result or {})) or 1 for row in ranked if row.is_measured}
@@ -298,6 +348,8 @@ def next_after_sweep(ranked: Sequence[Ranked]) -> str:
     if not ranked:
         return program()
     entry = ranked[0].entry
+    if ranked[0].place == 1 and (own := extras.next_command(entry)):
+        return own
     if entry.result is None:
         return run_command(entry.overrides)
     if entry.result.get("training") and entry.config:

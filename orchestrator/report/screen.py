@@ -118,16 +118,19 @@ class Screen:
     def comparison(self, ranked: Sequence[Ranked]) -> None:
         """Prints the table of a sweep, its order, and the conclusions."""
         self.console.print()
-        self.table(ranking.table(ranked))
+        for name, table in ranking.tables(ranked).items():
+            if name:
+                self.say(f"{name}:", "bold")
+            self.table(table)
         self.say(ranking.rule(ranked[0].metric), "dim")
-        for line in cautions.reused(ranked):
+        for line in (*cautions.reused(ranked), *cautions.without_place(ranked)):
             self.say(line)
         for line in cautions.failures(ranked):
             self.say(line, "red")
         for line in cautions.warnings(ranked):
             self.warn(line)
         self.say(ranking.conclusion(ranked), "bold")
-        for line in named_apart.lines(ranked):
+        for line in (*named_apart.lines(ranked), *extras.notes([row.entry for row in ranked])):
             self.say(line)
 
     def closing(self, rows: Sequence[Row]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from orchestrator.report import extras, named_apart
-from orchestrator.report.cautions import failures, reused, warnings
+from orchestrator.report.cautions import failures, reused, warnings, without_place
 from orchestrator.report.entry import Entry
 from orchestrator.report.ranking import (
     DEFAULT_METRIC,
@@ -21,7 +21,7 @@ from orchestrator.report.ranking import (
     sent_bytes,
     speed,
     states_bytes,
-    table,
+    tables,
 )
 from orchestrator.report.summary import PHASES, Table, run_command
 from orchestrator.report.varied import ABSENT_VALUE, varied_keys
@@ -42,9 +42,12 @@ def report_md(name: str, ranked: Sequence[Ranked]) -> str:
     """The complete report of a sweep."""
     parts = [
         f"# Sweep {name}",
-        markdown(table(ranked)),
+        *(
+            f"## {name[:1].upper()}{name[1:]}\n\n{markdown(one)}" if name else markdown(one)
+            for name, one in tables(ranked).items()
+        ),
         f"{rule(ranked[0].metric if ranked else DEFAULT_METRIC)}.",
-        *(f"{line}." for line in reused(ranked)),
+        *(f"{line}." for line in (*reused(ranked), *without_place(ranked))),
         f"**{conclusion(ranked)}.**",
         *(f"{line}." for line in named_apart.lines(ranked)),
     ]

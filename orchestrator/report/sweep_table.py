@@ -178,7 +178,8 @@ def next_row(sweep: SweepPaths, standings: Sequence[Standing], *, runs: bool) ->
 
     ranked = comparison.ranked(sweep)
     command = (read_or_warn(sweep.sweep, SWEEP) or {}).get("command")
-    are_unranked = sum(row.is_measured for row in ranked) > 1 and all(row.place is None for row in ranked)
+    are_unranked = sum(row.is_measured and not row.apart for row in ranked) > 1
+    are_unranked = are_unranked and all(row.place is None for row in ranked)
     if command and are_unranked and not (ranking.evaluates(ranked) or ranking.trains(ranked)):
         return Row("next", f"{program()} {shlex.join(ranking.standard(command))}")
     if len({row.entry.config["resources"].get("code") for row in ranked if row.is_measured}) > 1:
@@ -192,9 +193,7 @@ def document(sweep: SweepPaths, standings: Sequence[Standing]) -> str:
 
     ranked = {row.entry.label: row for row in comparison.ranked(sweep)}
     points = [
-        {**as_json(point), "place": ranked[point.label].place, "tied": ranked[point.label].tied}
-        if point.label in ranked
-        else as_json(point)
+        {**as_json(point), **_standing(ranked[point.label])} if point.label in ranked else as_json(point)
         for point in standings
     ]
     metric = next((row.metric for row in ranked.values()), None)
@@ -202,6 +201,11 @@ def document(sweep: SweepPaths, standings: Sequence[Standing]) -> str:
     files = {"report": str(sweep.report), "page": str(sweep.page), "numbers": str(sweep.results)}
     content = {"sweep": sweep.name, "running": runs, "rank_by": metric, "points": points, **files}
     return json.dumps(content, ensure_ascii=False)
+
+
+def _standing(row: ranking.Ranked) -> dict[str, Any]:
+    named = {name: text for name, text in (("apart", row.apart), ("table", row.table)) if text}
+    return {"place": row.place, "tied": row.tied, **named}
 
 
 def as_json(point: Standing) -> dict[str, Any]:

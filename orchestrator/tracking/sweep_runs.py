@@ -98,12 +98,16 @@ class SweepRuns:
         record = read_or_warn(self._sweep.sweep, SWEEP) or {}
         ranked = comparison.ranked(self._sweep)
         counts = Counter(row.entry.state for row in ranked)
-        best = [row.entry.label for row in ranked if row.place == 1]
+        best = {
+            name: ", ".join(row.entry.label for row in rows if row.place == 1)
+            for name, rows in ranking.by_table(ranked).items()
+        }
+        winners = "; ".join(f"{name}: {labels}" if name else labels for name, labels in best.items() if labels)
         return {
             names.COMMAND: shlex.join(record.get("command") or ()) or "a batch that a program proposed",
             names.COUNTS: ", ".join(f"{count} {state}" for state, count in counts.items()),
             names.RANK_BY: record.get("rank_by") or ranking.DEFAULT_METRIC,
-            **({names.BEST: ", ".join(best)} if best else {}),
+            **({names.BEST: winners} if winners else {}),
         }
 
 

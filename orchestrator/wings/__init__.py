@@ -62,12 +62,19 @@ JOIN = "orchestrator.wings.torchrun.join:join"
 PLACE_IN_STEP = "orchestrator.wings.slurm.rank:say_place_in_step"
 # Modules of what a comparison shows besides the trunk's numbers, in the order of the columns, and of what is said of a
 # run and after a comparison: orchestrator/report/extras.py says what each has.
-COLUMNS = ("orchestrator.wings.validation.columns", "orchestrator.wings.profile.extras", "orchestrator.wings.lossy")
-SUMMARIES = ("orchestrator.wings.profile.extras",)
+COLUMNS = (
+    "orchestrator.wings.engines.columns",
+    "orchestrator.wings.validation.columns",
+    "orchestrator.wings.profile.extras",
+    "orchestrator.wings.lossy",
+)
+SUMMARIES = ("orchestrator.wings.profile.extras", "orchestrator.wings.engines.columns")
+# Module of which rows of a comparison have a place, and in which table: see orchestrator/report/extras.py.
+PLACES = "orchestrator.wings.engines.places"
 # Who writes more of a sweep's report: functions that return a ReportPart (orchestrator/report/comparison.py).
 REPORT_PARTS = ("orchestrator.wings.page.files:part",)
 # Modules of what the page shows of other wings: `section`, `markdown` and `figures` of the points of a report.
-REPORT_SECTIONS = ("orchestrator.wings.profile.profile_page",)
+REPORT_SECTIONS = ("orchestrator.wings.engines.section", "orchestrator.wings.profile.profile_page")
 
 
 def load(place: str) -> Any:

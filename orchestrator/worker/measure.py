@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,11 +53,35 @@ def memory_now(device: torch.device) -> tuple[str, float]:
     return "rss", psutil.Process().memory_info().rss / 2**20
 
 
+def begin_peak() -> None:
+    """From here on the highest memory of this process is counted above what it holds now: what was imported, and what
+    building a model on the meta device took, is no part of an engine's memory."""
+    global _highest_before, _held_before
+    gc.collect()
+    _highest_before = max(_highest_before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    with suppress(OSError):  # where it is not permitted, memory that was freed before is missing in the difference
+        Path("/proc/self/clear_refs").write_text("5")  # the highest is now the present one
+    _held_before = _highest()
+
+
+def _highest() -> int:
+    """The highest resident set of this process in bytes, since its start or the last `begin_peak`."""
+    with suppress(OSError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+_highest_before = _held_before = 0
+
+
 def peaks(device: torch.device) -> dict[str, int | None]:
     """Peak memory of this process so far, in bytes."""
     on_cuda = device.type == "cuda"
     return {
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts KiB
+        # Linux counts KiB; `begin_peak` has reset the count.
+        "peak_rss_bytes": max(_highest_before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
+        "peak_above_start_bytes": None if on_cuda else _highest() - _held_before,
         "peak_allocated_bytes": torch.cuda.max_memory_allocated() if on_cuda else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if on_cuda else None,
         # How often the allocator had to free its cache and retry: the run fits in memory, but slowly.

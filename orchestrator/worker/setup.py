@@ -19,6 +19,7 @@ from orchestrator.launch.environment import set_kernel_cache
 from orchestrator.launch.rank import RankInfo, RankRecord
 from orchestrator.records.run_record import AttemptPaths, scratch_path
 from orchestrator.worker.accounts import Accounts, OwnAccounts
+from orchestrator.worker.measure import begin_peak
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model
 from zero_runtime.activations.recompute import Recomputation
@@ -144,6 +145,7 @@ def build_runtime(
     """
     # The model has no memory yet: the runtime makes each rank's shards, so that no rank ever holds all of it.
     model, initialise = build_deferred(config)
+    begin_peak()
     recomputation = Recomputation(model, config.recompute, device)
     precision = config.precision
     settings = RuntimeSettings(

@@ -14,7 +14,7 @@ from benchmarks.stages_contestants import batch_of, whole_step
 from benchmarks.stages_task import LIMIT, ROWS, WARMUP, Task
 from orchestrator.launch import environment
 
-TASK = Task("", 2, GptSize(layers=2, width=32, heads=2, vocab=64, seq=16, micro=1), "fp32", 2, ())
+TASK = Task("", 2, GptSize(layers=2, width=32, heads=2, vocab=64, seq=16, micro=1), "fp32", 2)
 CPU = torch.device("cpu")
 
 

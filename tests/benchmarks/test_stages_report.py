@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.stages_report import (
     of_limit,
-    of_ours,
     of_parts,
     percent,
     quartiles,
@@ -26,13 +25,12 @@ SECONDS = {
     "stage2": [1.25, 2.5, 5.0],
     "stage2 collectives": [0.1, 0.2, 0.4],
     "stage2 optimizer": [0.15, 0.1, 0.6],
-    "fsdp2": [2.5, 5.0, 5.0],
 }
 
 
 def found(precision: str = "fp32") -> dict[str, Any]:
     size = {"layers": 2, "width": 64, "heads": 4, "vocab": 512, "seq": 64, "micro": 2}
-    names = ("forward+backward", "stage2", "fsdp2")
+    names = ("forward+backward", "stage2")
     peak = {"whole": 30.0, "steady": 20.4, "faulted": 0.0, "faulted_most": 1.0, "first_loss": 6.2, "last_loss": 6.1}
     return {
         "date": "2026-11-22",
@@ -41,7 +39,7 @@ def found(precision: str = "fp32") -> dict[str, Any]:
         "versions": "torch 2.13",
         "command": f"python benchmarks/stages.py --precision {precision}",
         "load_before": 0.1,
-        "task": {"world": 2, "size": size, "precision": precision, "rounds": 3, "peers": ["fsdp2"], "warmup": 1},
+        "task": {"world": 2, "size": size, "precision": precision, "rounds": 3, "warmup": 1},
         "seconds": SECONDS,
         "losses": {name: [6.25, 6.24, 6.23, 6.22] for name in names},
         "memory": {"stage2": peak},
@@ -54,10 +52,6 @@ def test_shares_are_computed_within_each_round() -> None:
 
 def test_the_parts_are_summed_within_each_round() -> None:
     assert of_parts(found(), "stage2") == pytest.approx([1.0, 0.92, 1.0])
-
-
-def test_a_peer_is_compared_with_our_row_at_its_stage() -> None:
-    assert of_ours(found(), "fsdp2") == [2.0, 2.0, 1.0]
 
 
 def test_quartiles_stay_within_the_range_of_the_values() -> None:
@@ -76,22 +70,18 @@ def test_the_page_contains_command_machine_rounds_losses_and_drift_verdicts() ->
         "3 rounds after 1",
         "6.2500 to 6.2500 at the first step (expected 6.2",
         *verdicts(found()),
-        "| ours, stage 2 | 2500 (1875 to 3750) | 80 % (80 to 80) | 200 (150 to 300) | 150 (125 to 375) | 100 % (96 to",
-        "| 2.00 (1.50 to 2.00) |",
-        "| ours, stage 2 | 20 | 30 | 0.00 | 1.00 | 6.1000 |",
+        "| stage 2 | 2500 (1875 to 3750) | 80 % (80 to 80) | 200 (150 to 300) | 150 (125 to 375) | 100 % (96 to",
+        "| stage 2 | 20 | 30 | 0.00 | 1.00 | 6.1000 |",
     ):
         assert part in page
 
 
-def test_the_short_table_has_a_row_for_each_engine_and_columns_for_each_precision() -> None:
+def test_the_short_table_has_a_row_for_each_stage_and_columns_for_each_precision() -> None:
     lines = short_table([found("fp32"), found("bf16")])
     assert lines[0] == (
-        "| engine | fp32: of forward + backward | fp32: MiB a rank | bf16: of forward + backward | bf16: MiB a rank |"
+        "| row | fp32: of forward + backward | fp32: MiB a rank | bf16: of forward + backward | bf16: MiB a rank |"
     )
-    assert lines[2] == "| ours, stage 2 | 80 % (80 to 80) | 20 | 80 % (80 to 80) | 20 |"
-    assert lines[3] == (
-        "| FSDP2, reshard_after_forward=False (as stage 2) | 40 % (40 to 60) | - | 40 % (40 to 60) | - |"
-    )
+    assert lines[2] == "| stage 2 | 80 % (80 to 80) | 20 | 80 % (80 to 80) | 20 |"
     assert sum("Drift of step times" in line for line in lines) == 2
 
 

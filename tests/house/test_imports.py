@@ -73,6 +73,7 @@ PLUGIN = "orchestrator/plugins/hydra_plugins/zlab_launcher/__init__.py"
 IMPORTERS = {
     "torch.distributed": {
         "orchestrator/wings/engines/ddp.py",
+        "orchestrator/wings/engines/foreign_runtime.py",
         "zero_runtime/collectives.py",
         "zero_runtime/deepspeed/comm.py",
         "zero_runtime/gloo.py",
@@ -119,12 +120,12 @@ ROOMS = {
         "orchestrator": "api",
         "wings.divided": "config",
         "wings.energy": "rounds worker",
-        "wings.engines": "config plan wings worker",
         "wings.faults": "wings worker",
         "wings.lossy": "config records report",
         "wings.optuna": "commands compose config plan records report",
         "plugins": "config wings.optuna",
         "wings.page": "config records report text wings",
+        "wings.engines": "compose config machine plan report text wings wings.page worker",
         "wings.pretrained": "config workloads",
         "wings.foreign": "commands compose config exit_codes plan records report text wings wings.engines "
         "wings.pretrained",
@@ -134,8 +135,8 @@ ROOMS = {
         "wings.validation": "config launch records report text worker workloads",
         "wings.generate": "commands config exit_codes launch records report text wings.predict wings.pretrained worker "
         "workloads",
-        "wings.predict": "commands compose config exit_codes launch machine plan records report text wings.divided "
-        "wings.profile worker workloads",
+        "wings.predict": "commands compose config exit_codes launch machine plan records report text wings "
+        "wings.divided wings.profile worker workloads",
         "wings.profile": "compose config launch records report rounds text wings.page wings.predict worker",
     },
     "zero_runtime": {

@@ -53,6 +53,14 @@ def memory_error(
     return RankMemoryError(f"rank {rank}: {told(error, place)}", rank, facts, on_host=on_host)
 
 
+def is_broken_connection(error: BaseException) -> bool:
+    """Whether a collective failed that nothing of ours issued: another rank may be the cause."""
+    # gloo raises a plain RuntimeError with the place in its code, NCCL and the store their own kinds.
+    if type(error) is RuntimeError:
+        return "gloo/" in str(error)
+    return any(kind.__name__ == "DistError" for kind in type(error).__mro__) and not is_out_of_memory(error)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this rank is out of memory; False for a RankError, which may quote another rank's error."""
     if isinstance(error, RankError):

@@ -35,12 +35,16 @@ _SAME = (
     "Expected every rank to issue the same collectives in the same order; make what decides them (the model, the "
     "number of calls, anything under `if rank`) equal on all ranks"
 )
+OTHERS = "of the engine"
 _SKIPPED = "; if some ranks skip a module in some batches, declare it: zero_runtime.optional_modules(model, [module])"
 
 
 @dataclass(frozen=True)
 class Note:
-    """The known state of one rank. `idle_s`: seconds since its working thread last wrote to the journal."""
+    """The known state of one rank. `idle_s`: seconds since its working thread last wrote to the journal.
+
+    others: collectives that code besides ours has issued, which the journal does not have; 0 if nobody counts them.
+    """
 
     rank: int
     standing: RankStatus
@@ -49,6 +53,7 @@ class Note:
     idle_s: float = 0.0
     stack: str = ""
     error: str = ""
+    others: int = 0
 
     @property
     def waited(self) -> Op | None:
@@ -60,7 +65,7 @@ class Note:
 
     def numbers(self) -> dict[str, int]:
         """The number of the last collective, by channel."""
-        return {op.channel: op.number for op in self.ops}
+        return {op.channel: op.number for op in self.ops} | ({OTHERS: self.others} if self.others else {})
 
     def lacks(self, numbers: Mapping[str, int]) -> str:
         """The name of the first of these collectives that the rank has not issued; empty if it has issued all."""

@@ -24,7 +24,7 @@ from typing import NoReturn, Protocol
 
 from zero_runtime.errors import RankError
 from zero_runtime.watch.device_progress import DeviceProgress
-from zero_runtime.watch.failure import is_out_of_memory, memory_error, told
+from zero_runtime.watch.failure import is_broken_connection, is_out_of_memory, memory_error, told
 from zero_runtime.watch.journal import Journal
 from zero_runtime.watch.judge import Blame, Note, Patience, RankStatus, judge
 from zero_runtime.watch.process import OwnProcess, Whereabouts, format_frames, remove_folder
@@ -90,6 +90,8 @@ class RankWatch:
         self._process = OwnProcess()
         self.journal: Journal = self._process.journal
         self.progress = DeviceProgress(self.journal)
+        self._count_others: Callable[[], int] = lambda: 0
+        self._others = 0
         self._round = 1
         self._trouble = ""  # the error for which the working thread, which cannot continue, requests a round
         self._ended: Note | None = None
@@ -106,6 +108,11 @@ class RankWatch:
         atexit.register(self._at_exit)
 
     # ---- called by the working thread --------------------------------------------------------------------------
+
+    def count_others(self, count: Callable[[], int]) -> None:
+        """Also watch the collectives that other code issues, which are not in the journal. count: how many so far, the
+        same on all ranks when they have come equally far; the watching thread calls it."""
+        self._count_others = count
 
     def explain(self, trouble: str, error: BaseException | None = None) -> NoReturn:
         """Have the ranks compare notes, because the working thread cannot continue, and raise the verdict.
@@ -127,8 +134,15 @@ class RankWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Report the end to the others. Out-of-memory errors become a RankError with the position; others propagate."""
+        """Report the end to the others. Out-of-memory errors become a RankError with the position, those of a broken
+        connection one with the rank that broke it; others propagate."""
         place, _ = self.journal.read()
+        if error is not None and is_broken_connection(error):
+            try:
+                self.explain(f"a collective failed: {error}", error)
+            except RankError as verdict:
+                self.close(verdict)
+                raise
         self.close(error)
         if error is not None and is_out_of_memory(error):
             raise memory_error(self._rank, error, place) from error
@@ -196,6 +210,8 @@ class RankWatch:
     def _has_progressed(self, now: float) -> bool:
         """Whether the working thread, or the device if that thread is idle, has made progress since the last call."""
         has_ticked = self.journal.ticks != self._ticks
+        others, self._others = self._others, self._count_others()
+        has_ticked = has_ticked or self._others != others
         if not has_ticked and (now - self._moved <= self._settings.slow_s or not self.progress.poll()):
             return False
         self._ticks, self._moved = self.journal.ticks, now
@@ -311,4 +327,6 @@ class RankWatch:
     def _note(self, standing: RankStatus) -> Note:
         place, ops = self.journal.read()
         idle_s = time.monotonic() - self._moved
-        return Note(self._rank, standing, place, ops, idle_s, self._process.stack(), self._trouble)
+        return Note(
+            self._rank, standing, place, ops, idle_s, self._process.stack(), self._trouble, self._count_others()
+        )

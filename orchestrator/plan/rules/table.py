@@ -58,6 +58,7 @@ def resolve(config: AskedConfig, scene: Scene) -> RunConfig:
             tokenizer=data_rules.tokenizer_of(model, data),
         ),
         "checkpoint": _with_absolute_path(config.checkpoint),
+        "engine": config.engine.located(),
         "offload": _with_folder(config),
         "precision": replace(
             config.precision, compute=precision_rules.computed_in(config.precision, scene, config.resources)

@@ -11,13 +11,14 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.plan.point import Point, Refused
 from orchestrator.plan.rules.scene import Scene
+from orchestrator.wings.engines import environments
 from orchestrator.wings.engines.contract import EngineModule
 
 
 def completed(points: Sequence[Point | Refused], scene: Scene) -> tuple[list[Point | Refused], list[Broken]]:
     """The points, of which those that their engine cannot train are refused; and the rules that these break, one for
     each point. Each other point counts its work."""
-    judged = [_judged(point) if isinstance(point, Point) else point for point in points]
+    judged = [_judged(point) if isinstance(point, Point) else point for point in environments.known(points, scene)]
     broken = [rule for before, after in zip(points, judged, strict=True) if after is not before
               and isinstance(after, Refused) for rule in after.broken]  # fmt: skip
     return _distinct([_counted(point) for point in judged]), broken

@@ -102,4 +102,5 @@ class EngineModule(Protocol):
         """The engine's bytes on one rank by its rules; None if they are not known for this point."""
 
     def build(self, task: Task) -> TrainingEngine:
-        """Builds the engine with the model's first values. A collective."""
+        """Builds the engine with the model's first values. A collective. A module that imports a large library calls
+        worker/measure.py's begin_peak then, whose count it is no part of."""

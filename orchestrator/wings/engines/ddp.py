@@ -15,6 +15,7 @@ from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.contract import Task, Updated
 from orchestrator.wings.engines.limits import common_problems, replicated, unknown_keys
 from zero_runtime.offload_plan import Tier
+from zero_runtime.precision import ITEMSIZE_BYTES
 from zero_runtime.predict.memory import peers
 from zero_runtime.predict.memory.peers import PeerMemory, PeerModel
 
@@ -24,10 +25,14 @@ if TYPE_CHECKING:
     from zero_runtime.optim.lr_schedule import Rates
 
 PACKAGES, EXTRA = ("torch",), ""
+SETTINGS = (
+    *("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters", "broadcast_buffers"),
+    *("init_sync", "skip_all_reduce_unused_params"),
+)
 
 
 def problems_of(config: RunConfig) -> list[Broken]:
-    found = [*common_problems(config, "DDP"), *unknown_keys("ddp", config.engine.native, settings_of(config))]
+    found = [*common_problems(config, "DDP"), *unknown_keys("ddp", config.engine.native, SETTINGS)]
     if Tier.HOST in (config.offload.params, config.offload.optimizer):
         found.append(Broken("DDP offloads nothing", "group offload", ("offload=none", "engine=fsdp2")))
     return found
@@ -58,7 +63,8 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
-    return peers.ddp_autocast(model) if config.precision.dtypes.param != "fp32" else None
+    views = bool(settings_of(config)["gradient_as_bucket_view"])
+    return peers.ddp(model, weights=ITEMSIZE_BYTES[config.precision.dtypes.param], views=views)
 
 
 def meaning(config: RunConfig) -> RunConfig:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from orchestrator import wings
 from orchestrator.config.schema import RunConfig
 from orchestrator.wings.engines.contract import EngineModule, Task, TrainingEngine
 from orchestrator.worker.accounts import state_rows
+from orchestrator.worker.measure import begin_peak
 from orchestrator.worker.setup import TrainingSetup, build_deferred
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.census import HeldStates
@@ -37,6 +40,7 @@ def build(
     """The engine that config.engine names, with the model's first values. Needs the process group."""
     module: EngineModule = wings.load(wings.ENGINES[config.engine.kind])
     model, initialise = build_deferred(config)
+    begin_peak()
     parameters = sum(param.numel() for param in model.parameters())
     recomputation = Recomputation(model, config.recompute, device)
     values = InitialValues(model, seed=config.seed, initialise=initialise)
@@ -64,6 +68,7 @@ class ForeignRuntime:
     ) -> None:
         self.device, self.clock = device, PhaseClock(device)
         self.collectives = Collectives(1, self.clock, watch)
+        watch.count_others(issued_collectives)
         self.collectives.journal.begin("start")
         self.sequence = SequencePart()
         self.scaler = SimpleNamespace(scale=1.0)
@@ -104,6 +109,8 @@ class ForeignRuntime:
         self.collectives.journal.begin("backward")
         self.engine.backward(loss)
         self._count = (self._count + 1) % self._micro_batches
+        if self._count:
+            self.collectives.journal.begin("forward")
         self._expect_micro_batch()
 
     def step(self, rates: Rates) -> StepReport:
@@ -134,6 +141,17 @@ class ForeignRuntime:
         self.engine.close()
 
 
+def issued_collectives() -> int:
+    """How many collectives this rank has issued in all of its groups, whoever called them.
+
+    A rank that hangs in its engine's code has issued fewer than those that wait for it there.
+    """
+    # Backends count them for the flight recorder. Nothing public tells the number, and to count each call would slow
+    # the steps that are measured.
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
 class ForeignAccounts:
     """What is counted of another engine, see orchestrator/worker/accounts.py."""
 
@@ -162,14 +180,20 @@ class ForeignAccounts:
         return self._dtypes
 
     def states(self, measured: Mapping[str, int | None]) -> dict[str, Any]:
+        predicted = self._predicted
         return {
-            "states": state_rows(dict.fromkeys(("params", "grads", "optimizer")), measured),
+            "states": state_rows({name: predicted.get(name) for name in ("params", "grads", "optimizer")}, measured),
             "formula": "",
             "scratch_bytes": 0,
             "scratch_predicted_bytes": 0,
-            "host": {"predicted_bytes": None, "measured_bytes": measured.get("host")},
+            "host": {"predicted_bytes": predicted.get("host"), "measured_bytes": measured.get("host")},
             "padding_bytes": 0,
         }
+
+    @cached_property
+    def _predicted(self) -> dict[str, int]:
+        found: dict[str, int] = wings.load(wings.PREDICTED).engine_states(self._config)
+        return found
 
     def communication(self, ledger: Ledger) -> dict[str, Any]:
         return {"data": {}, "control_bytes": ledger.control.bytes}

@@ -11,6 +11,8 @@ from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.contract import Task, Updated
 from orchestrator.wings.engines.limits import common_problems, replicated
 from zero_runtime.offload_plan import Tier
+from zero_runtime.precision import ITEMSIZE_BYTES
+from zero_runtime.predict.memory import peers
 from zero_runtime.predict.memory.peers import PeerMemory, PeerModel
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
-    return None
+    return peers.plain(model, weights=ITEMSIZE_BYTES[config.precision.dtypes.param])
 
 
 def meaning(config: RunConfig) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from orchestrator.text.units import ABSENT, difference, digits, size
 from orchestrator.wings.page.charts import bars
 from orchestrator.wings.page.charts.bar_data import Bar, BarChart, BarPart
 from orchestrator.wings.page.charts.canvas import AxisUnit, LegendEntry, Picture, size_unit
-from orchestrator.wings.page.charts.palette import BEST, OTHERS, PAINTS, Paint
+from orchestrator.wings.page.charts.palette import APART, BEST, OTHERS, PAINTS, Paint
 from orchestrator.wings.page.report_points import ReportPoint, length
 
 OTHER = "other tensors"
@@ -62,18 +63,20 @@ def _speed_bar(point: ReportPoint) -> Bar:
     speed = point.speed
     if speed is None:
         return _bar(point, (0.0,), note=point.entry.state, lacking=True)
-    paint = BEST if point.ranked.place == 1 else OTHERS
+    paint = APART if point.ranked.apart else BEST if point.ranked.place == 1 else OTHERS
     reused = ", reused" if point.entry.is_reused else ""
-    note = f"{digits(speed)}{reused}"
+    note = f"{digits(speed)}{reused}{', no place' if point.ranked.apart else ''}"
     return _bar(point, (speed,), spread=point.speed_range, note=note, paint=paint)
 
 
 def _speed_legend(points: Sequence[ReportPoint]) -> tuple[LegendEntry, ...]:
-    firsts = sum(point.ranked.place == 1 for point in points)
+    firsts = Counter(point.ranked.table for point in points if point.ranked.place == 1)
+    apart = (LegendEntry("without a place", APART),) if any(point.ranked.apart for point in points) else ()
     if not firsts:
-        return ()
-    best = "first place" if firsts == 1 else f"first place, a tie of {firsts}"
-    return (LegendEntry(best, BEST), LegendEntry("other points", OTHERS))
+        return apart
+    ties = " and ".join(str(count) for count in firsts.values())
+    best = "first place" if set(firsts.values()) == {1} else f"first place, a tie of {ties}"
+    return (LegendEntry(best, BEST), LegendEntry("other points", OTHERS), *apart)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -204,6 +207,8 @@ def _sent_bar(point: ReportPoint, kinds: Sequence[str]) -> Bar:
     talk, found = point.result["communication"], _sent_bytes(point)
     total = sum(found.values())
     elements = sum(length(volume["elements"]) for volume in talk["data"].values())
+    if talk.get("theory_elements") is None:
+        return _bar(point, [found.get(kind, 0) for kind in kinds], note=size(total))
     theory = length(talk["theory_elements"]) + length(talk.get("padding_elements"))
     equal = "equal" if elements == theory else f"NOT equal: {elements:,.0f} for {theory:,.0f} elements"
     note = f"{size(total)}, {equal}" if total else ABSENT

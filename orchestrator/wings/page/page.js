@@ -1,8 +1,9 @@
 "use strict";
 (() => {
   const table = document.getElementById("points");
-  const body = table.tBodies[0];
-  const rows = Array.from(body.rows);
+  // A table of the comparison is a body; with several, the first row of each is its name.
+  const bodies = Array.from(table.tBodies, (body) => [body, Array.from(body.rows).filter((row) => row.dataset.row)]);
+  const rows = bodies.flatMap(([, own]) => own);
   const filter = document.getElementById("filter");
   const state = document.getElementById("state");
 
@@ -21,12 +22,12 @@
       ? header.dataset.first !== "descending" : header.dataset.first === "descending";
     for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
     header.setAttribute("aria-sort", falls ? "descending" : "ascending");
-    rows.sort((a, b) => {
+    const falling = (a, b) => {
       const [one, other] = [value(a, column), value(b, column)];
       if ((one === "") !== (other === "")) return one === "" ? 1 : -1;
       return order(one, other) * (falls ? -1 : 1);
-    });
-    body.append(...rows);
+    };
+    for (const [body, own] of bodies) body.append(...own.sort(falling));
   };
   for (const header of table.tHead.rows[0].cells) {
     header.querySelector("button").addEventListener("click", () => sort(header));
@@ -59,8 +60,8 @@
       : `figure svg:has([data-row="${number}"]) [data-row]:not([data-row="${number}"]){opacity:.25}`;
   };
   const rowOf = (event) => event.target.closest("[data-row]")?.dataset.row ?? null;
-  body.addEventListener("mouseover", (event) => light(rowOf(event)));
-  body.addEventListener("mouseleave", () => light(null));
+  table.addEventListener("mouseover", (event) => light(rowOf(event)));
+  table.addEventListener("mouseleave", () => light(null));
   for (const picture of document.querySelectorAll("figure svg")) {
     picture.addEventListener("mouseover", (event) => light(rowOf(event)));
     picture.addEventListener("mouseleave", () => light(null));

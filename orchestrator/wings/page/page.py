@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.report import cautions, named_apart, ranking
+from orchestrator.report.ranking import Ranked
 from orchestrator.text.paths import program
 from orchestrator.text.streams import one_line
 from orchestrator.text.units import ABSENT, count, many
@@ -78,13 +79,13 @@ def page(name: str, points: Sequence[ReportPoint], figures: Sequence[Figure], fa
             notes=[
                 f"Rule: {ranking.rule(metric)}",
                 f"Baselines: {baseline_text(points)}",
-                *map(_sentence, cautions.reused(rows)),
+                *map(_sentence, (*cautions.reused(rows), *cautions.without_place(rows))),
             ],
             warnings=list(map(one_line, (*cautions.warnings(rows), *checks.warnings(points)))),
             longest=LONG_WARNING,
             figures=figures,
             states=list(states),
-            points=points,
+            tables={name: [points[row] for row in own] for name, own in _rows_of_tables(rows).items()},
             columns=columns,
             sections=[load(place).section(points) for place in REPORT_SECTIONS],
             lost=[point for point in points if point.result is None],
@@ -94,6 +95,14 @@ def page(name: str, points: Sequence[ReportPoint], figures: Sequence[Figure], fa
             details=details,
         )
     )
+
+
+def _rows_of_tables(rows: Sequence[Ranked]) -> dict[str, list[int]]:
+    """The numbers of the rows of each table."""
+    found: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        found.setdefault(row.table, []).append(number)
+    return found or {"": []}
 
 
 def _themes() -> str:
@@ -106,7 +115,7 @@ def _themes() -> str:
 
 def _work(points: Sequence[ReportPoint]) -> str:
     """What the points did, where all of them did the same: the model, the batch, the machine and the method."""
-    measured = [point.result for point in points if point.result is not None]
+    measured = [point.result for point in points if point.result is not None and not point.ranked.apart]
     texts = [[text(result) for result in measured] for text in (_model, _batch, _machine, _method)]
     return "; ".join(told[0] if len(set(told)) == 1 else f"{told[0]} and others" for told in texts if told)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from orchestrator.report import extras, ranking
 from orchestrator.report.extras import ExtraColumn
 from orchestrator.report.varied import Varied
 from orchestrator.text.units import ABSENT, change_text, difference, digits, loss, size
-from orchestrator.wings.page.report_points import ReportPoint
+from orchestrator.wings.page.report_points import ReportPoint, is_finite
 
 Cell = tuple[object, str]  # the value to sort by, "" for none, and the text
 Read = Callable[[ReportPoint], float | None]
@@ -78,7 +78,7 @@ def _measured_at(point: ReportPoint) -> Cell:
 
 def columns(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> list[Column]:
     """All columns, in their order. Those of wings only where some point has one."""
-    best = max((point.speed for point in points if point.speed), default=0.0)
+    best = ranking.fastest([point.ranked for point in points])
     found = [
         Column("place", _place),
         Column("point", lambda point: (point.label, point.label), number=False),
@@ -113,11 +113,11 @@ def _setting(setting: Varied) -> Callable[[ReportPoint], Cell]:
     return lambda point: (setting.values[point.number], setting.values[point.number])
 
 
-def _against(best: float) -> Callable[[ReportPoint], Cell]:
+def _against(best: Mapping[str, float]) -> Callable[[ReportPoint], Cell]:
     def cell(point: ReportPoint) -> Cell:
-        if point.speed is None or not best:
+        if point.speed is None or point.ranked.apart or not is_finite(best[point.ranked.table]):
             return NOTHING
-        share = point.speed / best - 1
+        share = point.speed / best[point.ranked.table] - 1
         return share, "best" if share == 0 else change_text(1 + share)
 
     return cell

@@ -31,7 +31,8 @@ def speed_and_memory(points: Sequence[ReportPoint], settings: Sequence[Varied]) 
     if len(places) < 2:
         return None
     styles, legend = _styles([point for point, _, _ in places], settings)
-    front = pareto([(bytes_, speed) for _, speed, bytes_ in places])
+    rivals = [at for at, (point, _, _) in enumerate(places) if not point.ranked.apart]
+    front = [rivals[at] for at in pareto([(places[at][2], places[at][1]) for at in rivals])]
     named = {at: places[at][0].label for at in front[:MOST_NAMED]}
     dots = [
         Dot(

@@ -15,7 +15,7 @@ from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, many, size
 from orchestrator.wings.predict.fit_page import named
 from orchestrator.wings.predict.memory_cache import units_key
-from orchestrator.wings.predict.peer_fit import ENGINES, PeerFit, peer_fit
+from orchestrator.wings.predict.peer_fit import NAMES, PeerFit, peer_fit
 from orchestrator.wings.predict.prediction import gpu_bytes_here, overhead_of, target_here
 from orchestrator.wings.predict.step import Memories
 
@@ -37,9 +37,9 @@ def rows_as(engine: str, points: Sequence[Point], answers: Mapping[str, Mapping[
     if not found:
         raise Refusal(
             [
-                f"--as {engine}: its rules know none of these rows: they are for bf16 or fp16, without a tiled loss, "
-                "NVMe, recomputation by operation, tensor or sequence parallelism      "
-                "fix: precision=bf16 loss=full recompute=none,full parallel=none"
+                f"--as {engine}: its rules know none of these rows: they are without a tiled loss, NVMe, recomputation "
+                "by operation, tensor or sequence parallelism, and for stages that the engine has      "
+                "fix: loss=full recompute=none,full parallel=none"
             ]
         )
     return found
@@ -100,4 +100,4 @@ def _terms(screen: Screen, one: PeerFit) -> None:
 
 def engine_names() -> tuple[str, ...]:
     """The engines whose rules are known."""
-    return tuple(ENGINES)
+    return NAMES

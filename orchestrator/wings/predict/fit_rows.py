@@ -171,6 +171,7 @@ class Fit:
 def parts(peak: Peak) -> list[tuple[str, int]]:
     """What the peak consists of, in words, without parts of no bytes."""
     found = [(STATES[name], peak.states.get(name, 0)) for name in COMPONENTS]
+    found += [(name, count) for name, count in peak.states.items() if name not in STATES]  # terms of another engine
     found += [(BLOCKS, peak.blocks), (OUTSIDE, peak.outside), (BACKWARD, peak.backward)]
     found += [(INPUTS, peak.inputs), (BUFFERS, peak.buffers)]
     return [(name, count) for name, count in found if count]

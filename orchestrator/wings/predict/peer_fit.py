@@ -1,27 +1,31 @@
-"""What fits by another engine's byte rules: the rows of `zlab fit --as ENGINE`. Pure.
+"""The memory of a step by another engine's byte rules: of a point that it trains, and of the rows of `zlab fit --as
+ENGINE`.
 
-The engine's own terms are those of zero_runtime/predict/memory/peers.py. The activations are those that are counted for
-the same model here, since they belong to the model's code and not to the engine.
+The engine's own terms are those of its `memory_of` (orchestrator/wings/engines/contract.py), from the rules of
+zero_runtime/predict/memory/peers.py. The activations are those that are counted for the same model here, since they
+belong to the model's code and not to the engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.config.schema import LossKind, RunConfig
+from orchestrator import wings
+from orchestrator.config.engine import EngineKind
+from orchestrator.config.schema import Device, LossKind, RunConfig
 from orchestrator.wings.predict.step import ConfigMemory
 from zero_runtime.offload_plan import Tier
+from zero_runtime.optim.config_base import OptimizerConfig
+from zero_runtime.optim.groups import goes_without_decay
 from zero_runtime.plan import Partition
+from zero_runtime.precision import ITEMSIZE_BYTES
 from zero_runtime.predict.memory import peers
 from zero_runtime.predict.memory.activation_count import LinearTrace
 from zero_runtime.predict.memory.device_overhead import DeviceOverhead
-from zero_runtime.predict.memory.peers import DeepSpeedSettings, PeerMemory, PeerModel
-from zero_runtime.predict.memory.step_memory import TOKEN_BYTES
-
-HALVES = ("bf16", "fp16")  # the rules are for these dtypes
+from zero_runtime.predict.memory.peers import DeepSpeedSettings, Moment, PeerMemory, PeerModel, PeerParam
+from zero_runtime.predict.memory.step_memory import TOKEN_BYTES, Peak
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,13 @@ class PeerFit:
 
 def _deepspeed(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     offload = config.offload
-    if offload.uses_nvme or config.recompute.kind not in ("none", "full"):
-        return None
     settings = DeepSpeedSettings(
         optimizer_on_host=offload.optimizer is Tier.HOST, params_on_host=offload.params is Tier.HOST
     )
     if config.zero.plan.optimizer is Partition.REPLICATED and settings.optimizer_on_host:
         return None
-    return peers.deepspeed(model, config.zero.plan, config.resources.ranks, settings)
+    weights = ITEMSIZE_BYTES[config.precision.dtypes.param]
+    return peers.deepspeed(model, config.zero.plan, config.resources.ranks, settings, weights=weights)
 
 
 def _fsdp2(model: PeerModel, config: RunConfig) -> PeerMemory | None:
@@ -74,39 +77,83 @@ def _fsdp2(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     plan = config.zero.plan
     if plan.grads is Partition.REPLICATED or _offloads(config):
         return None
-    reshards = plan.params is Partition.SHARDED
-    return peers.fsdp2(model, config.resources.ranks, reshards=reshards)
+    gathered = ITEMSIZE_BYTES[config.precision.dtypes.param]
+    return peers.fsdp2(model, config.resources.ranks, gather_bytes=gathered, reshards=plan.params is Partition.SHARDED)
 
 
 def _megatron(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     plan = config.zero.plan
-    if plan.grads is Partition.SHARDED or _offloads(config):
+    if plan.grads is Partition.SHARDED or _offloads(config) or config.precision.dtypes.param == "fp32":
         return None
     return peers.megatron(model, config.resources.ranks, distributed_optimizer=plan.optimizer is Partition.SHARDED)
 
 
-ENGINES: dict[str, Callable[[PeerModel, RunConfig], PeerMemory | None]] = {
+# Engines that no run has: their rules alone are known.
+RULES_ONLY: dict[str, Callable[[PeerModel, RunConfig], PeerMemory | None]] = {
     "deepspeed": _deepspeed,
     "fsdp2": _fsdp2,
     "megatron": _megatron,
 }
+NAMES = tuple(sorted({*wings.ENGINES, *RULES_ONLY}))
 
 
 def _offloads(config: RunConfig) -> bool:
     return config.offload.params is not Tier.DEVICE or config.offload.optimizer is not Tier.DEVICE
 
 
-def peer_model(shapes: Mapping[str, Any]) -> PeerModel:
-    """The numbers of elements, from the shapes that a child process has found. A block's name ends with its number."""
-    blocks: list[tuple[int, ...]] = []
-    others: list[int] = []
+def peer_model(shapes: Mapping[str, Any], rule: OptimizerConfig) -> PeerModel:
+    """The parameters, from the shapes that a child process has found. A block's name ends with its number."""
+    blocks: list[tuple[PeerParam, ...]] = []
+    others: list[PeerParam] = []
     for unit in shapes["units"]:
-        numels = tuple(prod(shape) for _, shape in unit["shapes"])
+        params = tuple(
+            PeerParam(tuple(shape), unit["trainable"], not (rule.no_decay and goes_without_decay(name, shape)))
+            for name, shape in unit["shapes"]
+        )
         if unit["name"].rpartition(".")[2].isdigit():
-            blocks.append(numels)
+            blocks.append(params)
         else:
-            others += numels
-    return PeerModel(tuple(blocks), tuple(others))
+            others += params
+    return PeerModel(tuple(blocks), tuple(others), rule.state_bytes)
+
+
+def rules_for(engine: str, config: RunConfig, shapes: Mapping[str, Any]) -> PeerMemory | None:
+    """The engine's bytes on a rank of the configuration, whatever its own engine is; None if its rules do not know
+    these settings."""
+    is_full = config.loss.kind is LossKind.full and config.parallel.group == 1
+    if not is_full or config.offload.uses_nvme or config.recompute.kind not in ("none", "full"):
+        return None
+    model = peer_model(shapes, config.optimizer.rule)
+    if engine in RULES_ONLY:
+        return RULES_ONLY[engine](model, config)
+    asked = replace(config, engine=replace(config.engine, kind=EngineKind(engine)))
+    found: PeerMemory | None = wings.load(wings.ENGINES[engine]).memory_of(model, asked)
+    if found is None or config.resources.device is Device.cuda:
+        return found
+    # Ranks on a CPU compute in the host's memory.
+    return replace(found, terms=tuple(replace(term, on_host=False) for term in found.terms))
+
+
+def peak_of(rules: PeerMemory, memory: ConfigMemory, micro: int) -> Peak | None:
+    """The worst moment of a step by an engine's rules; None for a micro-batch that was not traced. `states` of it are
+    the engine's terms: by component, and in its own words what is none."""
+    part = memory.part(micro)
+    if part is None:
+        return None
+    count, activations = _highest(part.linear, micro)
+    moments = rules.worst(activations, micro_batches=memory.config.batch.accumulation)
+    states: dict[str, int] = {}
+    for term in rules.terms:
+        if term.moment in moments and not term.on_host:
+            name = term.state or term.what
+            states[name] = states.get(name, 0) + term.nbytes
+    computes, more = Moment.COMPUTE in moments, micro - part.linear.low
+    lines = part.linear.parts(count) if computes else ((0, 0),) * 3
+    blocks, outside, backward = (base + slope * more for base, slope in lines)
+    inputs = part.tokens * TOKEN_BYTES * micro
+    total = sum(states.values()) + blocks + outside + backward + inputs + part.buffers
+    when = "in forward and backward" if computes else "in the optimizer's step"
+    return Peak(total, states, blocks, outside, backward, inputs=inputs, buffers=part.buffers, when=when)
 
 
 def peer_fit(
@@ -119,37 +166,35 @@ def peer_fit(
     overhead: DeviceOverhead,
 ) -> PeerFit | None:
     """How large a micro-batch fits; None if the engine's rules do not know the settings, or nothing was counted."""
-    config = memory.config
-    is_full = config.loss.kind is LossKind.full and config.parallel.group == 1
-    is_known = is_full and config.precision.dtypes.param in HALVES
-    rules = ENGINES[engine](peer_model(shapes), config) if is_known else None
+    rules = rules_for(engine, memory.config, shapes)
     if rules is None or not memory.parts:
         return None
-    room, micro_batches = limit_bytes - overhead.most, config.batch.accumulation
-
-    def peak(micro: int, activations: int) -> int:
-        part = memory.parts[0]
-        inputs = part.tokens * TOKEN_BYTES * micro + part.buffers
-        return rules.peak(activations, micro_batches=micro_batches) + inputs
-
-    micro = 0
-    for part in memory.parts:
-        for tried in _bisected(part.linear, lambda one, linear=part.linear: peak(one, _highest(linear, one)) <= room):  # type: ignore[misc]
-            micro = max(micro, tried)
-    part = next(part for part in memory.parts if part.linear.low <= max(micro, 1) <= part.linear.high)
-    activations = _highest(part.linear, max(micro, 1))
+    micro = largest(rules, memory, limit_bytes - overhead.most)
+    part, peak = memory.part(max(micro, 1)), peak_of(rules, memory, max(micro, 1))
+    assert part is not None
+    assert peak is not None
     return PeerFit(
         label,
         overrides,
-        config,
+        memory.config,
         rules,
         limit_bytes,
         overhead,
         micro,
         micro == memory.highest_traced,
-        activations,
-        peak(max(micro, 1), activations),
+        _highest(part.linear, max(micro, 1))[1],
+        peak.total,
     )
+
+
+def largest(rules: PeerMemory, memory: ConfigMemory, room: int) -> int:
+    """The largest traced micro-batch whose peak is at most `room` bytes; 0 if none is."""
+
+    def fits(micro: int) -> bool:
+        peak = peak_of(rules, memory, micro)
+        return peak is not None and peak.total <= room
+
+    return max((one for part in memory.parts for one in _bisected(part.linear, fits)), default=0)
 
 
 def _bisected(linear: LinearTrace, fits: Callable[[int], bool]) -> list[int]:
@@ -163,7 +208,9 @@ def _bisected(linear: LinearTrace, fits: Callable[[int], bool]) -> list[int]:
     return [low]
 
 
-def _highest(linear: LinearTrace, micro: int) -> int:
-    """The most bytes of activations that exist at one time."""
+def _highest(linear: LinearTrace, micro: int) -> tuple[int, int]:
+    """The number of events after which the most bytes of activations exist, and these bytes."""
     more = micro - linear.low
-    return max(base + slope * more for segment in linear.segments for _, (base, slope) in segment)
+    levels = ((base + slope * more, count) for segment in linear.segments for count, (base, slope) in segment)
+    nbytes, count = max(levels)
+    return count, nbytes

@@ -10,8 +10,10 @@ from typing import Any
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.wings.predict import memory_cache
+from orchestrator.wings.predict.peer_fit import peak_of, rules_for
 from orchestrator.wings.predict.step import Memories
 from orchestrator.wings.predict.theory import theory_of
+from zero_runtime.predict.memory.peers import PeerMemory
 
 Numbers = dict[str, Any]
 
@@ -38,6 +40,17 @@ def theory(config: RunConfig, *, updates: int, unread: Collection[str]) -> Numbe
     return theory_of(memory, updates=updates, unread=[place for place, name in enumerate(names) if name in unread])
 
 
+def engine_states(config: RunConfig) -> dict[str, int]:
+    """Bytes of the model states on a rank by component, and `host`, by the rules of the engine that trains; empty if
+    they do not know these settings."""
+    rules = _rules(config, _units(config))
+    return {} if rules is None else {**rules.states, "host": rules.host_bytes}
+
+
+def _rules(config: RunConfig, counted: Mapping[str, Mapping[str, Any]]) -> PeerMemory | None:
+    return rules_for(str(config.engine.kind), config, counted[memory_cache.units_key(config)])
+
+
 def _units(config: RunConfig) -> dict[str, Mapping[str, Any]]:
     key = memory_cache.units_key(config)
     if (found := memory_cache.stored(key)) is None:
@@ -52,7 +65,10 @@ def _numbers(config: RunConfig, counted: Mapping[str, Mapping[str, Any]]) -> Num
     answer = counted[memory_cache.activations_key(config)]
     if "bytes" not in answer:
         return {"activations_unknown": answer["unknown"]}
-    memory = Memories(counted).of(config)
-    peak = None if memory is None else memory.peak(config.batch.micro)
+    memory, peak = Memories(counted).of(config), None
+    if memory is not None and config.engine.is_own:
+        peak = memory.peak(config.batch.micro)
+    elif memory is not None and (rules := _rules(config, counted)) is not None:
+        peak = peak_of(rules, memory, config.batch.micro)
     numbers = {"activations_predicted_bytes": answer["bytes"]["kept"]}
     return numbers if peak is None else {**numbers, "peak_predicted_bytes": peak.total}

@@ -23,6 +23,7 @@ from orchestrator.wings.predict import memory_cache, remedies
 from orchestrator.wings.predict.counting_child import Answer
 from orchestrator.wings.predict.memory_cache import activations_key, units_key
 from orchestrator.wings.predict.moments import Met, met
+from orchestrator.wings.predict.peer_fit import peak_of, rules_for
 from orchestrator.wings.predict.point_prediction import PointPrediction
 from orchestrator.wings.predict.remedies import PredictedPeak
 from orchestrator.wings.predict.speed import speed_of
@@ -30,7 +31,7 @@ from orchestrator.wings.predict.step import Memories, bytes_of_element, units_of
 from orchestrator.wings.predict.target import Target, target_of
 from zero_runtime.predict.memory.activation_count import ActivationBytes
 from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
-from zero_runtime.state_bytes import total_state_bytes
+from zero_runtime.state_bytes import StateBytes, total_state_bytes
 
 ADVISED = 4  # most points for which remedies are searched: each needs further counts
 
@@ -141,6 +142,8 @@ def _prediction(
     shapes = answers.get(units_key(config), {"unknown": NOT_ASKED})
     if "units" not in shapes:
         return str(shapes.get("problem") or shapes["unknown"])
+    if not config.engine.is_own:
+        return _of_engine(config, answers, memories, gpu_bytes)
     states = total_state_bytes(
         config.zero.plan,
         units_of(config, shapes),
@@ -165,6 +168,32 @@ def _prediction(
         None if memory is None else speed_of(memory, hardware_name(config)),
         host_bytes=0 if memory is None or peak is None else memory.host_bytes(config.batch.micro) + meets.kept,
         outside=meets.outside,
+        on_host=not on_gpus,
+        ranks_per_node=target.ranks_per_node,
+        host_limit_bytes=target.host_bytes if on_gpus else None,
+    )
+
+
+def _of_engine(
+    config: RunConfig, answers: Mapping[str, Answer], memories: Memories, gpu_bytes: int | None
+) -> PointPrediction | str:
+    """The prediction of a point that another engine trains. Nothing predicts its speed, nor its moments outside of
+    steps."""
+    rules = rules_for(str(config.engine.kind), config, answers[units_key(config)])
+    if rules is None:
+        return f"the byte rules of engine={config.engine.kind} do not know these settings"
+    memory, target = memories.of(config), target_here(config, gpu_bytes)
+    on_gpus = target.device is Device.cuda
+    counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
+    return PointPrediction(
+        StateBytes(**rules.states, padding=0),
+        target.device_bytes,
+        target.ranks_share,
+        ActivationBytes(**counted["bytes"]) if "bytes" in counted else None,
+        counted.get("unknown", ""),
+        overhead_of(config),
+        None if memory is None else peak_of(rules, memory, config.batch.micro),
+        host_bytes=rules.host_bytes,
         on_host=not on_gpus,
         ranks_per_node=target.ranks_per_node,
         host_limit_bytes=target.host_bytes if on_gpus else None,

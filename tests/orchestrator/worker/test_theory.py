@@ -15,7 +15,6 @@ from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import Adapter, AdapterKind, Loss, LossKind, ResolvedBatch, RunConfig
 from orchestrator.config.state_groups import Zero
 from orchestrator.report.summary import communication_rows
-from orchestrator.worker.measure import communication
 from orchestrator.worker.setup import build_runtime
 from orchestrator.workloads.models import token_losses
 from zero_runtime.activations.rule import RecomputeRule
@@ -59,7 +58,7 @@ def _sent(config: RunConfig) -> tuple[dict[str, Any], int, int]:
         for _ in range(MICROS):
             runtime.backward(token_losses(runtime.model, ids, ids, config.loss.tile_tokens, head_of(runtime.model)))
         runtime.step(1e-3)
-    found = communication(runtime, runtime.reset_ledger(), config)
+    found = built.accounts.communication(runtime.reset_ledger())
     frozen = {unit.name: unit.layout.padded_numel for unit in runtime.units if not unit.trainable}
     embedding = sum(numel for name, numel in frozen.items() if "embed_tokens" in name)
     runtime.close()

@@ -56,6 +56,7 @@ class Plane:
     y_from_zero: bool = False
     level: float | None = None  # a line to compare with
     x_marks: tuple[tuple[float, str], ...] = ()  # ticks in place of round numbers, with their texts
+    y_marks: tuple[tuple[float, str], ...] = ()
     front: tuple[tuple[float, float], ...] = field(default=())  # corners of a line, from left to right
 
 
@@ -112,6 +113,8 @@ def _plane(plane: Plane, xs: Sequence[float], ys: Sequence[float]) -> Picture:
     canvas.numbers(axes, "x", plane.x_unit, plane.x_name)
     if plane.x_marks:
         axes.set_xticks(*zip(*plane.x_marks, strict=True))
+    if plane.y_marks:
+        axes.set_yticks(*zip(*plane.y_marks, strict=True))
     if plane.level is not None:
         axes.axhline(plane.level, color=LIGHT["muted"], linewidth=1.4, linestyle=(0, (4.3, 2.1)))
     return picture

@@ -9,6 +9,7 @@ from points import config_of_line
 
 from orchestrator.wings.predict.peer_fit import PeerFit, peer_fit, peer_model
 from orchestrator.wings.predict.step import ConfigMemory, rules_of
+from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.predict.memory.activation_count import LinearTrace, Trace
 from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
 from zero_runtime.predict.memory.step_memory import StepMemory, StepPeaks
@@ -18,8 +19,11 @@ TOTAL = NUMEL * (BLOCKS + 1)
 ACTIVATION_BYTES, BUFFER_BYTES, SEQ = 500, 24, 8
 INPUT_BYTES = 16 * SEQ  # ids and labels of a sequence
 SHAPES: dict[str, Any] = {
-    "units": [{"name": "embed_tokens", "shapes": [["weight", [10, NUMEL // 10]]]}]
-    + [{"name": f"model.layers.{block}", "shapes": [["a", [600]], ["b", [40, 10]]]} for block in range(BLOCKS)]
+    "units": [{"name": "embed_tokens", "trainable": True, "shapes": [["weight", [10, NUMEL // 10]]]}]
+    + [
+        {"name": f"model.layers.{block}", "trainable": True, "shapes": [["a", [600]], ["b", [40, 10]]]}
+        for block in range(BLOCKS)
+    ]
 }
 
 
@@ -36,9 +40,10 @@ def row(engine: str, words: str, limit: int = 10**9, overhead: DeviceOverhead = 
 
 
 def test_blocks_are_the_units_whose_names_end_with_a_number() -> None:
-    model = peer_model(SHAPES)
-    assert model.blocks == ((600, 400),) * BLOCKS
-    assert model.others == (NUMEL,)
+    model = peer_model(SHAPES, AdamWConfig())
+    assert [[one.numel for one in block] for block in model.blocks] == [[600, 400]] * BLOCKS
+    assert [one.numel for one in model.others] == [NUMEL]
+    assert [one.decays for one in model.blocks[0]] == [False, True]  # of one dimension, and of two
     assert model.numel == TOTAL
 
 
@@ -68,7 +73,7 @@ def test_the_largest_micro_batch_is_the_last_one_whose_peak_fits(micro: int) -> 
         ("fsdp2", "zero=stage1"),
         ("deepspeed", "zero=stage1 recompute=by_operation"),
         ("deepspeed", "zero=stage1 loss=tiled"),
-        ("deepspeed", "zero=stage1 precision=fp32"),
+        ("megatron", "zero=stage1 precision=fp32"),
     ],
 )
 def test_settings_that_the_rules_do_not_know_have_no_row(engine: str, words: str) -> None:

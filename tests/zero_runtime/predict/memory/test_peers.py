@@ -14,7 +14,7 @@ from zero_runtime.predict.memory.peers import (
     PeerMemory,
     PeerModel,
     PeerTerm,
-    ddp_autocast,
+    ddp,
     deepspeed,
     fsdp2,
     megatron,
@@ -22,7 +22,7 @@ from zero_runtime.predict.memory.peers import (
 )
 
 BLOCK = (6_000_000, 2_000_000, 4_000)
-MODEL = PeerModel((BLOCK,) * 4, (8_000_000,))
+MODEL = PeerModel.of_numels((BLOCK,) * 4, (8_000_000,))
 WORLD = 8
 NUMEL = MODEL.numel  # a multiple of WORLD
 PLANS = {stage: ZeroPlan.from_stage(stage) for stage in range(4)}
@@ -120,6 +120,6 @@ def test_nanotron_has_twenty_bytes_or_eight_and_twelve_shared() -> None:
 
 
 def test_ddp_with_autocast_has_twenty_bytes_and_two_in_forward() -> None:
-    memory = ddp_autocast(MODEL)
+    memory = ddp(MODEL, views=False)
     assert memory.resting == 20 * NUMEL
     assert memory.at(Moment.COMPUTE) == 2 * NUMEL

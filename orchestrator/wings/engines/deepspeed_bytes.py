@@ -1,0 +1,44 @@
+"""What of a DeepSpeed configuration enters the bytes of a rank (zero_runtime/predict/memory/peers.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.config.schema import RunConfig
+from zero_runtime.precision import ITEMSIZE_BYTES
+from zero_runtime.predict.memory import peers
+from zero_runtime.predict.memory.peers import SINGLE, DeepSpeedSettings, PeerMemory, PeerModel
+
+KEYS = {
+    "reduce_bucket_size": "reduce_bucket_size",
+    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+    "max_live_parameters": "stage3_max_live_parameters",
+    "param_persistence_threshold": "stage3_param_persistence_threshold",
+    "sub_group_size": "sub_group_size",
+    "overlap_comm": "overlap_comm",
+    "contiguous_gradients": "contiguous_gradients",
+}
+OFFLOADED = {"optimizer_on_host": "offload_optimizer", "params_on_host": "offload_param"}
+
+
+def settings_in(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of DeepSpeedSettings that a configuration of DeepSpeed sets; "auto" is its default."""
+    zero = given.get("zero_optimization") or {}
+    found = {name: zero[key] for name, key in KEYS.items() if zero.get(key) not in (None, "auto")}
+    found = {name: value if isinstance(value, bool) else int(value) for name, value in found.items()}
+    away = {name: (zero.get(key) or {}).get("device", "none") != "none" for name, key in OFFLOADED.items()}
+    accumulates = (given.get("data_types") or {}).get("grad_accum_dtype")
+    enabled = {key: bool((given.get(key) or {}).get("enabled")) for key in ("bf16", "torch_autocast")}
+    more = {"bf16": enabled["bf16"], "autocast": enabled["torch_autocast"], "fp32_gradients": accumulates == "fp32"}
+    return {**found, **away, **more}
+
+
+def memory_of(model: PeerModel, config: RunConfig, given: Mapping[str, Any]) -> PeerMemory:
+    """The bytes of a rank. given: the configuration that DeepSpeed gets.
+
+    Our runs give it an optimizer of torch.optim, not its FusedAdam.
+    """
+    settings = DeepSpeedSettings(**settings_in(given), fused=False)
+    weights = SINGLE if settings.autocast else ITEMSIZE_BYTES[config.precision.dtypes.param]
+    return peers.deepspeed(model, config.zero.plan, config.resources.ranks, settings, weights=weights)

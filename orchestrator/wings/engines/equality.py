@@ -1,0 +1,197 @@
+"""Decides whether the rows of a comparison did the same work as plain PyTorch: what differs has no place. Pure.
+
+[Note: bounds]
+fp32: a loss may differ by 1e-6 of itself, which is 8 units in the last place of fp32 (2^-23): losses are sums of the
+same terms in another order. Gradients are differences of such terms, and one more step away from the weights: their
+norm has no such bound of its own, and is judged by the spread, as all numbers of 16-bit precisions are.
+
+The spread is measured: the plain run trains the same steps in other ways (micro-batches of another size; with 16 bits
+also in fp32 and in autocast) and records the largest distance of these at each step. With one more engine E, reference
+R and exact numbers X, |E - R| <= |E - X| + |X - R|: two terms of the spread's size. The third is for its being the
+largest of two or three samples. Rounding is amplified from step to step, so the bound of a step is that of the largest
+spread up to it; the first five steps share theirs, since one distance may be small by chance.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from orchestrator.report.entry import Entry
+from zero_runtime.precision import ITEMSIZE_BYTES
+
+REFERENCE = "plain"
+FP32_LOSS = 1e-6
+MULTIPLE, ALIKE_STEPS = 3.0, 5  # of the spread; steps at the beginning that share theirs
+# Without a plain run: one rounding of a loss to bf16 (8 bits) or fp16 (11), or of a norm to fp32 in each of 2^10 sums.
+ALONE = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-13}
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+STATES = ("params", "grads", "master")  # the components of result["dtypes"] that are not moments or messages
+# Settings that decide what is computed. Those of other groups decide where and how.
+GROUPS = ("seed", "model", "adapter", "data", "optimizer", "scheduler")
+KEYS = (("batch", "global_size"), ("batch", "seq"), ("measure", "kind"), ("measure", "warmup_steps"),
+        ("measure", "steps"))  # fmt: skip
+DTYPES = ("param", "reduce", "accumulate", "master", "loss_scale", "initial_scale_power", "keep_dtype")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a row did the same work as the row `basis`: equal if it has no differences and nothing is unknown.
+
+    basis: the label of the plain run, or of another row where there is none; empty for the row itself.
+    """
+
+    differences: tuple[str, ...]
+    unknown: str = ""
+    basis: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.differences and not self.unknown
+
+
+def verdicts(entries: Sequence[Entry]) -> dict[str, Verdict]:
+    """The verdict on every row that has a result, by its label."""
+    found: dict[str, Verdict] = {}
+    bases = {key: _basis(rows) for key, rows in _by_work(entries).items()}
+    for entry in entries:
+        if entry.result is None:
+            continue
+        basis = bases.get(work_key(entry.config))
+        if not (entry.result.get("work") or {}).get("steps"):
+            found[entry.label] = Verdict((), "its work was not counted: run it again with this sweep")
+        elif basis is None or basis is entry:
+            found[entry.label] = Verdict(tuple(_wrong_dtypes(entry)))
+        else:
+            found[entry.label] = Verdict((*_wrong_dtypes(entry), *_differences(entry, basis)), basis=basis.label)
+    return found
+
+
+def work_key(config: Mapping[str, Any]) -> str:
+    """Equal for two configurations exactly if their runs must do the same work."""
+    precision = config.get("precision", {})
+    parts = [
+        [config.get(name) for name in GROUPS],
+        [config.get(group, {}).get(key) for group, key in KEYS],
+        [precision.get(key) for key in DTYPES],
+    ]
+    return json.dumps(parts, sort_keys=True, default=str)
+
+
+def bounds(config: Mapping[str, Any], basis: Mapping[str, Any], what: str) -> list[float]:
+    """The largest relative distance of a step's `loss` or `norm` from that of the basis, a result's `work`, by step.
+
+    See [Note: bounds].
+    """
+    dtype, steps = str(config["precision"]["param"]), len(basis["steps"])
+    if dtype == "fp32" and what == "loss":
+        return [FP32_LOSS] * steps
+    spread = (basis.get("spread") or {}).get(what)
+    if not spread:
+        return [ALONE[dtype]] * steps
+    largest = list(accumulate(spread, max))
+    last = steps - 1
+    return [max(FP32_LOSS, MULTIPLE * largest[min(max(step, ALIKE_STEPS - 1), last)]) for step in range(steps)]
+
+
+def _by_work(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if entry.result is not None and (entry.result.get("work") or {}).get("steps"):
+            found.setdefault(work_key(entry.config), []).append(entry)
+    return found
+
+
+def _basis(rows: Sequence[Entry]) -> Entry:
+    """The plain run; without one, a row of zero-lab's own, whose dtypes its ranks have audited; else the first."""
+    order = (REFERENCE, "zero")
+    return min(rows, key=lambda row: order.index(_kind(row)) if _kind(row) in order else len(order))
+
+
+def _kind(entry: Entry) -> str:
+    return str(entry.config.get("engine", {}).get("kind", "zero"))
+
+
+# ---- what was trained on what ------------------------------------------------------------------------------------
+
+
+def _differences(entry: Entry, basis: Entry) -> Iterator[str]:
+    assert entry.result is not None
+    assert basis.result is not None
+    own, other = entry.result["work"], basis.result["work"]
+    if own["weights"] != other["weights"]:
+        yield "other first weights"
+    if own["trained"] != other["trained"]:
+        count, wanted = own["trained"][0], other["trained"][0]
+        yield f"trains {count} parameters, not {wanted}" if count != wanted else "trains other parameters"
+    yield from _different_counts(own["steps"], other["steps"])
+    for what in ("loss", "norm"):
+        yield from _too_far(own["steps"], other["steps"], what, bounds(entry.config, other, what))
+
+
+def _different_counts(own: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The first difference of each kind. Micro-batches may differ: they are how a step is cut, not what it does."""
+    if len(own) != len(other):
+        yield f"{len(own)} steps, not {len(other)}"
+    for what, phrase in (
+        ("tokens", "other tokens"),
+        ("sequences", "{} sequences, not {}"),
+        ("updates", "{} updates, not {}"),
+    ):
+        for step, (one, two) in enumerate(zip(own, other, strict=False), start=1):
+            if one[what] == two[what]:
+                continue
+            skipped = what == "updates" and not one[what]
+            yield f"update {step} skipped" if skipped else f"{phrase.format(one[what], two[what])} at step {step}"
+            break
+
+
+def _too_far(
+    own: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], what: str, limits: Sequence[float]
+) -> Iterator[str]:
+    """The first step whose number is not within its limit of the other's. An engine that does not clip may know no
+    norm."""
+    for step, (one, two, limit) in enumerate(zip(own, other, limits, strict=False), start=1):
+        if one[what] is None or two[what] is None:
+            continue
+        apart = abs(one[what] - two[what]) / abs(two[what]) if two[what] else abs(one[what])
+        if not apart <= limit:  # also if it is not a number
+            amount = f"{apart:.0e}".replace("e-0", "e-") if math.isfinite(apart) else "everything"
+            yield f"{what} off by {amount} at step {step}"
+            return
+
+
+# ---- dtypes ------------------------------------------------------------------------------------------------------
+
+
+def _wrong_dtypes(entry: Entry) -> Iterator[str]:
+    """What a row keeps or sends in fewer bits than its configuration asks for. The ranks of zero-lab's own rows have
+    compared theirs with more rules, and would have failed."""
+    assert entry.result is not None
+    if _kind(entry) == "zero":
+        return
+    precision, dtypes = entry.config["precision"], entry.result.get("dtypes") or {}
+    several = entry.config["batch"]["accumulation"] > 1
+    asked = {"grads": precision["accumulate" if several else "reduce"]}
+    # Weights that are computed with are masters, too, if there are no others.
+    asked["master" if dtypes.get("master") else "params"] = precision["master"]
+    moments = [name for name in dtypes if name not in STATES]
+    asked |= dict.fromkeys(moments, entry.config["optimizer"].get("state_dtype", "fp32"))
+    for component, dtype in asked.items():
+        if narrow := _narrower(dtypes.get(component, {}), dtype):
+            shown = "moments" if component in moments else "gradients" if component == "grads" else "masters"
+            yield f"{shown} in {narrow}"
+    sent = entry.result["work"]["messages"]
+    reduced = {dtype: 1 for kind in REDUCTIONS for dtype in sent.get(kind, {})}
+    if narrow := _narrower(reduced, precision["reduce"]):
+        yield f"gradients sent in {narrow}"
+
+
+def _narrower(found: Mapping[str, int], asked: str) -> str:
+    """The first dtype of fewer bytes than the one that is asked for; empty if there is none."""
+    least = ITEMSIZE_BYTES.get(asked, 1)  # type: ignore[call-overload]
+    return next((dtype for dtype in found if ITEMSIZE_BYTES.get(dtype, 4) < least), "")  # type: ignore[call-overload]
