@@ -129,7 +129,8 @@ ROOMS = {
         "wings.page": "config records report text wings",
         "wings.engines": "compose config machine plan report text wings wings.page wings.predict worker",
         "wings.pretrained": "config workloads",
-        "wings.foreign": "commands compose config exit_codes plan records report text wings.pretrained",
+        "wings.foreign": "commands compose config exit_codes plan records report text wings wings.engines "
+        "wings.pretrained",
         "wings.scripts": "commands config exit_codes launch machine records text",
         "wings.slurm": "config launch machine records report tracking",
         "wings.torchrun": "commands config launch machine plan records report tracking",
