@@ -31,17 +31,24 @@ def problems_of(config: RunConfig) -> list[Broken]:
     # What it sums before it reduces, over micro-batches, is summed in the dtype that it reduces.
     sums = config.batch.accumulation > 1 and (not keys["requires_gradient_sync"] or shards < ranks)
     divides = reshard is True or reshard is False or (1 < reshard < shards and shards % reshard == 0)
-    found = [*common_problems(config, "FSDP2"), *unknown_keys("fsdp2", config.engine.native, keys)]
+    found = [*common_problems(config, "FSDP2"), *unknown_keys("fsdp2", config.engine.native, _given(config))]
     if config.zero.plan.optimizer is Partition.REPLICATED:
         found.append(Broken("FSDP2 shards", "zero=stage0", ("engine=ddp", "zero=stage1")))
     if sums and reduce != "fp32":
         rule = "FSDP2 sums micro-batches in precision.reduce where it reduces once a step"
         found.append(Broken(rule, reduce, ("precision.reduce=fp32", "batch.accumulation=1")))
     if config.offload.ratio != 1:
-        found.append(Broken("FSDP2 offloads all or nothing", "offload.ratio", ("offload.ratio=1.0",)))
+        found.append(
+            Broken("offload.ratio must be 1: FSDP2 has no parts", f"{config.offload.ratio:g}", ("offload.ratio=1.0",))
+        )
     if not divides:
         rule = f"engine.fsdp2.reshard_after_forward must be true, false or a divisor of {shards} ranks between 1 and it"
         found.append(Broken(rule, str(reshard), ("engine.fsdp2.reshard_after_forward=true",)))
+    names = tuple(_TORCH_NAME.values())
+    for key in ("param_dtype", "reduce_dtype"):
+        if keys[key] not in names:
+            rule = f"engine.fsdp2.{key} must be one of {', '.join(names)}"
+            found.append(Broken(rule, str(keys[key]), (f"engine.fsdp2.{key}=bfloat16",)))
     return found
 
 
@@ -60,22 +67,24 @@ def notes_of(config: RunConfig) -> list[str]:
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
+    return {**_given(config), **config.engine.native}
+
+
+def _given(config: RunConfig) -> dict[str, Any]:
     plan, dtypes = config.zero.plan, config.precision.dtypes
     whole_grads = plan.grads is not Partition.SHARDED or config.zero.reduce_at_boundary
     offloads = Tier.HOST in (config.offload.params, config.offload.optimizer)
-    given = {
+    return {
         "reshard_after_forward": plan.params is Partition.SHARDED,
         # Of each micro-batch. The last one always reshards and reduces.
         "reshard_after_backward": plan.params is Partition.SHARDED,
         "requires_gradient_sync": not whole_grads,
         "param_dtype": _TORCH_NAME[dtypes.param],
         "reduce_dtype": _TORCH_NAME[dtypes.reduce],
-        "output_dtype": None,
         "cast_forward_inputs": True,
         "offload": offloads,
         "pin_memory": offloads and config.resources.device == "cuda",
     }
-    return {**given, **config.engine.native}
 
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
@@ -146,9 +155,7 @@ class Fsdp2Engine:
         from zero_runtime.unit_planner import block_modules
 
         keys = self._keys
-        dtypes = {
-            key: keys[key] and getattr(torch, keys[key]) for key in ("param_dtype", "reduce_dtype", "output_dtype")
-        }
+        dtypes = {key: getattr(torch, keys[key]) for key in ("param_dtype", "reduce_dtype")}
         policy = fsdp.MixedPrecisionPolicy(**dtypes, cast_forward_inputs=keys["cast_forward_inputs"])
         offload = fsdp.CPUOffloadPolicy(keys["pin_memory"]) if keys["offload"] else fsdp.OffloadPolicy()
         for module in [*block_modules(self.module), self.module]:

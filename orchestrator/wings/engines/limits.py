@@ -9,6 +9,7 @@ from typing import Any
 from orchestrator.config.schema import CheckpointKind, LossKind, MeasureKind, RunConfig
 from orchestrator.config.state_groups import Zero
 from orchestrator.config.strict import Broken, nearest
+from zero_runtime.limits import as_typed
 from zero_runtime.offload_plan import Tier
 from zero_runtime.wire import EXACT
 
@@ -56,7 +57,7 @@ def unknown_keys(engine: str, native: Mapping[str, Any], known: Collection[str])
     """A broken rule for each setting in engine.ENGINE that is not one of the known ones."""
     rule = f"engine.{engine} has the settings {', '.join(known)}"
     return [
-        Broken(rule, key, (f"engine.{engine}.{near}={native[key]}",) if (near := nearest(key, known)) else ())
+        Broken(rule, key, (f"engine.{engine}.{near}={as_typed(native[key])}",) if (near := nearest(key, known)) else ())
         for key in native
         if key not in known
     ]
