@@ -30,7 +30,7 @@ HOOKS = (None, "bf16_compress_hook", "fp16_compress_hook")  # of what is sent, b
 
 
 def problems_of(config: RunConfig) -> list[Broken]:
-    found = [*common_problems(config, "DDP"), *unknown_keys("ddp", config.engine.native, _given(config))]
+    found = [*common_problems(config, "DDP"), *unknown_keys(config, settings_of)]
     if (hook := settings_of(config)["comm_hook"]) not in HOOKS:
         rule = f"engine.ddp.comm_hook must be one of {', '.join(map(as_typed, HOOKS))}"
         found.append(Broken(rule, str(hook), ("engine.ddp.comm_hook=bf16_compress_hook",)))
@@ -50,12 +50,8 @@ def notes_of(config: RunConfig) -> list[str]:
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    return {**_given(config), **config.engine.native}
-
-
-def _given(config: RunConfig) -> dict[str, Any]:
     reduce = config.precision.dtypes.reduce
-    return {
+    given = {
         "gradient_as_bucket_view": True,  # without it gradients are held twice
         "bucket_cap_mb": 25,
         "static_graph": False,
@@ -65,6 +61,7 @@ def _given(config: RunConfig) -> dict[str, Any]:
         "forward_sync_buffers": False,  # of the model's tables, which never change
         "comm_hook": None if reduce == "fp32" else f"{reduce}_compress_hook",
     }
+    return {**given, **config.engine.native}
 
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:

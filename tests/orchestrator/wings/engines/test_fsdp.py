@@ -50,7 +50,7 @@ REFUSED = {
     ),
     "fsdp2 some offloaded": (
         point("fsdp2", offload=replace(HOST, ratio=0.5)),
-        "offload.ratio must be 1: FSDP2 has no parts, found 0.5      fix: offload.ratio=1.0",
+        "offload.ratio must be 1 with FSDP2, found 0.5      fix: offload.ratio=1.0",
     ),
     "fsdp2 reshard number": (
         point("fsdp2", engine=native("fsdp2", reshard_after_forward=3)),
