@@ -32,6 +32,8 @@ ENGINES = {
 }
 # What points need where other engines are among them: rules, the same work to count, and a reference.
 COMPARE_ENGINES = "orchestrator.wings.engines.compared:completed"
+# Finds the micro-batch of points with batch.at_limit.
+AT_LIMIT = "orchestrator.wings.engines.at_limit:chosen"
 # What builds another engine for a rank, in place of worker/setup.py's build_runtime.
 BUILD_ENGINE = "orchestrator.wings.engines.foreign_runtime:build"
 # Entry of a rank of measure=eval, which trains nothing.
