@@ -189,9 +189,11 @@ def _wrong_dtypes(entry: Entry) -> Iterator[str]:
     moments = [name for name in dtypes if name not in STATES]
     asked |= dict.fromkeys(moments, entry.config["optimizer"].get("state_dtype", "fp32"))
     for component, dtype in asked.items():
-        if narrow := _narrower(dtypes.get(component, {}), dtype):
-            shown = {"grads": "gradients", "params": "masters", "master": "masters"}.get(component, component)
-            yield f"moments in {narrow}" if shown == component else f"{shown} in {narrow}"
+        found = dtypes.get(component, {})
+        # Beside their sum, the gradients of a backward have the dtype in which it computes.
+        if (component != "grads" or dtype not in found) and (narrow := _narrower(found, dtype)):
+            shown = {"grads": "gradients", "params": "masters", "master": "masters"}.get(component, "moments")
+            yield f"{shown} in {narrow}"
     sent = entry.result["work"]["messages"]
     reduced = {dtype: 1 for kind in REDUCTIONS for dtype in sent.get(kind, {})}
     if narrow := _narrower(reduced, precision["reduce"]):

@@ -118,7 +118,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no norm": ({"norm": None}, ()),
     "no masters": ({"master": {}}, ("masters in bf16",)),
     "moments": ({"exp_avg": {"bf16": 4}}, ("moments in bf16",)),
-    "gradients": ({"grads": {"fp32": 8, "bf16": 4}}, ("gradients in bf16",)),
+    "gradients": ({"grads": {"bf16": 4}}, ("gradients in bf16",)),
+    "gradients beside their sum": ({"grads": {"fp32": 8, "bf16": 4}}, ()),
     "sent": ({"messages": {"all_reduce": {"bf16": {}}, "all_gather": {"bf16": {}}}}, ("gradients sent in bf16",)),
 }
 
