@@ -72,6 +72,7 @@ NEEDS = {
     "experiment/sft_qwen.yaml": ["model.path={weights}", "data.path={weights}/pairs.json"],
 }
 NEEDS |= {"optimizer/onebitadam.yaml": ["zero=stage1"]}
+NEEDS |= {"engine/plain.yaml": ["resources.ranks=1"]}
 NEEDS |= {"cluster/slurm.yaml": ["resources.device=cpu", "resources.ranks=2"]}
 NEEDS |= {f"hardware/{name}.yaml": ["precision=fp16"] for name in ("v100_16gb", "v100_32gb", "t4")}
 NEEDS |= {
@@ -109,6 +110,8 @@ def test_every_option_can_be_chosen_without_breaking_a_rule(file: Path, weights:
     needs = [word.format(weights=weights) for word in NEEDS.get(name_of(file), [])]
     line = [f"{file.parent.name}={file.stem}", *needs]
     _, problems = checked_points(compose.compose(arguments.split(line)), SCENE)
+    if file.parent.name == "engine" and any("needs the package" in problem for problem in problems):
+        pytest.skip(problems[0])
     assert problems == []
 
 
