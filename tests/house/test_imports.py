@@ -137,8 +137,8 @@ ROOMS = {
         "wings.validation": "config launch records report text worker workloads",
         "wings.generate": "commands config exit_codes launch records report text wings.predict wings.pretrained worker "
         "workloads",
-        "wings.predict": "commands compose config exit_codes launch machine plan records report text wings wings.divided "
-        "wings.profile worker workloads",
+        "wings.predict": "commands compose config exit_codes launch machine plan records report text wings "
+        "wings.divided wings.profile worker workloads",
         "wings.profile": "compose config launch records report rounds text wings.page wings.predict worker",
     },
     "zero_runtime": {
