@@ -127,14 +127,14 @@ ROOMS = {
         "wings.optuna": "commands compose config plan records report",
         "plugins": "config wings.optuna",
         "wings.page": "config records report text wings",
-        "wings.engines": "compose config machine plan report text wings wings.page wings.predict worker",
         "wings.pretrained": "config workloads",
-        "wings.foreign": "commands compose config exit_codes plan records report text wings wings.engines "
-        "wings.pretrained",
         "wings.scripts": "commands config exit_codes launch machine records text",
         "wings.slurm": "config launch machine records report tracking",
         "wings.torchrun": "commands config launch machine plan records report tracking",
         "wings.validation": "config launch records report text worker workloads",
+        "wings.engines": "compose config machine plan report text wings wings.page wings.predict worker",
+        "wings.foreign": "commands compose config exit_codes plan records report text wings wings.engines "
+        "wings.pretrained",
         "wings.generate": "commands config exit_codes launch records report text wings.predict wings.pretrained worker "
         "workloads",
         "wings.predict": "commands compose config exit_codes launch machine plan records report text wings "
