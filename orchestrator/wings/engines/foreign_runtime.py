@@ -109,15 +109,17 @@ class ForeignRuntime:
         self._loss += loss.detach()
         self.collectives.journal.begin("backward")
         self.engine.backward(loss)
-        self._count = (self._count + 1) % self._micro_batches
-        if self._count:
+        self._count += 1
+        if self._count < self._micro_batches:
             self.collectives.journal.begin("forward")
-        self._expect_micro_batch()
+            self._expect_micro_batch()
 
     def step(self, rates: Rates) -> StepReport:
         """NonFiniteError on every rank after an update with a loss or a norm that is not finite."""
         self.collectives.journal.begin("step")
         updated = self.engine.step(rates)
+        self._count = 0
+        self._expect_micro_batch()  # not before the update: DeepSpeed would take the step for one between two updates
         self.updates += not updated.skipped
         self.scaler.scale = updated.loss_scale
         asked = self._stop_asked is not None and self._stop_asked()

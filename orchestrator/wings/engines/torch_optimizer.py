@@ -11,8 +11,8 @@ from torch import nn
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.wings.engines.contract import Updated
+from orchestrator.wings.engines.optimizer_words import optimizer_words
 from zero_runtime.errors import NonFiniteError
-from zero_runtime.optim.configs import AdamConfig, AdamWConfig, SgdConfig, TorchConfig
 from zero_runtime.optim.groups import goes_without_decay
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.optim.lr_schedule import Rates
@@ -33,16 +33,8 @@ def groups_of(config: RunConfig, named: Iterable[Named]) -> list[dict[str, Any]]
 
 def optimizer_of(config: RunConfig, named: Iterable[Named]) -> torch.optim.Optimizer:
     """The optimizer of these trained parameters; fused where torch has that."""
-    rule, groups, lr = config.optimizer.rule, groups_of(config, named), config.optimizer.lr
-    if isinstance(rule, AdamWConfig):
-        kind = torch.optim.Adam if isinstance(rule, AdamConfig) else torch.optim.AdamW
-        return kind(groups, lr=lr, betas=(rule.beta1, rule.beta2), eps=rule.eps, fused=True)
-    if isinstance(rule, SgdConfig):
-        return torch.optim.SGD(
-            groups, lr=lr, momentum=rule.momentum, dampening=rule.dampening, nesterov=rule.nesterov, fused=True
-        )
-    assert isinstance(rule, TorchConfig)
-    found: torch.optim.Optimizer = getattr(torch.optim, rule.class_name)(groups, lr=lr, **rule.arguments)
+    name, arguments = optimizer_words(config)
+    found: torch.optim.Optimizer = getattr(torch.optim, name)(groups_of(config, named), **arguments)
     return found
 
 

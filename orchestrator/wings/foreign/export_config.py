@@ -1,4 +1,4 @@
-"""`zlab export RUN --to STACK`: a point as files with which DeepSpeed, FSDP2, Accelerate or the Trainer run it."""
+"""`zlab export RUN`: a point as files with which its engine, or the stack of --to, runs it without this program."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestrator import wings
 from orchestrator.commands import named_sweep, verbs
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
@@ -25,20 +25,12 @@ from orchestrator.records.record_file import require_json
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
-from orchestrator.wings.foreign import deepspeed_export, fsdp2_export, launcher_export
+from orchestrator.wings.foreign import ddp_export, deepspeed_export, fsdp2_export, launcher_export
+from orchestrator.wings.foreign.exported import Exported, refuse
 from orchestrator.wings.foreign.launcher_export import JSON_FILE, LINES_FILE, YAML_FILE
 
-FSDP2_FILE, ARGUMENTS_FILE = "fsdp2_parts.py", "trainer_arguments.txt"
+ARGUMENTS_FILE = "trainer_arguments.txt"
 EXPORTED = "exported"
-
-
-@dataclass
-class Exported:
-    """The files by name, what the other stack does differently, and the lines that the user types or writes."""
-
-    files: dict[str, str]
-    notes: list[str] = field(default_factory=list)
-    use: str = ""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,13 +42,14 @@ def main(argv: Sequence[str]) -> int:
     if config.steps() is None:
         problem = f"{name}: the number of steps of train.epochs depends on the data, which are not exported"
         raise Refusal([f"{problem}      fix: train.max_steps=1000 train.epochs=null"])
-    made = WRITERS[asked.to](config, f"{name}, exported by zero-lab")
-    folder = Path(asked.out) if asked.out else Path(asked.output) / EXPORTED / f"{name}-{asked.to}"
+    to = asked.to or _own_stack(name, config)
+    made = WRITERS[to](config, f"{name}, exported by zero-lab")
+    folder = Path(asked.out) if asked.out else Path(asked.output) / EXPORTED / f"{name}-{to}"
     _write(folder, made.files)
     screen = Screen(make_console(on_stderr=asked.json))
     if asked.json:
         files = {file: str((folder / file).absolute()) for file in made.files}
-        print(json.dumps({"point": name, "to": asked.to, "files": files, "use": made.use, "notes": made.notes}))
+        print(json.dumps({"point": name, "to": to, "files": files, "use": made.use, "notes": made.notes}))
     for note in made.notes:
         screen.say(f"note: {note}")
     rows = [Row("file", shown((folder / file).absolute())) for file in made.files]
@@ -69,19 +62,29 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> VerbParser:
     parser = verb_parser(
-        "export", "A point as the files with which DeepSpeed, FSDP2, Accelerate or transformers' Trainer run it."
+        "export", "A point as the files with which its engine, Accelerate or transformers' Trainer runs it."
     )
     parser.usage = (
-        f"{program()} export [-h] RUN | group=option ... --to {{{','.join(WRITERS)}}} [--out FOLDER] [--json]"
+        f"{program()} export [-h] RUN | group=option ... [--to {{{','.join(WRITERS)}}}] [--out FOLDER] [--json]"
     )
     parser.epilog = f"example: {program()} export zero=stage3 precision=bf16 --to deepspeed"
     parser.add_argument("run", metavar="RUN", nargs="?", help="a point's label, a run's folder or an experiment file")
-    parser.add_argument("--to", choices=tuple(WRITERS), required=True)
+    parser.add_argument("--to", choices=tuple(WRITERS), help="default: the engine of the point")
     parser.add_argument("--out", metavar="FOLDER", help="default: OUTPUT/exported/POINT-STACK")
     parser.add_argument("--sweep", default="last", help="the sweep of a label; default: last")
     parser.add_argument("--output", default=os.environ.get(OUTPUT, DEFAULT_OUTPUT), help="default: outputs")
     add_json(parser)
     return parser
+
+
+def _own_stack(name: str, config: RunConfig) -> str:
+    """The stack of the point's engine. Refusal: its engine needs no files."""
+    kind = str(config.engine.kind)
+    if kind in WRITERS:
+        return kind
+    what = "zero-lab's own runtime" if config.engine.is_own else "plain PyTorch in one process"
+    fix = "   or   ".join(f"--to {name}" for name in wings.ENGINES if name in WRITERS)
+    raise Refusal([f"{name}: engine={kind} is {what}, for which no file is needed      fix: {fix}"])
 
 
 def _point(words: Sequence[str], output: str, sweep: str) -> tuple[str, RunConfig]:
@@ -135,17 +138,12 @@ def _labelled(label: str, output: str, sweep: str) -> tuple[str, RunConfig]:
     return found.label, _composed(list(found.planned.overrides)).config
 
 
-def _refuse(problems: Sequence[str]) -> None:
-    if problems:
-        raise Refusal(problems)
-
-
 def _json(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
 def _deepspeed(config: RunConfig, why: str) -> Exported:
-    _refuse(deepspeed_export.problems_of(config))
+    refuse(deepspeed_export.problems_of(config))
     content = deepspeed_export.deepspeed_config(config)
     files = {JSON_FILE: _json(content), LINES_FILE: launcher_export.lines_file(config, content, why)}
     use = f"deepspeed --num_gpus {config.resources.ranks} train.py, with deepspeed.initialize as {LINES_FILE} shows it"
@@ -153,7 +151,7 @@ def _deepspeed(config: RunConfig, why: str) -> Exported:
 
 
 def _accelerate(config: RunConfig, why: str) -> Exported:
-    _refuse(launcher_export.launched_problems(config))
+    refuse(launcher_export.launched_problems(config))
     made = _deepspeed(config, why)
     made.files[YAML_FILE] = launcher_export.accelerate_file(config)
     made.use = f"accelerate launch --config_file {YAML_FILE} train.py"
@@ -162,7 +160,7 @@ def _accelerate(config: RunConfig, why: str) -> Exported:
 
 def _trainer(config: RunConfig, _why: str) -> Exported:
     problems = [*launcher_export.launched_problems(config), *launcher_export.trainer_problems(config)]
-    _refuse([*deepspeed_export.problems_of(config), *problems])
+    refuse([*deepspeed_export.problems_of(config), *problems])
     content = launcher_export.trainer_deepspeed(deepspeed_export.deepspeed_config(config))
     line = shlex.join(launcher_export.trainer_arguments(config))
     files = {JSON_FILE: _json(content), ARGUMENTS_FILE: f"{line}\n"}
@@ -170,15 +168,10 @@ def _trainer(config: RunConfig, _why: str) -> Exported:
     return Exported(files, notes, f"torchrun --nproc-per-node {config.resources.ranks} train.py {line}")
 
 
-def _fsdp2(config: RunConfig, why: str) -> Exported:
-    _refuse(fsdp2_export.problems_of(config))
-    use = f"torchrun --nproc-per-node {config.resources.ranks} train.py, with from fsdp2_parts import shard, train_step"
-    return Exported({FSDP2_FILE: fsdp2_export.fsdp2_file(config, why)}, fsdp2_export.notes_of(config), use)
-
-
 WRITERS: dict[str, Callable[[RunConfig, str], Exported]] = {
     "deepspeed": _deepspeed,
-    "fsdp2": _fsdp2,
+    "fsdp2": fsdp2_export.exported,
+    "ddp": ddp_export.exported,
     "accelerate": _accelerate,
     "trainer": _trainer,
 }

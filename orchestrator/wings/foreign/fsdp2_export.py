@@ -2,129 +2,91 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from orchestrator.config.schema import RunConfig
+from orchestrator.wings.engines import fsdp2
 from orchestrator.wings.foreign import loop_lines
-from zero_runtime.offload_plan import Tier
-from zero_runtime.wire import EXACT
+from orchestrator.wings.foreign.exported import Exported, trained_by
 
-_DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
-_FILE = '''"""{why}
-
-Call shard(model) in every rank before the optimizer is made, and train_step for each step. Needs torch alone.
-"""
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+FSDP2_FILE = "fsdp2_parts.py"
+_IMPORTS = """from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
-MICRO_BATCH, ACCUMULATION, CLIP_NORM = {micro}, {accumulation}, {clip!r}
-
-
+"""
+_SHARD = '''
 def blocks(model):
-    """The modules of the first list of modules with more than one entry: a transformer's layers."""
-    return next((list(one) for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) > 1), [])
+    """A transformer's layers: the members of the outermost lists of several modules of one class."""
+    found = {{}}
+    for path, one in model.named_modules():
+        alike = isinstance(one, nn.ModuleList) and len(one) > 1 and len({{type(block) for block in one}}) == 1
+        calls = alike and not isinstance(one[0], (nn.ModuleList, nn.ModuleDict))
+        if calls and not any(path.startswith(f"{{outer}}.") for outer in found):
+            found[path] = one
+    return [block for one in found.values() for block in one]
 
 
 def shard(model):
     """Shards the model in place, block by block, and returns it. The process group must be there."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = {mesh}
-    policy = MixedPrecisionPolicy(param_dtype={param}, reduce_dtype={reduce})
+    policy = MixedPrecisionPolicy({policy})
     offload = {offload}
+    for param in model.parameters():
+        if not param.requires_grad:
+            param.data = param.data.to({param})
     for module in [*blocks(model), model]:
-        fully_shard(module, mesh=mesh, reshard_after_forward={reshard}, mp_policy=policy, offload_policy=offload)
+        # None is false for the root alone: its backward would gather at once what its forward has let go.
+        reshard = None if module is model else {reshard!r}
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+        # Sums, as the loss is this rank's share: a mean would round once more.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     return model
-
-{groups}
-
-def optimizer(model):
-    return {optimizer}
-
-{rates}
-
-def train_step(model, optimizer, micro_batches, loss_of):
-    """One update from ACCUMULATION micro-batches; loss_of(model, batch) is the mean over this rank's micro-batch."""
-    total = 0.0
-    for index, batch in enumerate(micro_batches):
-        model.set_requires_gradient_sync({sync})
-        loss = loss_of(model, batch) / len(micro_batches)
-        loss.backward()
-        total += loss.item()
-    if CLIP_NORM is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-    optimizer.step()
-    optimizer.zero_grad()
-    return total
 '''
+_MICRO = """last = index + 1 == len(micro_batches)
+model.set_requires_gradient_sync({sync})
+model.set_requires_all_reduce(last)
+model.set_reshard_after_backward({reshard})
+loss = loss_of(model, input_ids, labels) / tokens
+loss.backward()"""
+_ALL = "init_device_mesh(device, (dist.get_world_size(),))"
+_GROUPS = 'init_device_mesh(device, (dist.get_world_size() // {0}, {0}), mesh_dim_names=("replicate", "shard"))'
+# The norm of what is offloaded is summed in host memory.
+_WITH_HOST = (
+    f'DeviceMesh.from_group(dist.new_group(backend="cpu:gloo,cuda:nccl"), device) if device == "cuda" else {_ALL}'
+)
 
 
-def problems_of(config: RunConfig) -> list[str]:
-    """Why FSDP2 cannot run this point, one line each."""
-    found = []
-    dtypes = config.precision.dtypes
-    if config.parallel.sp > 1:
-        found.append("parallel.sp: the written script has no sequence parallelism      fix: parallel.sp=1")
-    if config.parallel.tp > 1:
-        found.append("parallel.tp: the written script has no tensor parallelism      fix: parallel.tp=1")
-    if config.zero.stage == 0:
-        found.append("zero=stage0: FSDP2 shards; use DistributedDataParallel      fix: zero=stage1, or --to deepspeed")
-    if dtypes.param == "fp16":
-        found.append("precision=fp16: FSDP2 has no loss scale      fix: precision=bf16, or --to deepspeed")
-    if dtypes.master != "fp32":
-        found.append("precision=bf16_pure: cast the model itself and use fp32 policies      fix: precision=bf16")
-    if Tier.NVME in (config.offload.params, config.offload.optimizer):
-        found.append("offload on a disk: FSDP2 has none      fix: offload=optimizer_param_cpu, or --to deepspeed")
-    if config.zero.outer_sharding is not None:
-        found.append(
-            f"zero.outer_sharding={config.zero.outer_sharding}: FSDP2 replicates what its groups hold      fix: "
-            "zero.outer_sharding=null"
-        )
-    if config.zero.wire != EXACT:
-        exact = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
-        found.append(f"quantised messages: FSDP2 sends exact ones      fix: {exact}")
-    if not loop_lines.optimizer_line(config):
-        found.append(f"optimizer={config.optimizer.rule.kind}: torch.optim has none      fix: optimizer=adamw")
-    return found
-
-
-def notes_of(config: RunConfig) -> list[str]:
-    """What FSDP2 does differently, one sentence each."""
-    notes = []
-    if config.zero.stage == 1:
-        notes.append("stage 1: gradients are reduced at the last micro-batch, and parameters stay gathered in a step")
-    if Tier.HOST in (config.offload.params, config.offload.optimizer):
-        notes.append("CPUOffloadPolicy keeps parameters, gradients and optimizer states in host memory, all of them")
-    if config.optimizer.rule.kind == "adamw":
-        notes.append("the states are those of torch.optim, in fp32, as here")
-    if config.recompute.kind != "none":
-        notes.append(f"recompute={config.recompute.kind}: wrap the blocks with torch.utils.checkpoint before shard")
-    return notes
-
-
-def fsdp2_file(config: RunConfig, why: str) -> str:
-    """The content of the file."""
-    dtypes, stage = config.precision.dtypes, config.zero.stage
-    shards = config.zero.shard_ranks
-    mesh = "init_device_mesh(device, (dist.get_world_size(),))"
-    if shards is not None:
-        mesh = (
-            f'init_device_mesh(device, (dist.get_world_size() // {shards}, {shards}), mesh_dim_names=("copy", "shard"))'
-        )
-    offloads = Tier.HOST in (config.offload.params, config.offload.optimizer)
-    return _FILE.format(
-        why=why,
-        micro=config.batch.micro,
-        accumulation=config.batch.accumulation,
-        clip=config.optimizer.clip_norm,
-        mesh=mesh,
-        param=_DTYPES[dtypes.param],
-        reduce=_DTYPES[dtypes.reduce],
-        offload='CPUOffloadPolicy(pin_memory=device == "cuda")' if offloads else "OffloadPolicy()",
-        reshard=stage == 3,
-        groups=loop_lines.parameter_groups(config),
-        optimizer=loop_lines.optimizer_line(config),
-        rates=loop_lines.rates(config),
-        sync="index + 1 == len(micro_batches)" if stage == 1 or config.zero.reduce_at_boundary else "True",
+def exported(config: RunConfig, why: str) -> Exported:
+    """The file for this point. Refusal: FSDP2, or a loop without a loss scale, cannot train it."""
+    asked = trained_by(config, "fsdp2")
+    loop_lines.refuse_loss_scale(config)
+    notes = [*fsdp2.notes_of(asked), *loop_lines.model_notes(asked, "shard")]
+    use = f"torchrun --nproc-per-node {config.resources.ranks} train.py, with from fsdp2_parts import *"
+    keys = fsdp2.settings_of(asked)
+    micro = _MICRO.format(
+        sync=_always_or_last(keys["requires_gradient_sync"]), reshard=_always_or_last(keys["reshard_after_backward"])
     )
+    text = loop_lines.file(
+        asked, why, notes, call="shard", imports=_IMPORTS, wrapper=_wrapper(asked, keys), micro=micro
+    )
+    return Exported({FSDP2_FILE: text}, notes, use)
+
+
+def _wrapper(config: RunConfig, keys: dict[str, Any]) -> str:
+    dtypes = {key: keys[key] and f"torch.{keys[key]}" for key in ("param_dtype", "reduce_dtype", "output_dtype")}
+    policy = {**dtypes, "cast_forward_inputs": keys["cast_forward_inputs"]}
+    shards = config.zero.shard_ranks
+    whole = _WITH_HOST if keys["offload"] else _ALL
+    return _SHARD.format(
+        mesh=whole if shards in (None, config.ranks) else _GROUPS.format(shards),
+        policy=", ".join(f"{key}={value}" for key, value in policy.items()),
+        offload=f"CPUOffloadPolicy(pin_memory={keys['pin_memory']})" if keys["offload"] else "OffloadPolicy()",
+        param=dtypes["param_dtype"],
+        reshard=keys["reshard_after_forward"],
+    )
+
+
+def _always_or_last(always: bool) -> str:
+    return "True" if always else "last"

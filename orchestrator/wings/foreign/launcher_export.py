@@ -20,30 +20,22 @@ from zero_runtime.optim.lr_settings import (
 )
 
 JSON_FILE, YAML_FILE, LINES_FILE = "ds_config.json", "accelerate.yaml", "loop_parts.py"
-_LINES = '''"""{why}
-
-Parts of a training loop next to {json}, for what DeepSpeed has no keys for:
+_USE = """Parts of a training loop next to {json}, for what DeepSpeed has no keys for:
 
     engine, _, _, _ = deepspeed.initialize(
         model=model, model_parameters=parameter_groups(model), config="{json}"{scheduler}
     )
 
-Needs torch alone.
-"""
-
-import torch
-
-{groups}{rates}'''
+Needs torch alone."""
 
 
 def lines_file(config: RunConfig, deepspeed: dict[str, Any], why: str) -> str:
     """Parameter groups, and the schedule if the configuration has none."""
     own = "scheduler" not in deepspeed
     scheduler = ",\n        lr_scheduler=schedule" if own else ""
-    rates = f"\n{loop_lines.rates(config)}" if own else ""
-    return _LINES.format(
-        why=why, json=JSON_FILE, scheduler=scheduler, groups=loop_lines.parameter_groups(config), rates=rates
-    )
+    use = _USE.format(json=JSON_FILE, scheduler=scheduler)
+    lines = [loop_lines.parameter_groups(config), *([loop_lines.rates(config)] if own else [])]
+    return "\n".join([loop_lines.heading(why, (), use), loop_lines.needed(config, steps=False), *lines])
 
 
 def accelerate_file(config: RunConfig) -> str:
