@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_runtime.accounting import host_tensors, state_tensors
 from zero_runtime.runtime import ZeroRuntime
@@ -120,7 +119,7 @@ def _count_new(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors:
         # A wrapper, such as a DTensor, has no storage of its own: what it wraps is a tensor besides.
-        has_none = isinstance(tensor, nn.parameter.UninitializedParameter) or is_traceable_wrapper_subclass(tensor)
+        has_none = isinstance(tensor, nn.parameter.UninitializedParameter) or hasattr(tensor, "__tensor_flatten__")
         if not has_none and not tensor.is_meta:
             yield tensor.untyped_storage()
 

@@ -77,18 +77,22 @@ class Batch:
 
     `micro`: sequences of a micro-batch of one rank. `accumulation`: micro-batches of a step; null follows from
     global_size, or is 1. `global_size`: sequences of a step of all ranks; null follows from the others. `seq`: tokens
-    of a sequence.
+    of a sequence. `at_limit`: the micro-batch is the largest one that is predicted to fit, of those that divide
+    global_size over the ranks, whatever micro and accumulation say.
     """
 
     micro: int = 4
     accumulation: int | None = None
     global_size: int | None = None
     seq: int = 128
+    at_limit: bool = False
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "batch")
         limits.at_least(1, micro=1, accumulation=None, global_size=None)
         limits.at_least(2, seq=128)
+        if self.at_limit and self.global_size is None:
+            limits.refuse("batch.at_limit keeps batch.global_size and needs it", None, "batch.global_size=32")
         limits.conclude()
 
 
@@ -209,8 +213,9 @@ class Resources:
     `threads`: null = cores // ranks. `time_limit_min`: the limit of one run in minutes. `nodes`: the number of
     machines, each with the same number of ranks. `stuck_s`: how many seconds a rank may keep the others waiting in a
     collective of a step before the run is ended. Before the first step, while ranks load and compile, the limit is at
-    least 300 seconds. `code`: a folder with another checkout of this program, from which the ranks run; null = this
-    one. As an axis of a sweep it makes two versions take turns.
+    least 300 seconds. `memory_mib`: the memory that one rank may use, by which predictions judge it; null = that of its
+    GPU, or its share of the host's. `code`: a folder with another checkout of this program, from which the ranks run;
+    null = this one. As an axis of a sweep it makes two versions take turns.
     """
 
     device: Device = Device.auto
@@ -219,12 +224,13 @@ class Resources:
     threads: int | None = None
     time_limit_min: float = 60.0
     stuck_s: float = 60.0
+    memory_mib: int | None = None
     code: str | None = None
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "resources")
         limits.must("code", lambda value: value is None or bool(value), "a folder, or null", None)
-        limits.at_least(1, ranks=None, nodes=1)
+        limits.at_least(1, ranks=None, nodes=1, memory_mib=None)
         limits.must("threads", lambda value: 1 <= value <= MOST_THREADS, f"from 1 to {MOST_THREADS}", None)
         limits.must("time_limit_min", lambda value: value > 0, "above 0", 60)
         limits.must("stuck_s", lambda value: value > 0, "above 0", 60)

@@ -43,6 +43,9 @@ def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused
     if any(isinstance(one, Point) and one.config.engine != EngineChoice() for one in judged_points):
         judged_points, more = wings.load(wings.COMPARE_ENGINES)(judged_points, scene)
         hits.update(more)
+    if any(isinstance(one, Point) and one.config.batch.at_limit for one in judged_points):
+        judged_points, more = wings.load(wings.AT_LIMIT)(judged_points)
+        hits.update(more)
     many = len(composition.points)
     lines = [f"{rule}" + (f"      ({count} of {many} points)" if many > 1 else "") for rule, count in hits.items()]
     return distinct(judged_points), lines

@@ -42,6 +42,7 @@ IGNORED_KEYS = (
     "hardware",  # of a plan; the hardware of a measurement is its name, in `identity`
     "resources.time_limit_min",
     "resources.stuck_s",
+    "resources.memory_mib",
     "checkpoint.resume",
     "checkpoint.keep_last",
     "checkpoint.keep_every",

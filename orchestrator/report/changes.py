@@ -123,10 +123,13 @@ def changes(before: Sequence[Measured], after: Sequence[Measured], threshold: fl
 def by_setting(points: Sequence[Measured], key: str, threshold: float) -> Changes:
     """Compares points of one sweep that differ in this setting, or in settings of this group, alone: each with the
     first of them. A refused point has no settings, so it is compared with none."""
+    # The versions of an engine's packages follow from its environment.
+    keys = (key, "engine.versions") if key == "engine.python" else (key,)
     first: dict[str, Measured] = {}
     pairs = list[tuple[Measured, Measured]]()
     for point in (one for one in points if one.config):
-        others = {name: value for name, value in _settings(point).items() if not _is_in(name, key)}
+        settings = _settings(point)
+        others = {name: settings[name] for name in settings if not any(_is_in(name, one) for one in keys)}
         before = first.setdefault(repr(sorted(others.items())), point)
         if before is not point:
             pairs.append((before, point))

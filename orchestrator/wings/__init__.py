@@ -32,6 +32,8 @@ ENGINES = {
 }
 # What points need where other engines are among them: rules, the same work to count, and a reference.
 COMPARE_ENGINES = "orchestrator.wings.engines.compared:completed"
+# Finds the micro-batch of points with batch.at_limit.
+AT_LIMIT = "orchestrator.wings.engines.at_limit:chosen"
 # What builds another engine for a rank, in place of worker/setup.py's build_runtime.
 BUILD_ENGINE = "orchestrator.wings.engines.foreign_runtime:build"
 # Entry of a rank of measure=eval, which trains nothing.
@@ -48,6 +50,7 @@ LISTENERS = {
     "validation": "orchestrator.wings.validation.held_out:Validation",
     "examples": "orchestrator.wings.generate.examples:Examples",
     "profile": "orchestrator.wings.profile.profile_rank:Profile",
+    "work": "orchestrator.wings.engines.work:CountedWork",
 }
 # Module of tensor and sequence parallelism, for a configuration that divides its model or its sequences.
 DIVIDED = "orchestrator.wings.divided"

@@ -71,5 +71,6 @@ def listeners_of(run: RankRun) -> list[Listener]:
         "validation": config.measure.validation_batches != 0,
         "examples": config.trains_to_the_end and config.train.examples > 0,
         "profile": config.measure.profile,
+        "work": config.engine.counted,
     }
     return [wings.load(wings.LISTENERS[name])(run) for name, is_asked in asked.items() if is_asked]

@@ -31,6 +31,7 @@ class Readings:
     phases_s: list[dict[str, float]] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)  # of this run's steps; nan where the engine computed none
     skipped: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     census: Census | None = None

@@ -79,6 +79,7 @@ class Measurement:
         """Notes a step, and ends the round that ends with it. tell: is given the step's seconds once they are read."""
         readings = self.readings
         readings.losses.append(report.loss)
+        readings.norms.append(report.grad_norm)
         readings.skipped += report.skipped
         readings.ledger = self._runtime.reset_ledger()
         lap = self._runtime.clock.end()

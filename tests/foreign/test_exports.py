@@ -73,7 +73,7 @@ def test_an_exported_configuration_comes_back_as_the_same_point(line: str) -> No
 
 
 def test_deepspeed_accepts_the_exported_sections() -> None:
-    pytest.importorskip("deepspeed.runtime.config", reason="deepspeed is not installed (extra bench)")
+    pytest.importorskip("deepspeed.runtime.config", reason="deepspeed is not installed (extra deepspeed)")
     from deepspeed.runtime.config import DeepSpeedConfig
 
     for line in (*LINES[:7], LINES[-2]):
@@ -292,7 +292,7 @@ def trained_by_deepspeed(path: str, stage: int) -> tuple[tuple[Any, ...], list[t
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_deepspeed_trains_with_the_exported_file_as_plain_torch(stage: int) -> None:
-    pytest.importorskip("deepspeed.runtime.config", reason="deepspeed is not installed (extra bench)")
+    pytest.importorskip("deepspeed.runtime.config", reason="deepspeed is not installed (extra deepspeed)")
     two = ("precision=fp32", "batch.accumulation=2", "resources.ranks=2", "resources.device=cpu")
     config = point([f"zero=stage{stage}", *two, *CLIPPED])
     Path("ds_config.json").write_text(WRITERS["deepspeed"](config, "").files["ds_config.json"])

@@ -71,7 +71,7 @@ NEEDS = {
     "measure/train.yaml": ["train.max_steps=10"],
     "experiment/sft_qwen.yaml": ["model.path={weights}", "data.path={weights}/pairs.json"],
 }
-NEEDS |= {"optimizer/onebitadam.yaml": ["zero=stage1"]}
+NEEDS |= {"optimizer/onebitadam.yaml": ["zero=stage1"], "engine/plain.yaml": ["resources.ranks=1"]}
 NEEDS |= {"cluster/slurm.yaml": ["resources.device=cpu", "resources.ranks=2"]}
 NEEDS |= {f"hardware/{name}.yaml": ["precision=fp16"] for name in ("v100_16gb", "v100_32gb", "t4")}
 NEEDS |= {

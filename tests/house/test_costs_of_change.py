@@ -15,6 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator import wings
+from tests.house.test_imports import MODULES
+from tests.house.test_reach import lines_of_code
+
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
@@ -87,6 +91,43 @@ def test_a_rule_of_the_plan_touches_two_files(copy: Copy) -> None:
     done = copy.python("run.py", "adapter=lora", "adapter.rank=500")
     told = GUIDE.split("$ python run.py adapter=lora adapter.rank=500\n", 1)[1].split("```", 1)[0]
     assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_an_engine_touches_three_files_and_an_option(copy: Copy) -> None:
+    imports = (
+        "from __future__ import annotations\n"
+        "from collections.abc import Iterator, Mapping, Sequence\nfrom typing import TYPE_CHECKING, Any\n"
+        "from orchestrator.config.schema import RunConfig\nfrom orchestrator.config.strict import Broken\n"
+        "from orchestrator.wings.engines.contract import Task, Updated\n"
+        "from orchestrator.wings.engines.limits import common_problems, replicated\n"
+        "from zero_runtime.predict.memory.peers import PeerMemory, PeerModel\n"
+        "if TYPE_CHECKING:\n    import torch\n    from zero_runtime.optim.lr_schedule import Rates\n"
+    )
+    (code,) = blocks("An engine")
+    (line,) = re.findall(r'"handmade": "[\w.]+"', GUIDE)
+    (kind,) = re.findall(r'`(handmade = "handmade")`', GUIDE)
+    copy.new("orchestrator/wings/engines/handmade.py", f'"""By hand."""\n{imports}\n\n{code}\n')
+    copy.put("orchestrator/wings/__init__.py", '    "ddp": "orchestrator.wings.engines.ddp",\n', f"    {line},\n")
+    copy.put("orchestrator/config/engine.py", '    plain = "plain"\n', f"    {kind}\n")
+    copy.new("conf/engine/handmade.yaml", "kind: handmade\n")
+    assert sorted(Path(file).suffix for file in copy.touched) == [".py", ".py", ".py", ".yaml"]
+    wrong = copy.python("run.py", "engine=handmade", "precision=bf16", "resources.device=cpu")
+    assert wrong.returncode == 2
+    assert "the hand-made loop computes in fp32, found 16 bits      fix: precision=fp32" in wrong.stderr
+    words = (
+        *("engine=handmade", "zero=stage0", "precision=fp32", "tracking=none", "model=llama_tiny", "data=synthetic"),
+        *("measure=quick", "measure.steps=2", "resources.device=cpu", "resources.ranks=2", "resources.threads=1"),
+        *("batch.seq=16", "batch.micro=1"),
+    )
+    done = copy.python("run.py", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gradients are sent after the last backward, one message for each parameter" in done.stdout
+
+
+def test_an_adapter_of_an_engine_has_at_most_150_lines_of_code() -> None:
+    sizes = {kind: lines_of_code(module) for kind, module in wings.ENGINES.items() if module in MODULES}
+    assert {"ddp", "plain"} <= sizes.keys()
+    assert {kind: size for kind, size in sizes.items() if size > 150} == {}
 
 
 @pytest.mark.full

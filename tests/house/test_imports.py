@@ -74,6 +74,8 @@ IMPORTERS = {
     "torch.distributed": {
         "orchestrator/wings/engines/ddp.py",
         "orchestrator/wings/engines/foreign_runtime.py",
+        "orchestrator/wings/engines/messages.py",
+        "orchestrator/wings/engines/fsdp2.py",
         "zero_runtime/collectives.py",
         "zero_runtime/deepspeed/comm.py",
         "zero_runtime/gloo.py",
@@ -125,14 +127,14 @@ ROOMS = {
         "wings.optuna": "commands compose config plan records report",
         "plugins": "config wings.optuna",
         "wings.page": "config records report text wings",
-        "wings.engines": "compose config machine plan report text wings wings.page worker",
         "wings.pretrained": "config workloads",
-        "wings.foreign": "commands compose config exit_codes plan records report text wings wings.engines "
-        "wings.pretrained",
         "wings.scripts": "commands config exit_codes launch machine records text",
         "wings.slurm": "config launch machine records report tracking",
         "wings.torchrun": "commands config launch machine plan records report tracking",
         "wings.validation": "config launch records report text worker workloads",
+        "wings.engines": "compose config machine plan report text wings wings.page wings.predict worker",
+        "wings.foreign": "commands compose config exit_codes plan records report text wings wings.engines "
+        "wings.pretrained",
         "wings.generate": "commands config exit_codes launch records report text wings.predict wings.pretrained worker "
         "workloads",
         "wings.predict": "commands compose config exit_codes launch machine plan records report text wings "

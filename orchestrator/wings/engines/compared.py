@@ -7,21 +7,30 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrator import wings
-from orchestrator.config.schema import RunConfig
+from orchestrator.compose import arguments
+from orchestrator.compose.line import composed
+from orchestrator.config.schema import MOST_THREADS, RunConfig, to_dict
 from orchestrator.config.strict import Broken
 from orchestrator.plan.point import Point, Refused
+from orchestrator.plan.points import judged as judged_points
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.wings.engines import environments
 from orchestrator.wings.engines.contract import EngineModule
+from orchestrator.wings.engines.equality import REFERENCE, work_key
+
+# Groups that decide where and how a point is trained, which a plain run has no part in.
+NOT_THE_WORK = ("offload", "recompute", "parallel", "loss", "checkpoint", "batch.at_limit", "resources.code")
 
 
 def completed(points: Sequence[Point | Refused], scene: Scene) -> tuple[list[Point | Refused], list[Broken]]:
     """The points, of which those that their engine cannot train are refused; and the rules that these break, one for
-    each point. Each other point counts its work."""
+    each. Each other point counts its work. Several points get the plain runs first, with which they are compared.
+    """
     judged = [_judged(point) if isinstance(point, Point) else point for point in environments.known(points, scene)]
     broken = [rule for before, after in zip(points, judged, strict=True) if after is not before
               and isinstance(after, Refused) for rule in after.broken]  # fmt: skip
-    return _distinct([_counted(point) for point in judged]), broken
+    counted = [_counted(point) for point in judged]
+    return _distinct([*_references(counted, scene), *counted]), broken
 
 
 def module_of(config: RunConfig) -> EngineModule:
@@ -46,6 +55,54 @@ def _counted(point: Point | Refused) -> Point | Refused:
     engine = point.config.engine
     others: dict[str, Any] = {kind: {} for kind in wings.ENGINES if kind != engine.kind and hasattr(engine, kind)}
     return replace(point, config=replace(point.config, engine=replace(engine, counted=True, **others)))
+
+
+def _references(points: Sequence[Point | Refused], scene: Scene) -> list[Point | Refused]:
+    """A plain run on one rank for each distinct work among several points, which has none yet."""
+    found = [point for point in points if isinstance(point, Point)]
+    works = {work_key(to_dict(point.config)): point for point in reversed(found)}
+    for point in found:
+        if point.config.engine.kind == REFERENCE:
+            works.pop(work_key(to_dict(point.config)), None)
+    if len(found) < 2:
+        return []
+    words = [_reference_words(point) for point in reversed(works.values())]
+    common = set.intersection(*map(set, words)) if words else set()
+    references: list[Point | Refused] = []
+    for one in words:
+        # Composed anew, so that its words repeat it.
+        judged, _ = judged_points(composed(arguments.split(one)), scene)
+        label = "-".join([REFERENCE, *(word.partition("=")[2] for word in one if word not in common)])
+        references += [replace(point, label=label) for point in judged if isinstance(point, Point)]
+    return references
+
+
+def _reference_words(point: Point) -> list[str]:
+    """The words of a plain run that does the same work: on one rank with the threads of all, in micro-batches of the
+    same size. It is measured in one round, so it takes no turns with the points that are compared in speed."""
+    config, resources = point.config, point.config.resources
+    own = {
+        "engine": REFERENCE,
+        "zero": "stage0",
+        "resources.ranks": 1,
+        "resources.nodes": 1,
+        "resources.threads": min(MOST_THREADS, resources.threads * resources.ranks),
+        "batch.micro": config.batch.micro,
+        "batch.accumulation": "null",
+        "batch.global_size": config.batch.global_size,
+        "measure.rounds": 1,
+        "measure.min_s": 0,
+        "measure.validation_batches": 0,
+        "measure.profile": "false",
+    }
+    kept = [word for word in point.overrides if not _is_of(word, (*own, *NOT_THE_WORK))]
+    return [*kept, *(f"{key}={value}" for key, value in own.items())]
+
+
+def _is_of(word: str, names: Sequence[str]) -> bool:
+    """Whether an override sets one of these groups or keys, or a key of one of the groups."""
+    key = word.lstrip("+~").partition("=")[0].partition("@")[0]
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def _distinct(points: Sequence[Point | Refused]) -> list[Point | Refused]:

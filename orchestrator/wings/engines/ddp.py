@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 PACKAGES, EXTRA = ("torch",), ""
 SETTINGS = (
-    *("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters", "broadcast_buffers"),
-    *("init_sync", "skip_all_reduce_unused_params"),
+    *("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters", "batched_grad_copy"),
+    *("forward_sync_buffers", "comm_hook"),
 )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -39,7 +39,7 @@ DTYPES = ("param", "reduce", "accumulate", "master", "loss_scale", "initial_scal
 
 
 @dataclass(frozen=True)
-class Verdict:
+class WorkVerdict:
     """Whether a row did the same work as the row `basis`: equal if it has no differences and nothing is unknown.
 
     basis: the label of the plain run, or of another row where there is none; empty for the row itself.
@@ -54,20 +54,21 @@ class Verdict:
         return not self.differences and not self.unknown
 
 
-def verdicts(entries: Sequence[Entry]) -> dict[str, Verdict]:
+def verdicts(entries: Sequence[Entry]) -> dict[str, WorkVerdict]:
     """The verdict on every row that has a result, by its label."""
-    found: dict[str, Verdict] = {}
+    found: dict[str, WorkVerdict] = {}
     bases = {key: _basis(rows) for key, rows in _by_work(entries).items()}
     for entry in entries:
         if entry.result is None:
             continue
         basis = bases.get(work_key(entry.config))
         if not (entry.result.get("work") or {}).get("steps"):
-            found[entry.label] = Verdict((), "its work was not counted: run it again with this sweep")
+            found[entry.label] = WorkVerdict((), "its work was not counted: run it again with this sweep")
         elif basis is None or basis is entry:
-            found[entry.label] = Verdict(tuple(_wrong_dtypes(entry)))
+            found[entry.label] = WorkVerdict(_distinct(_wrong_dtypes(entry)))
         else:
-            found[entry.label] = Verdict((*_wrong_dtypes(entry), *_differences(entry, basis)), basis=basis.label)
+            texts = _distinct([*_wrong_dtypes(entry), *_differences(entry, basis)])
+            found[entry.label] = WorkVerdict(texts, basis=basis.label)
     return found
 
 
@@ -96,6 +97,10 @@ def bounds(config: Mapping[str, Any], basis: Mapping[str, Any], what: str) -> li
     largest = list(accumulate(spread, max))
     last = steps - 1
     return [max(FP32_LOSS, MULTIPLE * largest[min(max(step, ALIKE_STEPS - 1), last)]) for step in range(steps)]
+
+
+def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(texts))
 
 
 def _by_work(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
@@ -183,8 +188,8 @@ def _wrong_dtypes(entry: Entry) -> Iterator[str]:
     asked |= dict.fromkeys(moments, entry.config["optimizer"].get("state_dtype", "fp32"))
     for component, dtype in asked.items():
         if narrow := _narrower(dtypes.get(component, {}), dtype):
-            shown = "moments" if component in moments else "gradients" if component == "grads" else "masters"
-            yield f"{shown} in {narrow}"
+            shown = {"grads": "gradients", "params": "masters", "master": "masters"}.get(component, component)
+            yield f"moments in {narrow}" if shown == component else f"{shown} in {narrow}"
     sent = entry.result["work"]["messages"]
     reduced = {dtype: 1 for kind in REDUCTIONS for dtype in sent.get(kind, {})}
     if narrow := _narrower(reduced, precision["reduce"]):

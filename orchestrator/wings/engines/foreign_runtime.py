@@ -35,7 +35,7 @@ OPTIMIZER = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 def build(
-    config: RunConfig, device: torch.device, watch: RankWatch, stop_asked: Callable[[], bool] | None = None
+    config: RunConfig, device: torch.device, watch: RankWatch | None, stop_asked: Callable[[], bool] | None = None
 ) -> TrainingSetup:
     """The engine that config.engine names, with the model's first values. Needs the process group."""
     module: EngineModule = wings.load(wings.ENGINES[config.engine.kind])
@@ -64,11 +64,12 @@ class ForeignRuntime:
     trains = True
 
     def __init__(
-        self, config: RunConfig, device: torch.device, watch: RankWatch, stop_asked: Callable[[], bool] | None
+        self, config: RunConfig, device: torch.device, watch: RankWatch | None, stop_asked: Callable[[], bool] | None
     ) -> None:
         self.device, self.clock = device, PhaseClock(device)
         self.collectives = Collectives(1, self.clock, watch)
-        watch.count_others(issued_collectives)
+        if watch is not None:
+            watch.count_others(issued_collectives)
         self.collectives.journal.begin("start")
         self.sequence = SequencePart()
         self.scaler = SimpleNamespace(scale=1.0)
@@ -161,6 +162,7 @@ class ForeignAccounts:
         self.parameters = parameters
         self._config, self._runtime, self._module = config, runtime, module
         self._dtypes: dict[str, dict[str, int]] = {}
+        self.grads: tuple[float, int] = 0.0, 0  # of this rank in the audited step: the sum of squares, the elements
 
     def held(self) -> HeldStates:
         engine = self._runtime.engine
@@ -176,7 +178,10 @@ class ForeignAccounts:
     @contextmanager
     def auditing(self) -> Iterator[None]:
         yield
-        self._dtypes = bytes_by_dtype(self._runtime.engine.held())
+        held = self._runtime.engine.held()
+        self._dtypes, grads = bytes_by_dtype(held), held.get("grads", [])
+        norms = [float(torch.linalg.vector_norm(one, dtype=torch.float32)) for one in grads]
+        self.grads = sum(norm * norm for norm in norms), sum(one.numel() for one in grads)
 
     def dtypes(self, ledger: Ledger) -> dict[str, dict[str, int]]:
         return self._dtypes

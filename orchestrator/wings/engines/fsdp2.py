@@ -80,12 +80,18 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     keys, dtypes = settings_of(config), config.precision.dtypes
-    if keys["offload"] or not keys["requires_gradient_sync"]:
+    if config.zero.plan.optimizer is Partition.REPLICATED:
         return None
     gather, reduce = ITEMSIZE_BYTES[dtypes.param], ITEMSIZE_BYTES[dtypes.reduce]
-    shards = config.zero.shard_ranks or config.ranks
-    reshards = bool(keys["reshard_after_forward"])
-    return peers.fsdp2(model, shards, gather_bytes=gather, reduce_bytes=reduce, reshards=reshards)
+    return peers.fsdp2(
+        model,
+        config.zero.shard_ranks or config.ranks,
+        gather_bytes=gather,
+        reduce_bytes=reduce,
+        reshards=bool(keys["reshard_after_forward"]),
+        keeps_grads=config.batch.accumulation > 1 and not keys["requires_gradient_sync"],
+        on_host=keys["offload"],
+    )
 
 
 def meaning(config: RunConfig) -> RunConfig:
@@ -99,32 +105,31 @@ def build(task: Task) -> Fsdp2Engine:
 class Fsdp2Engine:
     def __init__(self, task: Task) -> None:
         import torch
+        from torch import nn
+        from torch.distributed.tensor import distribute_tensor
 
         from orchestrator.wings.engines import torch_optimizer
+        from zero_runtime.unit_planner import move_buffers
 
         self._local, self._keys = torch_optimizer.local, settings_of(task.config)
-        self._device, self.module = task.device, task.model
-        # The first values are drawn before anything is sharded, and only this rank's part of each is kept.
+        self.module = task.model
         mesh, placements = self._mesh(task)
-        compute = getattr(torch, self._keys["param_dtype"])
-        values = {}
-        for name, param in self.module.named_parameters():
-            # What is not trained needs no fp32: it is held as it is gathered.
-            kept = param.dtype if param.requires_grad else compute
-            values[name] = self._own_part(task.first_value(name, param).to(kept), mesh, placements)
-        for param in self.module.parameters():
-            if not param.requires_grad:
-                param.data = param.data.to(compute)
+        # What is not trained needs no fp32: it is held as it is gathered.
+        gathered, resting = getattr(torch, self._keys["param_dtype"]), "cpu" if self._keys["offload"] else task.device
+        shards: dict[int, nn.Parameter] = {}
+        for name, param in self.module.named_parameters():  # first values are drawn before anything is sharded
+            value = task.first_value(name, param).to(param.dtype if param.requires_grad else gathered)
+            # Without a source each rank takes its part of its own value. The clone lets the rest of it go.
+            part = distribute_tensor(value, mesh, placements, src_data_rank=None).clone().to(resting)
+            shards[id(param)] = nn.Parameter(part, requires_grad=param.requires_grad)
+        tied = self.module.named_parameters(remove_duplicate=False)
+        by_name = {name: shards[id(param)] for name, param in tied}
         self._shard(mesh)
-        resting = torch.device("cpu") if self._keys["offload"] else task.device
-        whole: Any = self.module
-        whole._apply(lambda one: torch.empty_like(one, device=resting) if one.is_meta else one.to(task.device))
+        self.module.load_state_dict(by_name, strict=False, assign=True)
+        move_buffers(self.module, task.device)
         self._shards = dict(self.module.named_parameters())
-        for name, shard in self._shards.items():
-            self._local(shard).copy_(values.pop(name))
-        self._update = torch_optimizer.Update(
-            task.config, ((name, one) for name, one in self._shards.items() if one.requires_grad)
-        )
+        trained = ((name, one) for name, one in self._shards.items() if one.requires_grad)
+        self._update = torch_optimizer.Update(task.config, trained)
 
     def _mesh(self, task: Task) -> tuple[Any, list[Any]]:
         """The ranks, as groups that shard; and how each parameter is placed on them."""
@@ -139,12 +144,6 @@ class Fsdp2Engine:
         if self._keys["offload"] and kind == "cuda":  # the norm of what is offloaded is summed in host memory
             return DeviceMesh.from_group(new_group(backend="cpu:gloo,cuda:nccl"), kind), [Shard(0)]
         return init_device_mesh(kind, (ranks,)), [Shard(0)]
-
-    def _own_part(self, value: torch.Tensor, mesh: Any, placements: list[Any]) -> torch.Tensor:
-        from torch.distributed.tensor import distribute_tensor
-
-        # Without a source each rank takes its part of its own value. The clone lets the rest of it go.
-        return self._local(distribute_tensor(value, mesh, placements, src_data_rank=None)).clone()
 
     def _shard(self, mesh: Any) -> None:
         import torch

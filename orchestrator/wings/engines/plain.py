@@ -42,7 +42,9 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
-    return peers.plain(model, weights=ITEMSIZE_BYTES[config.precision.dtypes.param])
+    precision = config.precision.mixed
+    weights = ITEMSIZE_BYTES[precision.compute or precision.param]
+    return peers.plain(model, weights=weights, has_masters=precision.param != "fp32")
 
 
 def meaning(config: RunConfig) -> RunConfig:

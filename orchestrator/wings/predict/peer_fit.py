@@ -24,7 +24,7 @@ from zero_runtime.precision import ITEMSIZE_BYTES
 from zero_runtime.predict.memory import peers
 from zero_runtime.predict.memory.activation_count import LinearTrace
 from zero_runtime.predict.memory.device_overhead import DeviceOverhead
-from zero_runtime.predict.memory.peers import DeepSpeedSettings, Moment, PeerMemory, PeerModel, PeerParam
+from zero_runtime.predict.memory.peers import Moment, PeerMemory, PeerModel, PeerParam
 from zero_runtime.predict.memory.step_memory import TOKEN_BYTES, Peak
 
 
@@ -61,26 +61,6 @@ class PeerFit:
         }
 
 
-def _deepspeed(model: PeerModel, config: RunConfig) -> PeerMemory | None:
-    offload = config.offload
-    settings = DeepSpeedSettings(
-        optimizer_on_host=offload.optimizer is Tier.HOST, params_on_host=offload.params is Tier.HOST
-    )
-    if config.zero.plan.optimizer is Partition.REPLICATED and settings.optimizer_on_host:
-        return None
-    weights = ITEMSIZE_BYTES[config.precision.dtypes.param]
-    return peers.deepspeed(model, config.zero.plan, config.resources.ranks, settings, weights=weights)
-
-
-def _fsdp2(model: PeerModel, config: RunConfig) -> PeerMemory | None:
-    """Parameters that are gathered again in the backward, or kept from the forward on."""
-    plan = config.zero.plan
-    if plan.grads is Partition.REPLICATED or _offloads(config):
-        return None
-    gathered = ITEMSIZE_BYTES[config.precision.dtypes.param]
-    return peers.fsdp2(model, config.resources.ranks, gather_bytes=gathered, reshards=plan.params is Partition.SHARDED)
-
-
 def _megatron(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     plan = config.zero.plan
     if plan.grads is Partition.SHARDED or _offloads(config) or config.precision.dtypes.param == "fp32":
@@ -88,10 +68,14 @@ def _megatron(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     return peers.megatron(model, config.resources.ranks, distributed_optimizer=plan.optimizer is Partition.SHARDED)
 
 
+def _deepspeed(model: PeerModel, config: RunConfig) -> PeerMemory | None:
+    weights = ITEMSIZE_BYTES[config.precision.dtypes.param]
+    return peers.deepspeed(model, config.zero.plan, config.resources.ranks, weights=weights)
+
+
 # Engines that no run has: their rules alone are known.
 RULES_ONLY: dict[str, Callable[[PeerModel, RunConfig], PeerMemory | None]] = {
     "deepspeed": _deepspeed,
-    "fsdp2": _fsdp2,
     "megatron": _megatron,
 }
 NAMES = tuple(sorted({*wings.ENGINES, *RULES_ONLY}))

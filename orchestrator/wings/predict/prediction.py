@@ -129,11 +129,31 @@ def _predictions(
     """The prediction of each configuration, or why there is none."""
     if not configs:
         return []
-    answers = memory_cache.answers(configs, configs, tell, within_s=within_s)
-    need_gpus = any(config.resources.device is Device.cuda and not config.hardware.is_described for config in configs)
-    gpu_bytes = gpu_bytes_here() if need_gpus else None
-    memories = Memories(answers)
-    return [_prediction(config, answers, memories, gpu_bytes) for config in configs]
+    found = Predictions(configs, configs, tell, within_s)
+    return [found.of(config) for config in configs]
+
+
+class Predictions:
+    """The predictions of configurations. units, activations: those whose models, and whose activations, are counted;
+    together: also of the micro-batches between those that differ in them alone."""
+
+    def __init__(
+        self,
+        units: Sequence[RunConfig],
+        activations: Sequence[RunConfig],
+        tell: Tell | None = None,
+        within_s: float = math.inf,
+        *,
+        together: bool = False,
+    ) -> None:
+        self._answers = memory_cache.answers(units, activations, tell, within_s=within_s, together=together)
+        need_gpus = any(one.resources.device is Device.cuda and not one.hardware.is_described for one in units)
+        self._gpu_bytes = gpu_bytes_here() if need_gpus else None
+        self._memories = Memories(self._answers)
+
+    def of(self, config: RunConfig) -> PointPrediction | str:
+        """The prediction, or why there is none."""
+        return _prediction(config, self._answers, self._memories, self._gpu_bytes)
 
 
 def _prediction(

@@ -46,6 +46,12 @@ def with_micro(config: RunConfig, micro: int) -> RunConfig:
     return replace(config, batch=batch)
 
 
+def with_share(config: RunConfig, micro: int) -> RunConfig:
+    """The configuration with another micro-batch, which divides a rank's share of the same global batch."""
+    share = config.batch.micro * config.batch.accumulation
+    return replace(config, batch=replace(config.batch, micro=micro, accumulation=share // micro))
+
+
 def units_of(config: RunConfig, shapes: Mapping[str, Any]) -> Units:
     """The sizes of the units on a rank, with their dtypes, from the shapes that a child process has found."""
     on_cuda = config.resources.device is Device.cuda

@@ -36,10 +36,11 @@ def target_of(config: RunConfig, gpu_bytes: int | None = None, host_bytes: int |
     elif config.cluster.kind is ClusterKind.slurm:
         gpu_bytes = host_bytes = None  # the memory of the cluster's nodes is not known here
     device_bytes, per_node = gpu_bytes if on_gpus else host_bytes, ranks // resources.nodes
+    own = resources.memory_mib and resources.memory_mib << 20
     return Target(
         device=resources.device,
-        device_bytes=device_bytes,
-        ranks_share=1 if on_gpus or device_bytes is None else per_node,
+        device_bytes=own or device_bytes,
+        ranks_share=1 if on_gpus or own or device_bytes is None else per_node,
         host_bytes=host_bytes,
         ranks_per_node=per_node,
     )

@@ -178,7 +178,8 @@ class DeepSpeedSettings:
     overlap_comm: None is true where the plan shards parameters, else false. memory_efficient_linear: holds only for
     models that are built inside `zero.Init`, since only that replaces `torch.nn.functional.linear`. fp32_gradients:
     `data_types.grad_accum_dtype` is fp32. fused: the optimizer is DeepSpeed's FusedAdam. bf16: the 16-bit weights are.
-    autocast: `torch_autocast` is enabled, which casts fp32 weights for each operation.
+    autocast: `torch_autocast` is enabled, which casts fp32 weights for each operation. accumulates: several
+    micro-batches make a step.
     """
 
     reduce_bucket_size: int = 500_000_000
@@ -195,6 +196,7 @@ class DeepSpeedSettings:
     fused: bool = True
     bf16: bool = True
     autocast: bool = False
+    accumulates: bool = False
 
 
 def deepspeed(
@@ -250,6 +252,8 @@ def _deepspeed_full_params(
     `setup_buckets` allocates the bucket that gradients are copied to, two with overlap_comm; `step` flattens the rank's
     averaged gradients and converts the flat tensor to fp32. BF16_Optimizer has no bucket: it allocates the flat fp32
     gradients once, adds each backward's 16-bit gradients to them, and `allreduce_bucket` (engine.py) sends a copy.
+    After the last backward `_clear_param_grad_only` leaves the gradients of the rank's own part alone, whatever
+    is sharded; a parameter that is in the parts of two ranks leaves all of its gradient, if that is not converted.
     """
     shard = model.group_shard(world, 2 * world)
     flat, frozen = shard * world, model.numel - model.trained_numel
@@ -257,14 +261,15 @@ def _deepspeed_full_params(
     keeps_fp32 = weights == HALF and settings.fp32_gradients and plan.grads is Partition.REPLICATED
     by_bf16_optimizer = keeps_fp32 and settings.bf16 and not settings.optimizer_on_host
     yield PeerTerm(f"parameters, {weights}P", weights * (flat + frozen), state=PARAMS)
-    if plan.grads is Partition.SHARDED:
-        yield PeerTerm(f"gradients, {grad_bytes}T/N", grad_bytes * shard, Moment.GRADIENTS, GRADS)
-    elif by_bf16_optimizer:
+    if by_bf16_optimizer:
         yield PeerTerm("fp32 gradients, 4T", SINGLE * flat, state=GRADS)
         yield PeerTerm("16-bit gradients, 2T", HALF * model.trained_numel, Moment.GRADIENTS, GRADS)
         yield PeerTerm("copy of a bucket of gradients", SINGLE * min(settings.reduce_bucket_size, flat), Moment.STEP)
     else:
-        yield PeerTerm(f"gradients, {grad_bytes}T", grad_bytes * model.trained_numel, Moment.GRADIENTS, GRADS)
+        yield PeerTerm(f"gradients, {grad_bytes}T/N", grad_bytes * shard, Moment.GRADIENTS, GRADS)
+        if plan.grads is Partition.REPLICATED and settings.accumulates:
+            whole = grad_bytes * (model.trained_numel - shard)
+            yield PeerTerm("whole gradients of earlier micro-batches", whole, Moment.COMPUTE)
     if settings.contiguous_gradients and not by_bf16_optimizer:
         buckets = 2 if settings.overlap_comm else 1
         size = max(settings.reduce_bucket_size, model.largest)
@@ -286,20 +291,21 @@ def _deepspeed_sharded_params(
     """`DeepSpeedZeroOptimizer_Stage3` (stage3.py) and `PartitionedParameterCoordinator`.
 
     Each parameter is partitioned alone and padded to a multiple of N (`partition_parameters.py`).
-    `_setup_for_real_optimizer` allocates the reduce bucket and the flat shard of the gradients, once. In fp32 the flat
-    shard of the parameters is the optimizer's own (`_create_fp32_partitions`).
+    `_setup_for_real_optimizer` allocates the reduce bucket and the flat shard of the gradients, once. In fp32 too there
+    are masters: `_create_fp32_partitions` compares a device with its name, so that it always clones the flat shard.
     Gathered parameters are released once more than max_live_parameters exist. `torch.nn.functional.linear` saves a
     view of the gathered weight for backward, so without `zero.Init`, whose replacement (zero/linear.py) saves ids,
     every gathered weight exists until its backward. `step` works on sub-groups of the shard.
     """
     numel = model.numel
-    persistent = sum(one.numel for one in model.params if one.numel < settings.param_persistence_threshold)
+    small = [one.numel for one in model.params if one.numel < settings.param_persistence_threshold]
+    persistent, padded = sum(small), sum(-(-one // world) * world for one in small)
     shard = sum(-(-one.numel // world) for one in model.params)
     trained = sum(-(-one.numel // world) for one in model.trained)
     grad_bytes = SINGLE if settings.fp32_gradients else weights
     parameters = PeerTerm(f"parameters, {weights}P/N", weights * shard, state=PARAMS)
     yield from _on(settings.params_on_host, [parameters])
-    yield PeerTerm("parameters below the persistence threshold", weights * persistent, state=PARAMS)
+    yield PeerTerm("parameters below the persistence threshold", weights * padded, state=PARAMS)
     if settings.contiguous_gradients:
         yield PeerTerm("reduce bucket", weights * settings.reduce_bucket_size)
     if settings.memory_efficient_linear:
@@ -311,7 +317,7 @@ def _deepspeed_sharded_params(
         kept = weights * (numel - persistent)
         yield PeerTerm(f"gathered weights kept for backward, {weights}P", kept, Moment.COMPUTE)
     gradients = PeerTerm(f"gradients, {grad_bytes}T/N", grad_bytes * trained, state=GRADS)
-    yield from _on(settings.optimizer_on_host, [gradients, *_weights(model, weights, trained, "T/N")])
+    yield from _on(settings.optimizer_on_host, [gradients, *_weights(model, HALF, trained, "T/N")])
     if not settings.optimizer_on_host:
         converted = SINGLE if grad_bytes == HALF else 0
         group = min(settings.sub_group_size, trained)
@@ -414,14 +420,14 @@ def ddp(model: PeerModel, *, weights: int = HALF, views: bool = True) -> PeerMem
     return PeerMemory("DDP with autocast" if autocast else "DDP", tuple(terms))
 
 
-def plain(model: PeerModel, *, weights: int = HALF) -> PeerMemory:
-    """PyTorch in one process (orchestrator/wings/engines/plain.py): in 16 bits, each weight's gradient is added to its
-    master's as soon as it is there."""
+def plain(model: PeerModel, *, weights: int = HALF, has_masters: bool = True) -> PeerMemory:
+    """PyTorch in one process (orchestrator/wings/engines/plain.py). has_masters: the weights are rounded to 16 bits,
+    whatever they are held in, and each one's gradient is added to its master's as soon as it is there."""
     terms = [
         PeerTerm(f"parameters, {weights}P", weights * model.numel, state=PARAMS),
-        *_weights(model, weights, model.trained_numel, "T"),
+        *_weights(model, HALF if has_masters else weights, model.trained_numel, "T"),
         PeerTerm("fp32 gradients, 4T", SINGLE * model.trained_numel, Moment.GRADIENTS, GRADS),
     ]
-    if weights == HALF:
-        terms.append(PeerTerm("16-bit gradient of one parameter", HALF * model.largest, Moment.COMPUTE))
+    if has_masters:
+        terms.append(PeerTerm("gradient of one parameter", weights * model.largest, Moment.COMPUTE))
     return PeerMemory("plain PyTorch", tuple(terms))

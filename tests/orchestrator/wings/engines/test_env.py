@@ -33,6 +33,7 @@ from orchestrator.plan.rules.scene import Scene
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
+from orchestrator.report.changes import Measured, by_setting
 from orchestrator.wings.engines import ddp, environments
 from zero_runtime.watch.journal import Journal
 from zero_runtime.watch.judge import Note, Patience, RankStatus
@@ -95,6 +96,13 @@ def test_points_of_this_environment_have_the_versions_of_another_engine_alone() 
     ours, theirs = (point.config.engine.versions for point in points if isinstance(point, Point))
     assert ours == {}
     assert list(theirs) == ["torch"]
+
+
+def test_environments_are_compared_though_their_versions_differ_too() -> None:
+    engines = [{"python": None, "versions": {"torch": "2.13.0"}}, {"python": "/new", "versions": {"torch": "2.99.0"}}]
+    points = [Measured(str(engine), "", {"engine": engine}, None, "error") for engine in engines]
+    assert len(by_setting(points, "engine.python", 0.05).points) == 1
+    assert len(by_setting(points, "seed", 0.05).points) == 0
 
 
 def refusals(folder: Path) -> list[tuple[str, str, str]]:
@@ -192,7 +200,7 @@ def command(line: str, fault: str = "") -> subprocess.CompletedProcess[str]:
 LABELS = [
     (
         "-m engine=zero,ddp zero=stage0,stage1 precision=fp32",
-        {"zero-stage0", "zero-stage1", "ddp-stage0", "ddp-stage1"},
+        {"zero-stage0", "zero-stage1", "ddp-stage0"},
     ),
     ("engine=ddp zero=stage0 precision=fp32", {"ddp-stage0-fp32"}),
     (
@@ -237,7 +245,7 @@ WRONG = [
         "engine.fsdp2.reshard_after_forward=8",
         "engine.fsdp2 changes nothing but points of engine=fsdp2, found engine=zero",
     ),
-    ("engine=ddp engine.ddp.bucket_cap=8", "found engine.ddp.bucket_cap      fix: engine.ddp.bucket_cap_mb"),
+    ("engine=ddp engine.ddp.bucket_cap=8", "found bucket_cap      fix: engine.ddp.bucket_cap_mb=8"),
     ("engine=ddp model.model_type=mixtral", "trains no mixture of experts (MoE), found model.model_type=mixtral"),
     ("engine=ddp +model.config.num_experts=8", "trains no mixture of experts (MoE), found model.config.num_experts=8"),
 ]

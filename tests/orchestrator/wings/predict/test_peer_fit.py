@@ -70,7 +70,7 @@ def test_the_largest_micro_batch_is_the_last_one_whose_peak_fits(micro: int) -> 
     ("engine", "words"),
     [
         ("megatron", "zero=stage2"),
-        ("fsdp2", "zero=stage1"),
+        ("fsdp2", "zero=stage0"),
         ("deepspeed", "zero=stage1 recompute=by_operation"),
         ("deepspeed", "zero=stage1 loss=tiled"),
         ("megatron", "zero=stage1 precision=fp32"),
@@ -80,11 +80,11 @@ def test_settings_that_the_rules_do_not_know_have_no_row(engine: str, words: str
     assert row(engine, words) is None
 
 
-def test_deepspeed_without_the_states_on_the_device_needs_less() -> None:
-    on_device, on_host = (row("deepspeed", f"zero=stage2 offload={where}") for where in ("none", "optimizer_cpu"))
+def test_ranks_on_a_cpu_have_what_is_offloaded_in_the_memory_that_they_compute_in() -> None:
+    on_device, on_host = (row("fsdp2", f"zero=stage2 offload={where}") for where in ("none", "optimizer_cpu"))
     assert on_device is not None
     assert on_host is not None
-    assert on_device.memory.resting - on_host.memory.resting == 12 * TOTAL // RANKS
+    assert on_device.memory.resting == on_host.memory.resting
 
 
 def test_fsdp2_keeps_the_parameters_of_the_forward_unless_it_gathers_them_again() -> None:

@@ -54,7 +54,12 @@ def test_the_peak_is_that_of_the_worst_moment() -> None:
 @pytest.mark.parametrize("stage", PLANS)
 def test_without_buckets_deepspeed_has_the_papers_bytes(stage: int) -> None:
     memory = deepspeed(MODEL, PLANS[stage], WORLD, NO_BUCKETS)
-    assert memory.resting == paper_bytes_per_param(PLANS[stage], WORLD) * NUMEL
+    # With the optimizer sharded alone it keeps the gradients of its own part alone, as with sharded gradients.
+    paper = PLANS[2 if stage == 1 else stage]
+    assert memory.resting == paper_bytes_per_param(paper, WORLD) * NUMEL
+    whole = deepspeed(MODEL, PLANS[stage], WORLD, replace(NO_BUCKETS, accumulates=True))
+    more = whole.at(Moment.COMPUTE) - memory.at(Moment.COMPUTE)
+    assert more == (2 * NUMEL * (WORLD - 1) // WORLD if stage == 1 else 0)
 
 
 def test_deepspeed_keeps_small_parameters_and_the_bucket_where_parameters_are_sharded() -> None:

@@ -1,0 +1,108 @@
+"""Counts the messages of a step where torch's dispatcher sees them: in one way for every engine, ours included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero_runtime.dtypes import short_name
+from zero_runtime.ledger import Ledger
+
+FEW = 16  # numbers, such as losses and norms: messages of so many elements are control messages
+NAMESPACES = ("c10d", "_c10d_functional")
+# The collectives by the first words of their operators' names; others go by their own. A rank of a group of n sends so
+# many elements for each of the larger side's, times (n-1)/n, in a ring (see zero_runtime/ledger.py).
+KINDS = {
+    "allreduce": ("all_reduce", 2),
+    "all_reduce": ("all_reduce", 2),
+    "_allgather": ("all_gather", 1),
+    "allgather": ("all_gather", 1),
+    "all_gather": ("all_gather", 1),
+    "_reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce": ("reduce", 1),
+    "broadcast": ("broadcast", 1),
+    "alltoall": ("all_to_all", 1),
+    "all_to_all": ("all_to_all", 1),
+}
+SEND = "send"  # from rank to rank: all of it is sent
+UNSENT = ("recv", "wait_tensor", "barrier", "monitored_barrier")  # a receive is the send of another rank
+
+
+class MessageCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+    """A context in which the messages of this thread, and of the backwards that it starts, are counted in `ledger`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = Ledger()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # A distributed tensor's operation comes again as the messages and local operations that it is made of.
+        if any(_divides_itself(one) for one in types):
+            return NotImplemented
+        if func.namespace in NAMESPACES:
+            self._count(func._schema.name.partition("::")[2], args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        tensors = list(_tensors(args))
+        if name == SEND:
+            self._record(SEND, sum(one.numel() for one in tensors), tensors[0].dtype)
+            return
+        if not tensors or name.startswith(UNSENT):
+            return
+        words = [word for word in KINDS if name.startswith(word)]
+        kind, times = KINDS[max(words, key=len)] if words else (name, 1)
+        ranks = _ranks(args)
+        elements = times * (ranks - 1) * _larger(kind, args, ranks) // ranks
+        # Objects are gathered as bytes in lists of tensors, as no engine sends its weights or gradients.
+        is_object = name == "allgather_" and tensors[0].dtype == torch.uint8
+        self._record(kind, elements, tensors[0].dtype, is_control=is_object)
+
+    def _record(self, kind: str, elements: int, dtype: torch.dtype, *, is_control: bool = False) -> None:
+        if is_control or elements <= FEW:
+            self.ledger.control.add(elements, dtype.itemsize)
+        else:
+            self.ledger.record(kind, "", elements, dtype)
+
+
+def messages(ledger: Ledger) -> dict[str, dict[str, dict[str, int]]]:
+    """The counted volumes by kind and dtype."""
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for (kind, _, dtype), volume in ledger.sent.items():
+        found.setdefault(kind, {})[short_name(dtype)] = asdict(volume)
+    return found
+
+
+def _larger(kind: str, args: tuple[Any, ...], ranks: int) -> int:
+    """The elements of the larger side of a collective: of what is gathered, or of what is scattered."""
+    sides = [sum(one.numel() for one in _tensors(side)) for side in args[:2]]
+    is_input_alone = kind == "all_gather" and not sides[1]  # as torch's functional collectives are called
+    return sides[0] * ranks if is_input_alone else max(sides)
+
+
+def _tensors(found: Any) -> Iterator[torch.Tensor]:
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, (list, tuple)):
+        for one in found:
+            yield from _tensors(one)
+
+
+def _ranks(args: tuple[Any, ...]) -> int:
+    """The ranks of the group: the first object among an operator's arguments. torch's functional collectives name it
+    instead; here only norms of distributed tensors use them, over all ranks."""
+    group = next((one for one in args if isinstance(one, torch.ScriptObject)), None)
+    return dist.get_world_size() if group is None else int(dist.ProcessGroup.unbox(group).size())
+
+
+def _divides_itself(kind: type) -> bool:
+    """Whether it is torch's DTensor, which is not imported before an engine does."""
+    return hasattr(kind, "redistribute")

@@ -1,0 +1,72 @@
+"""How far apart plain PyTorch's losses are if the same mathematics is computed in other ways.
+
+By this measure the distance of another engine's losses is judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from orchestrator.config.engine import EngineKind
+from orchestrator.config.schema import RunConfig
+from orchestrator.config.state_groups import Precision
+from orchestrator.wings.engines import ddp, foreign_runtime
+from orchestrator.worker.listeners import RankRun
+from orchestrator.worker.loop import Loop
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.step_report import StepReport
+
+
+def spread_of(run: RankRun, steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """The largest relative distance of a variant's loss and norm from those of the reference run, at each of its steps.
+
+    The variants are trained one after the other in this process, from the same weights and on the same samples.
+    """
+    found = [_trained(run, config, len(steps)) for config in variants(run.config)]
+    # A variant that skipped other steps (fp16) has trained otherwise, which is no rounding.
+    skipped = [not step["updates"] for step in steps]
+    alike = [reports for reports in found if [one.skipped for one in reports] == skipped]
+    by_step = list(zip(*alike, strict=True)) if alike else [()] * len(steps)
+    return {
+        "loss": [
+            _farthest(step["loss"], [one.loss for one in ones]) for step, ones in zip(steps, by_step, strict=True)
+        ],
+        "norm": [
+            _farthest(step["norm"], [one.grad_norm for one in ones]) for step, ones in zip(steps, by_step, strict=True)
+        ],
+    }
+
+
+def variants(config: RunConfig) -> list[RunConfig]:
+    """The same mathematics with other roundings: in micro-batches of another size, in fp32 throughout, and with fp32
+    weights that are cast for each operation (autocast, which is DDP on one rank)."""
+    size = config.batch.global_size
+    micro = next(one for one in range(1, size + 1) if size % one == 0 and (one != config.batch.micro or size == 1))
+    batch = replace(config.batch, micro=micro, accumulation=size // micro)
+    found = [replace(config, batch=batch)]
+    if config.precision.dtypes.param != "fp32":
+        found.append(replace(config, precision=Precision(MixedPrecision(), compute="fp32")))
+        cast = replace(config, engine=replace(config.engine, kind=EngineKind.ddp))
+        found += [] if ddp.problems_of(cast) else [cast]
+    return found
+
+
+def _trained(run: RankRun, config: RunConfig, steps: int) -> list[StepReport]:
+    """The reports of the first steps of another run of this process."""
+    built = foreign_runtime.build(config, run.runtime.device, None)
+    loop, found = Loop(config, built, run.data), list[StepReport]()
+    for _ in range(steps):
+        report, _ = loop.step(run.measurement)
+        loop.advance()
+        found.append(report)
+    built.runtime.close()
+    return found
+
+
+def _farthest(value: float | None, others: Sequence[float]) -> float:
+    """The largest relative distance of numbers from one; 0 where it is not known."""
+    known = [abs(one - value) / abs(value) for one in others if value and math.isfinite(one)]
+    return max(known, default=0.0)

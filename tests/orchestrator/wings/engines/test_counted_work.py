@@ -1,0 +1,183 @@
+"""The counted work: checksums, messages against the ledger, references of a comparison, verdicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from work_runs import GLOBAL_SIZE, RANKS, Run, Work, config_of, entries_of
+
+from orchestrator.compose import arguments
+from orchestrator.compose.line import composed
+from orchestrator.config.schema import to_dict
+from orchestrator.machine.hardware import Hardware
+from orchestrator.plan.point import Point
+from orchestrator.plan.points import judged
+from orchestrator.plan.rules.scene import Scene
+from orchestrator.report.entry import Entry
+from orchestrator.wings.engines.checksums import AT_ONCE, checksum, hexadecimal
+from orchestrator.wings.engines.equality import MULTIPLE, WorkVerdict, bounds, verdicts, work_key
+
+STEPS = 8
+LINE = (
+    "-m model=llama_tiny data=synthetic tracking=none resources.device=cpu resources.ranks=2 batch.seq=16 "
+    "batch.global_size=16 batch.micro=2 output=out "
+)
+
+
+# ---- checksums ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_checksums_of_parts_add_up_and_tell_values_and_places_apart(dtype: torch.dtype) -> None:
+    values = torch.arange(2 * AT_ONCE + 7).remainder(977).to(dtype)
+    whole = hexadecimal([int(checksum(values))])
+    assert hexadecimal(int(checksum(values[a:b], a)) for a, b in ((0, 5), (5, 3000), (3000, len(values)))) == whole
+    changed, moved = values.clone(), values.clone()
+    changed[-1] = 978
+    moved[[3, 4]] = moved[[4, 3]]
+    assert len({whole, *(hexadecimal([int(checksum(one))]) for one in (changed, moved, values[:-1]))}) == 4
+
+
+# ---- the run -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def entries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Entry]:
+    """Rows of our own stages, of DDP, and of plain PyTorch, with the same work."""
+    work = Work()
+    ours = [Run(f"zero{stage}", config_of(work, "zero", stage, steps=STEPS)) for stage in range(4)]
+    others = [
+        Run("ddp", config_of(work, "ddp", steps=STEPS)),
+        Run("plain", config_of(work, "plain", ranks=1, steps=STEPS)),
+    ]
+    return entries_of(tmp_path_factory.mktemp("runs"), [*ours, *others])
+
+
+@pytest.mark.parametrize(("label", "halves"), [("zero0", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3), ("ddp", 2)])
+def test_messages_are_those_of_theory_and_ours_those_of_the_ledger(
+    entries: dict[str, Entry], label: str, halves: int
+) -> None:
+    """On two ranks and with P parameters: a rank sends P/2 in an all-gather or a reduce-scatter, and P in an
+    all-reduce."""
+    result = entries[label].result
+    assert result is not None
+    counted = [volume for by_dtype in result["work"]["messages"].values() for volume in by_dtype.values()]
+    sums = {what: sum(one[what] for one in counted) for what in ("elements", "bytes")}
+    reported = result["communication"]["data"].values()  # of our own rows: the ledger's
+    assert sums == {what: sum(one[what] for one in reported) for what in sums}
+    padding = result["communication"].get("padding_elements", 0)
+    assert sums["elements"] == halves * result["model"]["parameters"] // 2 + padding
+
+
+def test_equal_work_is_counted_alike_by_all(entries: dict[str, Entry]) -> None:
+    works = {label: entry.result["work"] for label, entry in entries.items() if entry.result is not None}
+    plain = works.pop("plain")
+    assert len(plain["spread"]["loss"]) == len(plain["steps"]) == STEPS
+    for work in works.values():
+        assert (work["weights"], work["trained"]) == (plain["weights"], plain["trained"])
+        for one, other in zip(work["steps"], plain["steps"], strict=True):
+            assert (one["tokens"], one["sequences"]) == (other["tokens"], GLOBAL_SIZE)
+            assert (one["updates"], one["micro_batches"]) == (1, RANKS)
+    assert len({step["tokens"] for step in plain["steps"]}) == STEPS
+    assert {label: one for label, one in verdicts(list(entries.values())).items() if not one.is_equal} == {}
+
+
+# ---- verdicts ----------------------------------------------------------------------------------------------------
+
+
+def _row(label: str, kind: str, **changes: Any) -> Entry:
+    """A row whose work is equal but for `changes`: of the first step, of the work, or of the dtypes."""
+    step = {"tokens": "ab", "sequences": 4, "micro_batches": 2, "updates": 1, "loss": 4.0, "norm": 2.0}
+    steps = [{**step, **{key: one for key, one in changes.items() if key in step}}, *([step] * 5)]
+    work: dict[str, Any] = {"weights": "aa", "trained": [3, "bb"], "steps": steps, "messages": {}, "control_bytes": 0}
+    dtypes = {"params": {"bf16": 8}, "master": {"fp32": 8}, "grads": {"fp32": 8}, "exp_avg": {"fp32": 8}}
+    work |= {key: one for key, one in changes.items() if key in work}
+    dtypes |= {key: one for key, one in changes.items() if key in dtypes}
+    if kind == "plain":
+        work["spread"] = {"loss": [1e-3, 1e-4, 5e-3, 1e-3, 1e-3, 2e-2], "norm": [1e-2] * 6}
+    config = to_dict(config_of(Work("bf16", 2), kind))
+    return Entry(label, "ok", {"work": work, "dtypes": dtypes}, config=config)
+
+
+CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "equal": ({}, ()),
+    "weights": ({"weights": "ab"}, ("other first weights",)),
+    "fewer trained": ({"trained": [2, "bb"]}, ("trains 2 parameters, not 3",)),
+    "others trained": ({"trained": [3, "bc"]}, ("trains other parameters",)),
+    "tokens": ({"tokens": "ac"}, ("other tokens at step 1",)),
+    "sequences": ({"sequences": 3}, ("3 sequences, not 4 at step 1",)),
+    "micro-batches": ({"micro_batches": 4}, ()),
+    "updates": ({"updates": 2}, ("2 updates, not 1 at step 1",)),
+    "skipped": ({"updates": 0}, ("update 1 skipped",)),
+    "near": ({"loss": 4.0 * (1 + 0.99 * MULTIPLE * 5e-3)}, ()),
+    "far": ({"loss": 4.0 * (1 + 1.01 * MULTIPLE * 5e-3)}, ("loss off by 2e-2 at step 1",)),
+    "not a number": ({"loss": float("nan")}, ("loss off by everything at step 1",)),
+    "norm": ({"norm": 1.0}, ("norm off by 5e-1 at step 1",)),
+    "no norm": ({"norm": None}, ()),
+    "no masters": ({"master": {}}, ("masters in bf16",)),
+    "moments": ({"exp_avg": {"bf16": 4}}, ("moments in bf16",)),
+    "gradients": ({"grads": {"fp32": 8, "bf16": 4}}, ("gradients in bf16",)),
+    "sent": ({"messages": {"all_reduce": {"bf16": {}}, "all_gather": {"bf16": {}}}}, ("gradients sent in bf16",)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_verdict_names_what_differs(case: str) -> None:
+    changes, differences = CASES[case]
+    rows = [_row("reference", "plain"), _row("row", "ddp", **changes)]
+    assert verdicts(rows) == {"reference": WorkVerdict(()), "row": WorkVerdict(differences, basis="reference")}
+
+
+def test_without_a_plain_run_rows_are_compared_with_ours_and_the_verdict_says_so() -> None:
+    rows = [_row("theirs", "ddp"), _row("ours", "zero"), _row("others", "fsdp2", updates=0)]
+    found = verdicts(rows)
+    assert {label: one.basis for label, one in found.items()} == {"theirs": "ours", "ours": "", "others": "ours"}
+    assert [label for label, one in found.items() if not one.is_equal] == ["others"]
+
+
+def test_work_that_was_not_counted_is_not_equal() -> None:
+    row = Entry("old", "ok", {"dtypes": {}}, config=to_dict(config_of(Work(), "zero")))
+    assert not verdicts([row])["old"].is_equal
+
+
+def test_bound_of_fp32_losses_is_fixed_and_others_follow_the_spread() -> None:
+    basis = {"steps": [{}] * 7, "spread": {"loss": [0.1, 0.2, 0.1, 0.1, 0.1, 0.3, 0.1], "norm": [0.0] * 7}}
+    configs = {precision: to_dict(config_of(Work(precision), "ddp")) for precision in ("fp32", "bf16")}
+    assert bounds(configs["fp32"], basis, "loss") == [1e-6] * 7
+    assert bounds(configs["bf16"], basis, "norm") == [1e-6] * 7
+    expected = [MULTIPLE * one for one in (0.2, 0.2, 0.2, 0.2, 0.2, 0.3, 0.3)]
+    assert bounds(configs["bf16"], basis, "loss") == pytest.approx(expected)
+
+
+# ---- references --------------------------------------------------------------------------------------------------
+
+
+def _points(words: str) -> list[Point]:
+    found, lines = judged(composed(arguments.split([*LINE.split(), *words.split()])), Scene(Hardware(4, "a CPU")))
+    assert not lines
+    return [one for one in found if isinstance(one, Point)]
+
+
+def test_each_work_gets_one_plain_run_whose_words_repeat_it() -> None:
+    points = _points("engine=zero,ddp zero=stage0,stage2 precision=fp32,bf16 measure=standard")
+    references = [point for point in points if point.config.engine.kind == "plain"]
+    assert points[:2] == references
+    assert [point.label for point in references] == ["plain-fp32", "plain-bf16"]
+    for point in references:
+        batch, measure = point.config.batch, point.config.measure
+        assert (point.config.ranks, batch.micro, batch.accumulation, batch.global_size) == (1, 2, 8, 16)
+        assert (measure.rounds, measure.warmup_steps, measure.steps) == (1, 10, 60)  # so the same learning rates
+        assert point.config.resources.threads == 4
+        (again,) = judged(composed(arguments.split(list(point.overrides))), Scene(Hardware(4, "a CPU")))[0]
+        assert isinstance(again, Point)
+        assert again.config == point.config
+        same = [one for one in points if work_key(to_dict(one.config)) == work_key(to_dict(point.config))]
+        assert len(same) == 4  # the plain run, two stages of ours, and DDP once
+    assert all(point.config.engine.counted for point in points)
+
+
+def test_one_point_alone_or_beside_a_plain_run_gets_none() -> None:
+    assert [point.config.engine.kind for point in _points("engine=ddp zero=stage0 precision=fp32")] == ["ddp"]
+    assert all(point.config.engine.is_own for point in _points("zero=stage0,stage1 precision=fp32"))
