@@ -32,8 +32,11 @@ class Bf16States(DdpEngine):
     def __init__(self, task: Any) -> None:
         import torch
 
-        first = task.first_value
-        super().__init__(replace(task, first_value=lambda name, param: first(name, param).to(torch.bfloat16)))
+        from orchestrator.wings.engines import materialise
+
+        whole = materialise.whole
+        with mock.patch.object(materialise, "whole", lambda task: whole(task).to(torch.bfloat16)):
+            super().__init__(task)
 
 
 class NoAccumulation(DdpEngine):
