@@ -90,10 +90,13 @@ def reference_of(work: Work, steps: int = STEPS) -> Run:
 
 
 def entries_of(folder: Path, runs: list[Run], timeout_s: float = HANG_S) -> dict[str, Entry]:
-    """Trains the runs and gives their rows by label: first those of one rank, then those of two."""
+    """Trains the runs and gives their rows by label. Those of as many ranks share processes."""
     found: dict[str, Entry] = {}
-    for ranks in sorted({run.config.ranks for run in runs}):
-        chosen = [run for run in runs if run.config.ranks == ranks]
+    together: dict[tuple[int, str], list[Run]] = {}
+    for run in runs:  # DeepSpeed replaces parts of torch for its process
+        own = run.label if run.config.engine.kind is EngineKind.deepspeed else ""
+        together.setdefault((run.config.ranks, own), []).append(run)
+    for (ranks, _), chosen in together.items():
         for run in chosen:
             _attempt(folder, run).root.mkdir(parents=True)
             write_json_atomic(_attempt(folder, run).state, {"contents": {}})
