@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from orchestrator.config.schema import RunConfig
+from orchestrator.config.schema import Device, RunConfig
 from zero_runtime.precision import ITEMSIZE_BYTES
 from zero_runtime.predict.memory import peers
 from zero_runtime.predict.memory.peers import SINGLE, DeepSpeedSettings, PeerMemory, PeerModel
@@ -38,8 +39,11 @@ def settings_in(given: Mapping[str, Any]) -> dict[str, Any]:
 def memory_of(model: PeerModel, config: RunConfig, given: Mapping[str, Any]) -> PeerMemory:
     """The bytes of a rank. given: the configuration that DeepSpeed gets.
 
-    Our runs give it an optimizer of torch.optim, not its FusedAdam.
+    Our runs give it an optimizer of torch.optim, not its FusedAdam. On a CPU a bucket takes the memory that is written.
     """
     settings = DeepSpeedSettings(**settings_in(given), fused=False)
+    if config.resources.device is not Device.cuda:
+        written = min(settings.reduce_bucket_size, model.trained_numel)
+        settings = replace(settings, reduce_bucket_size=written)
     weights = SINGLE if settings.autocast else ITEMSIZE_BYTES[config.precision.dtypes.param]
     return peers.deepspeed(model, config.zero.plan, config.resources.ranks, settings, weights=weights)
