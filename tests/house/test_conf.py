@@ -109,6 +109,8 @@ def test_every_option_can_be_chosen_without_breaking_a_rule(file: Path, weights:
     needs = [word.format(weights=weights) for word in NEEDS.get(name_of(file), [])]
     line = [f"{file.parent.name}={file.stem}", *needs]
     _, problems = checked_points(compose.compose(arguments.split(line)), SCENE)
+    if file.parent.name == "engine" and any("needs the package" in problem for problem in problems):
+        pytest.skip(problems[0])
     assert problems == []
 
 
