@@ -132,7 +132,8 @@ ROOMS = {
         "wings.slurm": "config launch machine records report tracking",
         "wings.torchrun": "commands config launch machine plan records report tracking",
         "wings.validation": "config launch records report text worker workloads",
-        "wings.engines": "compose config machine plan report text wings wings.page wings.predict worker",
+        "wings.engines": "commands compose config exit_codes machine plan report text wings wings.page wings.predict "
+        "worker",
         "wings.foreign": "commands compose config exit_codes plan records report text wings wings.engines "
         "wings.pretrained",
         "wings.generate": "commands config exit_codes launch records report text wings.predict wings.pretrained worker "
