@@ -73,6 +73,7 @@ PLUGIN = "orchestrator/plugins/hydra_plugins/zlab_launcher/__init__.py"
 IMPORTERS = {
     "torch.distributed": {
         "orchestrator/wings/engines/ddp.py",
+        "orchestrator/wings/engines/deepspeed.py",
         "orchestrator/wings/engines/foreign_runtime.py",
         "orchestrator/wings/engines/messages.py",
         "orchestrator/wings/engines/fsdp2.py",
@@ -138,8 +139,8 @@ ROOMS = {
         "wings.pretrained",
         "wings.generate": "commands config exit_codes launch records report text wings.predict wings.pretrained worker "
         "workloads",
-        "wings.predict": "commands compose config exit_codes launch machine plan records report text wings "
-        "wings.divided wings.profile worker workloads",
+        "wings.predict": "commands compose config exit_codes launch machine plan records report text wings wings.divided "
+        "wings.profile worker workloads",
         "wings.profile": "compose config launch records report rounds text wings.page wings.predict worker",
     },
     "zero_runtime": {
