@@ -53,6 +53,11 @@ def varied_keys(overrides: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]
     return {key: values for key, values in columns.items() if len(set(values)) > 1}
 
 
+def key_of(word: str) -> str:
+    """The key that an override sets."""
+    return word.lstrip("+~").partition("=")[0]
+
+
 def _levels(values: Sequence[str]) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(values))
     numbers = {value: _number(value) for value in found}

@@ -86,7 +86,7 @@ def memory_figure(points: Sequence[ReportPoint]) -> Figure | None:
         "Bars: what the allocator of the device had given out at the peak, and what it had reserved."
         if on_device
         else "Bars: the resident memory of a rank's process at its peak, above what it had before its engine was built "
-        "(a rank that imports more starts higher)."
+        "(a rank that imports more starts higher), with what its libraries take besides tensors."
     )
     return Figure("engine_memory", bars.picture_of(chart), f"{caption} Dashed: predicted by the rules of the engine.")
 

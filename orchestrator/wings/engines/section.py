@@ -24,6 +24,8 @@ MESSAGES = (
     "Volumes are those of a ring of N ranks. Ψ: the elements of all parameters."
 )
 
+BYTES = "What one rank holds between the backward of a step and its update; of ours also what it gathers and sends."
+
 
 def section(points: Sequence[ReportPoint]) -> str:
     """The section of the page; empty without another engine."""
@@ -60,7 +62,7 @@ def _parts(points: Sequence[ReportPoint]) -> list[tuple[str, str, Table]]:
         ("Messages of a step", MESSAGES, work_tables.messages(entries)),
         (
             "Bytes by dtype",
-            "What one rank holds between the backward of a step and its update.",
+            BYTES,
             work_tables.dtypes(entries),
         ),
     )

@@ -57,7 +57,7 @@ class CountedWork(Listener):
             self._within.enter_context(self._counts)
 
     def _before_forward(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if not self._recording:
+        if not self._recording or not torch.is_grad_enabled():  # a validation after the step trains on nothing
             return
         ids, step, here = kwargs["input_ids"], self._steps[-1], self.run.runtime.collectives
         step.weights.append(self._probe.read())

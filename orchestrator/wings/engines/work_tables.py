@@ -133,4 +133,5 @@ def _shared(
             labels = tuple(label for label, values in told.items() if name in values and str(values[name]) == value)
             groups.setdefault(labels, []).append(f"{name}={value}")
     whose = {labels: "" if len(labels) == len(told) else f" of {', '.join(labels)}" for labels in groups}
-    return [f"{what}{whose[labels]}: {' '.join(words)}" for labels, words in groups.items()]
+    first = sorted(groups.items(), key=lambda group: len(group[0]) < len(told))
+    return [f"{what}{whose[labels]}: {' '.join(words)}" for labels, words in first]

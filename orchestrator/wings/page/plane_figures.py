@@ -60,7 +60,7 @@ def speed_and_memory(points: Sequence[ReportPoint], settings: Sequence[Varied]) 
     names = ", ".join(named.values()) + (" and more" if len(front) > len(named) else "")
     caption = (
         "Up and left is better. Dashed: the Pareto front, which are the points that no other beats in both speed and "
-        f"memory, by their medians: {names}."
+        f"memory, by their medians: {names or 'none has a place'}."
     )
     return Figure("speed_and_memory", scatter(plane, dots), caption)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ LIMIT = [
     Row("fsdp2-limit", "fsdp2", 2, at_limit=True, fails=RunState.oom),
 ]
 REFERENCE = {"plain": "the reference"}
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +199,21 @@ def test_a_row_whose_work_was_not_counted_has_no_place(tmp_path: Path) -> None:
     again = ranking.rank([replace(entries[0], result=old), *entries[1:]])
     assert {row.entry.label: row.apart[:1] for row in again if row.apart} == {"ddp": "?", "plain": "t"}
     assert ranking.conclusion(again) == "fastest: ours"
+
+
+@pytest.mark.full
+def test_a_cut_of_the_shipped_sweep_has_equal_work_in_every_row(tmp_path: Path) -> None:
+    """The real engines, DeepSpeed where it is installed; tests/house/test_conf.py composes the whole sweep."""
+    engines = ["zero", "fsdp2", "ddp", *(["deepspeed"] if find_spec("deepspeed") else [])]
+    words = (
+        *("sweeps=engines", f"engine={','.join(engines)}", "zero=stage0,stage2", "precision=fp32,bf16"),
+        *("batch.at_limit=false", "batch.global_size=8", "batch.seq=32", "measure=quick", "measure.steps=15"),
+        *("resources.device=cpu", "resources.ranks=2", "resources.threads=1", "data=synthetic", "tracking=none"),
+        *("model=llama_tiny", f"output={tmp_path}"),
+    )
+    done = subprocess.run([sys.executable, "run.py", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (numbers,) = tmp_path.glob("sweeps/*/results.csv")
+    found = {row["label"]: row["work"] for row in csv.DictReader(io.StringIO(numbers.read_text(encoding="utf-8")))}
+    assert len(found) == 2 * (1 + len(engines) * 2 - 2)
+    assert set(found.values()) == {"=", "reference"}, found
