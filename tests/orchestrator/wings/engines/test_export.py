@@ -113,7 +113,7 @@ def test_the_exported_files_repeat_the_losses_of_the_run_bit_for_bit(tmp_path: P
     [
         ("ddp", "zero=stage0", {"bucket_cap_mb": 5}, "bucket_cap_mb=5"),
         ("ddp", "zero=stage0 precision=bf16 precision.reduce=bf16", {}, "register_comm_hook(None, default_hooks.bf16_"),
-        ("fsdp2", "zero=stage3", {"output_dtype": "float32"}, "output_dtype=torch.float32"),
+        ("fsdp2", "zero=stage3", {"cast_forward_inputs": False}, "cast_forward_inputs=False"),
         ("fsdp2", "zero=stage2", {}, "set_reshard_after_backward(last)"),
         ("fsdp2", "zero=stage3 zero.shard_ranks=2 resources.ranks=4", {}, "dist.get_world_size() // 2, 2)"),
         ("fsdp2", "zero=stage3 offload=optimizer_param_cpu", {}, "CPUOffloadPolicy(pin_memory=False)"),
