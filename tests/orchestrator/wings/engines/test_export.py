@@ -41,10 +41,11 @@ CASES = {
     "fsdp2_1": "engine=fsdp2 zero=stage1 precision=fp32 batch.accumulation=2 optimizer.clip_norm=0.5",
     "fsdp2_2": "engine=fsdp2 zero=stage2 precision=bf16 batch.accumulation=2 model.config.tie_word_embeddings=true",
     "fsdp2_3": "engine=fsdp2 zero=stage3 precision=bf16 optimizer=sgd engine.fsdp2.reshard_after_forward=false",
-    "deepspeed_0": "engine=deepspeed zero=stage0 precision=bf16 batch.accumulation=2",
     "deepspeed_1": "engine=deepspeed zero=stage1 precision=fp32 batch.accumulation=2 optimizer.clip_norm=0.5",
     "deepspeed_2": "engine=deepspeed zero=stage2 precision=bf16 batch.accumulation=2",
     "deepspeed_3": "engine=deepspeed zero=stage3 precision=bf16 engine.deepspeed.zero_optimization.overlap_comm=false",
+    # Last: DeepSpeed's autocast stays on for later engines of a process.
+    "deepspeed_0": "engine=deepspeed zero=stage0 precision=bf16 batch.accumulation=2",
 }
 
 
