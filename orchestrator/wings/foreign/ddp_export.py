@@ -17,6 +17,8 @@ def replicate(model):
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     ids = [device] if on_gpu else None
+    for param in model.parameters():
+        param.data = param.data.float()
     replicated = DistributedDataParallel(model.to(device), device_ids=ids, {settings})
     {hook}return replicated
 '''

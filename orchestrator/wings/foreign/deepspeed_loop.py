@@ -51,7 +51,8 @@ def exported(config: RunConfig, why: str) -> Exported:
     asked = trained_by(config, "deepspeed")
     engine: EngineModule = wings.load(wings.ENGINES["deepspeed"])
     notes = [*engine.notes_of(asked), *loop_lines.model_notes(asked, "initialize")]
-    rounds = asked.precision.dtypes.param != "fp32"
+    settings = engine.settings_of(asked)
+    rounds = "bf16" in settings or "fp16" in settings
     first = loop_lines.heading(why, notes, _USE) + "\n"
     first += loop_lines.needed(asked, more="from pathlib import Path\n") + _IMPORTS
     parts = [
@@ -65,6 +66,6 @@ def exported(config: RunConfig, why: str) -> Exported:
         loop_lines.step(_MICRO, arguments="engine", update="engine.step()  # of the schedule too"),
     ]
     text = "\n".join(parts)
-    files = {JSON_FILE: json.dumps(engine.settings_of(asked), indent=2) + "\n", LINES_FILE: text}
+    files = {JSON_FILE: json.dumps(settings, indent=2) + "\n", LINES_FILE: text}
     use = f"deepspeed --num_gpus {config.resources.ranks} train.py, with from loop_parts import *"
     return Exported(files, notes, use)

@@ -32,9 +32,8 @@ def shard(model):
     mesh = {mesh}
     policy = MixedPrecisionPolicy({policy})
     offload = {offload}
-    for param in model.parameters():
-        if not param.requires_grad:
-            param.data = param.data.to({param})
+    for param in model.parameters():  # masters are in fp32; what is not trained is held as it is gathered
+        param.data = param.data.to(torch.float32 if param.requires_grad else {param})
     for module in [*blocks(model), model]:
         # None is false for the root alone: its backward would gather at once what its forward has let go.
         reshard = None if module is model else {reshard!r}
@@ -75,7 +74,7 @@ def exported(config: RunConfig, why: str) -> Exported:
 
 
 def _wrapper(config: RunConfig, keys: dict[str, Any]) -> str:
-    dtypes = {key: keys[key] and f"torch.{keys[key]}" for key in ("param_dtype", "reduce_dtype", "output_dtype")}
+    dtypes = {key: f"torch.{keys[key]}" for key in ("param_dtype", "reduce_dtype")}
     policy = {**dtypes, "cast_forward_inputs": keys["cast_forward_inputs"]}
     shards = config.zero.shard_ranks
     whole = _WITH_HOST if keys["offload"] else _ALL

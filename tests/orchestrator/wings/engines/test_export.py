@@ -40,11 +40,12 @@ CASES = {
     "ddp_bf16": "engine=ddp zero=stage0 precision=bf16 batch.accumulation=2 model.config.tie_word_embeddings=true",
     "fsdp2_1": "engine=fsdp2 zero=stage1 precision=fp32 batch.accumulation=2 optimizer.clip_norm=0.5",
     "fsdp2_2": "engine=fsdp2 zero=stage2 precision=bf16 batch.accumulation=2 model.config.tie_word_embeddings=true",
-    "fsdp2_3": "engine=fsdp2 zero=stage3 precision=bf16 optimizer=sgd +engine.fsdp2.reshard_after_forward=false",
-    "deepspeed_0": "engine=deepspeed zero=stage0 precision=fp32 batch.accumulation=2",
+    "fsdp2_3": "engine=fsdp2 zero=stage3 precision=bf16 optimizer=sgd engine.fsdp2.reshard_after_forward=false",
     "deepspeed_1": "engine=deepspeed zero=stage1 precision=fp32 batch.accumulation=2 optimizer.clip_norm=0.5",
     "deepspeed_2": "engine=deepspeed zero=stage2 precision=bf16 batch.accumulation=2",
-    "deepspeed_3": "engine=deepspeed zero=stage3 precision=bf16 +engine.deepspeed.zero_optimization.overlap_comm=false",
+    "deepspeed_3": "engine=deepspeed zero=stage3 precision=bf16 engine.deepspeed.zero_optimization.overlap_comm=false",
+    # Last: DeepSpeed's autocast stays on for later engines of a process.
+    "deepspeed_0": "engine=deepspeed zero=stage0 precision=bf16 batch.accumulation=2",
 }
 
 
@@ -113,10 +114,11 @@ def test_the_exported_files_repeat_the_losses_of_the_run_bit_for_bit(tmp_path: P
     [
         ("ddp", "zero=stage0", {"bucket_cap_mb": 5}, "bucket_cap_mb=5"),
         ("ddp", "zero=stage0 precision=bf16 precision.reduce=bf16", {}, "register_comm_hook(None, default_hooks.bf16_"),
-        ("fsdp2", "zero=stage3", {"output_dtype": "float32"}, "output_dtype=torch.float32"),
+        ("fsdp2", "zero=stage3", {"cast_forward_inputs": False}, "cast_forward_inputs=False"),
         ("fsdp2", "zero=stage2", {}, "set_reshard_after_backward(last)"),
         ("fsdp2", "zero=stage3 zero.shard_ranks=2 resources.ranks=4", {}, "dist.get_world_size() // 2, 2)"),
         ("fsdp2", "zero=stage3 offload=optimizer_param_cpu", {}, "CPUOffloadPolicy(pin_memory=False)"),
+        ("deepspeed", "zero=stage2", {"zero_optimization": {"round_robin_gradients": True}}, "ds_config.json"),
     ],
 )
 def test_the_files_set_what_the_engine_was_given(engine: str, words: str, native: dict[str, Any], told: str) -> None:
