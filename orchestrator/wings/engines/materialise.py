@@ -12,10 +12,10 @@ from orchestrator.wings.engines.contract import Task
 
 
 def whole(task: Task) -> nn.Module:
-    """The task's model with all its values on its device. Parameters that are one stay one."""
+    """The task's model with all its values on its device, parameters in fp32. Parameters that are one stay one."""
     made: dict[int, nn.Parameter] = {}
     for name, param in list(task.model.named_parameters()):
-        value = task.first_value(name, param).to(task.device)
+        value = task.first_value(name, param).to(task.device, torch.float32)
         made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
     replace(task.model, made)
     return task.model.to(task.device)  # the buffers
