@@ -20,7 +20,6 @@ from zero_runtime.offload_plan import Tier
 from zero_runtime.optim.config_base import OptimizerConfig
 from zero_runtime.optim.groups import goes_without_decay
 from zero_runtime.plan import Partition
-from zero_runtime.precision import ITEMSIZE_BYTES
 from zero_runtime.predict.memory import peers
 from zero_runtime.predict.memory.activation_count import LinearTrace
 from zero_runtime.predict.memory.device_overhead import DeviceOverhead
@@ -68,16 +67,8 @@ def _megatron(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     return peers.megatron(model, config.resources.ranks, distributed_optimizer=plan.optimizer is Partition.SHARDED)
 
 
-def _deepspeed(model: PeerModel, config: RunConfig) -> PeerMemory | None:
-    weights = ITEMSIZE_BYTES[config.precision.dtypes.param]
-    return peers.deepspeed(model, config.zero.plan, config.resources.ranks, weights=weights)
-
-
 # Engines that no run has: their rules alone are known.
-RULES_ONLY: dict[str, Callable[[PeerModel, RunConfig], PeerMemory | None]] = {
-    "deepspeed": _deepspeed,
-    "megatron": _megatron,
-}
+RULES_ONLY: dict[str, Callable[[PeerModel, RunConfig], PeerMemory | None]] = {"megatron": _megatron}
 NAMES = tuple(sorted({*wings.ENGINES, *RULES_ONLY}))
 
 
