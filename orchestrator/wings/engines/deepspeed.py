@@ -86,7 +86,8 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
         rule = values_of(config.precision.scale)
         given["fp16"] = {"enabled": True, **rule, "loss_scale": rule["loss_scale"] or 0}
     elif dtypes.param == "bf16":
-        bf16 = {"bf16": {"enabled": True, "check_grad_overflow": False}}  # like the others, it skips no step
+        # Like the others, it skips no step, and keeps no 16-bit gradient that was added to the fp32 sum.
+        bf16 = {"bf16": {"enabled": True, "check_grad_overflow": False, "immediate_grad_update": True}}
         given |= bf16 if stage > 0 else {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     return merged(given, config.engine.native)
 

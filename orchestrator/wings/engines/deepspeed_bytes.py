@@ -32,6 +32,7 @@ def settings_in(given: Mapping[str, Any]) -> dict[str, Any]:
     accumulates = (given.get("data_types") or {}).get("grad_accum_dtype")
     enabled = {key: bool((given.get(key) or {}).get("enabled")) for key in ("bf16", "torch_autocast")}
     more = {"bf16": enabled["bf16"], "autocast": enabled["torch_autocast"], "fp32_gradients": accumulates == "fp32"}
+    more["immediate_grad_update"] = bool((given.get("bf16") or {}).get("immediate_grad_update"))
     more["accumulates"] = int(given.get("gradient_accumulation_steps") or 1) > 1
     return {**found, **away, **more}
 

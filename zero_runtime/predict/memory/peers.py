@@ -179,7 +179,8 @@ class DeepSpeedSettings:
     models that are built inside `zero.Init`, since only that replaces `torch.nn.functional.linear`. fp32_gradients:
     `data_types.grad_accum_dtype` is fp32. fused: the optimizer is DeepSpeed's FusedAdam. bf16: the 16-bit weights are.
     autocast: `torch_autocast` is enabled, which casts fp32 weights for each operation. accumulates: several
-    micro-batches make a step.
+    micro-batches make a step. immediate_grad_update: `bf16.immediate_grad_update`, with which BF16_Optimizer drops each
+    16-bit gradient once it is added to the fp32 one.
     """
 
     reduce_bucket_size: int = 500_000_000
@@ -197,6 +198,7 @@ class DeepSpeedSettings:
     bf16: bool = True
     autocast: bool = False
     accumulates: bool = False
+    immediate_grad_update: bool = False
 
 
 def deepspeed(
@@ -263,7 +265,8 @@ def _deepspeed_full_params(
     yield PeerTerm(f"parameters, {weights}P", weights * (flat + frozen), state=PARAMS)
     if by_bf16_optimizer:
         yield PeerTerm("fp32 gradients, 4T", SINGLE * flat, state=GRADS)
-        yield PeerTerm("16-bit gradients, 2T", HALF * model.trained_numel, Moment.GRADIENTS, GRADS)
+        if not settings.immediate_grad_update:
+            yield PeerTerm("16-bit gradients, 2T", HALF * model.trained_numel, Moment.GRADIENTS, GRADS)
         yield PeerTerm("copy of a bucket of gradients", SINGLE * min(settings.reduce_bucket_size, flat), Moment.STEP)
     else:
         yield PeerTerm(f"gradients, {grad_bytes}T/N", grad_bytes * shard, Moment.GRADIENTS, GRADS)

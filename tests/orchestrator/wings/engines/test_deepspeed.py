@@ -196,7 +196,7 @@ def test_each_stage_holds_its_shards_between_backward_and_step() -> None:
         ("fp32", 0): {"params": {"fp32": 4}, "grads": {"fp32": 4}, **whole},
         ("fp32", 1): {"params": {"fp32": 4}, "master": {"fp32": 2}, "grads": {"fp32": 2}, **half},
         ("fp32", 3): {"params": {"fp32": 2}, "master": {"fp32": 2}, "grads": {"fp32": 2}, **half},
-        ("bf16", 1): {"params": {"bf16": 2}, "master": {"fp32": 2}, "grads": {"fp32": 4, "bf16": 2}, **half},
+        ("bf16", 1): {"params": {"bf16": 2}, "master": {"fp32": 2}, "grads": {"fp32": 4}, **half},
         ("bf16", 2): {"params": {"bf16": 2}, "master": {"fp32": 2}, "grads": {"fp32": 2}, **half},
         ("bf16", 3): {"params": {"bf16": 1}, "master": {"fp32": 2}, "grads": {"fp32": 2}, **half},
         ("bf16", 0): {"master": {"fp32": 4}, "grads": {"fp32": 4}, **whole},
@@ -265,5 +265,5 @@ def test_defaults_that_are_not_the_configurations_are_set_and_native_keys_replac
             "overlap_comm": True,
             "reduce_bucket_size": 1000,
         },
-        "bf16": {"enabled": True, "check_grad_overflow": False},
+        "bf16": {"enabled": True, "check_grad_overflow": False, "immediate_grad_update": True},
     }
