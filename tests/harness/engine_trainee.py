@@ -32,6 +32,7 @@ from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.watch.watch import RankWatch
 
 STEPS, RANKS, MICRO, TOKENS, VOCAB, SEED = 20, 2, 2, 12, 61, 5
 RATES = Rates(1e-3)
@@ -240,7 +241,8 @@ def _foreign(row: Row) -> tuple[Any, Callable[[], dict[str, torch.Tensor]]]:
     config, cpu = row.config(dist.get_world_size()), torch.device("cpu")
     module: Any = wings.load(wings.ENGINES[row.engine])
     assert not module.problems_of(config), module.problems_of(config)
-    runtime = ForeignRuntime(config, cpu, None, None)  # type: ignore[arg-type]  # no watch
+    # A watch of this rank alone watches nothing: run_ranks has a limit of time.
+    runtime = ForeignRuntime(config, cpu, RankWatch(dist.HashStore(), 0, 1), None)
     runtime.start(module.build(Task(module.meaning(config), model, values.draw, cpu)))
     if row.fault:
         FAULTS[row.fault](runtime.engine)

@@ -14,6 +14,7 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.contract import Task, Updated
 from orchestrator.wings.engines.limits import common_problems, replicated, unknown_keys
+from zero_runtime.limits import as_typed
 from zero_runtime.offload_plan import Tier
 from zero_runtime.precision import ITEMSIZE_BYTES
 from zero_runtime.predict.memory import peers
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     from zero_runtime.optim.lr_schedule import Rates
 
 PACKAGES, EXTRA = ("torch",), ""
-SETTINGS = (
-    *("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters", "batched_grad_copy"),
-    *("forward_sync_buffers", "comm_hook"),
-)
+HOOKS = (None, "bf16_compress_hook", "fp16_compress_hook")  # of what is sent, beside fp32
 
 
 def problems_of(config: RunConfig) -> list[Broken]:
-    found = [*common_problems(config, "DDP"), *unknown_keys("ddp", config.engine.native, SETTINGS)]
+    found = [*common_problems(config, "DDP"), *unknown_keys(config, settings_of)]
+    if (hook := settings_of(config)["comm_hook"]) not in HOOKS:
+        rule = f"engine.ddp.comm_hook must be one of {', '.join(map(as_typed, HOOKS))}"
+        found.append(Broken(rule, str(hook), ("engine.ddp.comm_hook=bf16_compress_hook",)))
     if Tier.HOST in (config.offload.params, config.offload.optimizer):
         found.append(Broken("DDP offloads nothing", "group offload", ("offload=none", "engine=fsdp2")))
     return found
@@ -56,6 +57,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
         "static_graph": False,
         "find_unused_parameters": False,
         "batched_grad_copy": False,
+        "init_sync": True,
         "forward_sync_buffers": False,  # of the model's tables, which never change
         "comm_hook": None if reduce == "fp32" else f"{reduce}_compress_hook",
     }

@@ -31,17 +31,20 @@ def problems_of(config: RunConfig) -> list[Broken]:
     # What it sums before it reduces, over micro-batches, is summed in the dtype that it reduces.
     sums = config.batch.accumulation > 1 and (not keys["requires_gradient_sync"] or shards < ranks)
     divides = reshard is True or reshard is False or (1 < reshard < shards and shards % reshard == 0)
-    found = [*common_problems(config, "FSDP2"), *unknown_keys("fsdp2", config.engine.native, keys)]
+    found = [*common_problems(config, "FSDP2"), *unknown_keys(config, settings_of)]
     if config.zero.plan.optimizer is Partition.REPLICATED:
         found.append(Broken("FSDP2 shards", "zero=stage0", ("engine=ddp", "zero=stage1")))
     if sums and reduce != "fp32":
         rule = "FSDP2 sums micro-batches in precision.reduce where it reduces once a step"
         found.append(Broken(rule, reduce, ("precision.reduce=fp32", "batch.accumulation=1")))
     if config.offload.ratio != 1:
-        found.append(Broken("FSDP2 offloads all or nothing", "offload.ratio", ("offload.ratio=1.0",)))
+        found.append(Broken("offload.ratio must be 1 with FSDP2", str(config.offload.ratio), ("offload.ratio=1.0",)))
     if not divides:
         rule = f"engine.fsdp2.reshard_after_forward must be true, false or a divisor of {shards} ranks between 1 and it"
         found.append(Broken(rule, str(reshard), ("engine.fsdp2.reshard_after_forward=true",)))
+    for key in [one for one in ("param_dtype", "reduce_dtype") if keys[one] not in _TORCH_NAME.values()]:
+        rule = f"engine.fsdp2.{key} must be one of {', '.join(_TORCH_NAME.values())}"
+        found.append(Broken(rule, str(keys[key]), (f"engine.fsdp2.{key}=bfloat16",)))
     return found
 
 
@@ -49,13 +52,9 @@ def notes_of(config: RunConfig) -> list[str]:
     keys = settings_of(config)
     found = ["embeddings, head and all else outside the blocks are one group, which stays gathered until its backward"]
     if not keys["reshard_after_forward"]:
-        found.append(
-            "parameters are sharded between two steps at every stage, and gathered once in a step below stage 3"
-        )
+        found.append("parameters are sharded between two steps, and gathered once in a step")
     if keys["offload"]:
-        found.append(
-            "CPUOffloadPolicy holds parameters, gradients and the optimizer's states in host memory, all of them"
-        )
+        found.append("CPUOffloadPolicy holds all shards of parameters, gradients and states in host memory")
     return found
 
 
@@ -70,7 +69,6 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
         "requires_gradient_sync": not whole_grads,
         "param_dtype": _TORCH_NAME[dtypes.param],
         "reduce_dtype": _TORCH_NAME[dtypes.reduce],
-        "output_dtype": None,
         "cast_forward_inputs": True,
         "offload": offloads,
         "pin_memory": offloads and config.resources.device == "cuda",
@@ -82,12 +80,11 @@ def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     keys, dtypes = settings_of(config), config.precision.dtypes
     if config.zero.plan.optimizer is Partition.REPLICATED:
         return None
-    gather, reduce = ITEMSIZE_BYTES[dtypes.param], ITEMSIZE_BYTES[dtypes.reduce]
     return peers.fsdp2(
         model,
         config.zero.shard_ranks or config.ranks,
-        gather_bytes=gather,
-        reduce_bytes=reduce,
+        gather_bytes=ITEMSIZE_BYTES[dtypes.param],
+        reduce_bytes=ITEMSIZE_BYTES[dtypes.reduce],
         reshards=bool(keys["reshard_after_forward"]),
         keeps_grads=config.batch.accumulation > 1 and not keys["requires_gradient_sync"],
         on_host=keys["offload"],
@@ -118,12 +115,13 @@ class Fsdp2Engine:
         gathered, resting = getattr(torch, self._keys["param_dtype"]), "cpu" if self._keys["offload"] else task.device
         shards: dict[int, nn.Parameter] = {}
         for name, param in self.module.named_parameters():  # first values are drawn before anything is sharded
-            value = task.first_value(name, param).to(param.dtype if param.requires_grad else gathered)
+            value = task.first_value(name, param).to(torch.float32 if param.requires_grad else gathered)
+            param.data = param.data.to(value.dtype)  # on the meta device
             # Without a source each rank takes its part of its own value. The clone lets the rest of it go.
             part = distribute_tensor(value, mesh, placements, src_data_rank=None).clone().to(resting)
             shards[id(param)] = nn.Parameter(part, requires_grad=param.requires_grad)
-        tied = self.module.named_parameters(remove_duplicate=False)
-        by_name = {name: shards[id(param)] for name, param in tied}
+        names = self.module.named_parameters(remove_duplicate=False)
+        by_name = {name: shards[id(param)] for name, param in names}  # what is tied is one parameter by two names
         self._shard(mesh)
         self.module.load_state_dict(by_name, strict=False, assign=True)
         move_buffers(self.module, task.device)
@@ -152,9 +150,7 @@ class Fsdp2Engine:
         from zero_runtime.unit_planner import block_modules
 
         keys = self._keys
-        dtypes = {
-            key: keys[key] and getattr(torch, keys[key]) for key in ("param_dtype", "reduce_dtype", "output_dtype")
-        }
+        dtypes = {key: getattr(torch, keys[key]) for key in ("param_dtype", "reduce_dtype")}
         policy = fsdp.MixedPrecisionPolicy(**dtypes, cast_forward_inputs=keys["cast_forward_inputs"])
         offload = fsdp.CPUOffloadPolicy(keys["pin_memory"]) if keys["offload"] else fsdp.OffloadPolicy()
         for module in [*block_modules(self.module), self.module]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from orchestrator.config.engine import EngineChoice
 from orchestrator.config.schema import CheckpointKind, LossKind, MeasureKind, RunConfig
 from orchestrator.config.state_groups import Zero
 from orchestrator.config.strict import Broken, nearest
+from zero_runtime.limits import as_typed
 from zero_runtime.offload_plan import Tier
 from zero_runtime.wire import EXACT
 
@@ -52,14 +54,28 @@ def common_problems(config: RunConfig, engine: str) -> list[Broken]:
     return [Broken(f"{engine} in these runs {rule}", found, (fix,)) for holds, rule, found, fix in asked if not holds]
 
 
-def unknown_keys(engine: str, native: Mapping[str, Any], known: Collection[str]) -> list[Broken]:
-    """A broken rule for each setting in engine.ENGINE that is not one of the known ones."""
-    rule = f"engine.{engine} has the settings {', '.join(known)}"
+def unknown_keys(config: RunConfig, settings_of: Callable[[RunConfig], Mapping[str, Any]]) -> list[Broken]:
+    """A broken rule for each of the engine's own settings that is not one of those that it has without them."""
+    kind, native = config.engine.kind, config.engine.native
+    known = settings_of(replace(config, engine=EngineChoice(kind)))
     return [
-        Broken(rule, key, (f"engine.{engine}.{near}={native[key]}",) if (near := nearest(key, known)) else ())
+        Broken(
+            f"engine.{kind} has the settings {', '.join(known)}",
+            key,
+            (f"engine.{kind}.{near}={as_typed(native[key])}",) if (near := nearest(key, known)) else (),
+        )
         for key in native
         if key not in known
     ]
+
+
+def merged(given: Mapping[str, Any], native: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's settings, of which the native ones replace others of the same name, in sections too."""
+    found = dict(given)
+    for key, value in native.items():
+        inner = found.get(key)
+        found[key] = merged(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+    return found
 
 
 def computed_as_param(config: RunConfig) -> RunConfig:

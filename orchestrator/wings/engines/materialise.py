@@ -1,8 +1,8 @@
-"""Gives a model on the meta device its first values, and runs a module's forward in autocast."""
+"""Gives a model on the meta device its first values, runs a module's forward in autocast, and tells tensors apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ from orchestrator.wings.engines.contract import Task
 
 
 def whole(task: Task) -> nn.Module:
-    """The task's model with all its values on its device. Parameters that are one stay one."""
+    """The task's model with all its values on its device, parameters in fp32. Parameters that are one stay one."""
     made: dict[int, nn.Parameter] = {}
     for name, param in list(task.model.named_parameters()):
-        value = task.first_value(name, param).to(task.device)
+        value = task.first_value(name, param).to(task.device, torch.float32)
         made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
     replace(task.model, made)
     return task.model.to(task.device)  # the buffers
@@ -38,3 +38,12 @@ def run_in_autocast(module: nn.Module, device: torch.device, dtype: str) -> None
             return forward(*args, **kwargs)
 
     module.forward = in_autocast
+
+
+def apart(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Those that exist, without those inside another: a rank's gradient can be a part of a larger tensor."""
+    kept: list[torch.Tensor] = []
+    for one in sorted((one for one in tensors if one is not None), key=lambda one: (one.data_ptr(), -one.nbytes)):
+        if one.nbytes and not (kept and one.data_ptr() < kept[-1].data_ptr() + kept[-1].nbytes):
+            kept.append(one.detach())
+    return kept
