@@ -8,7 +8,7 @@ wing, and fails if it grows.
 
 from __future__ import annotations
 
-from pkgutil import resolve_name
+from importlib import import_module
 from typing import Any
 
 # The wings' verbs, each with its module, which has `main` and `parser`: `python run.py VERB ...` calls its `main`.
@@ -83,4 +83,6 @@ REPORT_SECTIONS = ("orchestrator.wings.engines.section", "orchestrator.wings.pro
 
 def load(place: str) -> Any:
     """The object that "package.module:attribute" names, or the module that "package.module" names."""
-    return resolve_name(place)
+    module, _, name = place.partition(":")
+    found = import_module(module)  # resolve_name would hide why a module cannot be imported
+    return getattr(found, name) if name else found

@@ -109,6 +109,9 @@ def _distinct(points: Sequence[Point | Refused]) -> list[Point | Refused]:
     """Points whose configurations are equal by now are one."""
     found: list[Point | Refused] = []
     for point in points:
-        if isinstance(point, Refused) or all(point.config != one.config for one in found if isinstance(one, Point)):
+        same = [
+            one for one in found if isinstance(one, Point) and isinstance(point, Point) and one.config == point.config
+        ]
+        if point not in found and not same:
             found.append(point)
     return found

@@ -49,12 +49,12 @@ def known(points: Sequence[Point | Refused], scene: Scene) -> list[Point | Refus
 
 def _known(point: Point, kinds: set[str], scene: Scene) -> Point | Refused:
     config = point.config
-    if broken := [*_unused(config, kinds), *(_misplaced(config, scene) or _missing(config))]:
-        return Refused(point.label, point.overrides, tuple(broken))
-    # So that the command of the point alone can be typed.
+    # Without the settings of other engines, so that the command of the point alone can be typed.
     own = [
         word for word in point.overrides if not is_native(key := _key(word)) or key.split(".")[1] == config.engine.kind
     ]
+    if broken := [*_unused(config, kinds), *(_misplaced(config, scene) or _missing(config))]:
+        return Refused(point.label, tuple(own), tuple(broken))
     return replace(point, config=with_versions(config), overrides=tuple(own))
 
 

@@ -149,6 +149,10 @@ def test_an_engine_that_is_not_installed_is_a_refused_row_and_the_others_run(
 ) -> None:
     monkeypatch.setattr(ddp, "PACKAGES", ("no-such-engine", "torch"))
     monkeypatch.setattr(ddp, "EXTRA", "fast")
+    points, problems = points_of(
+        f"-m {RANKS} engine=ddp,zero,fsdp2 zero=stage1 engine.fsdp2.reshard_after_forward=true,false"
+    )
+    assert [point.label for point in points if isinstance(point, Refused)] == ["ddp"]  # it is one row
     points, problems = points_of(f"-m {RANKS} engine=ddp,zero")
     assert [type(point) for point in points] == [Refused, Point]
     assert "engine=ddp needs the package no-such-engine: pip install 'zero-lab[fast]'" in problems[0]
