@@ -34,6 +34,7 @@ ENGINES = {
 COMPARE_ENGINES = "orchestrator.wings.engines.compared:completed"
 # Finds the micro-batch of points with batch.at_limit.
 AT_LIMIT = "orchestrator.wings.engines.at_limit:chosen"
+CHOOSE_ENGINES = "orchestrator.wings.engines.choose:main"  # `choose` with other engines than ours
 # What builds another engine for a rank, in place of worker/setup.py's build_runtime.
 BUILD_ENGINE = "orchestrator.wings.engines.foreign_runtime:build"
 # Entry of a rank of measure=eval, which trains nothing.

@@ -61,14 +61,14 @@ def begin_peak() -> None:
     gc.collect()
     _highest_before = max(_highest_before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     with suppress(OSError):  # where it is not permitted, memory that was freed before is missing in the difference
-        Path("/proc/self/clear_refs").write_text("5")  # the highest is now the present one
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest is now the present one
     _held_before = _highest()
 
 
 def _highest() -> int:
     """The highest resident set of this process in bytes, since its start or the last `begin_peak`."""
     with suppress(OSError):
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

@@ -109,6 +109,8 @@ def test_every_option_can_be_chosen_without_breaking_a_rule(file: Path, weights:
     needs = [word.format(weights=weights) for word in NEEDS.get(name_of(file), [])]
     line = [f"{file.parent.name}={file.stem}", *needs]
     _, problems = checked_points(compose.compose(arguments.split(line)), SCENE)
+    if file.parent.name == "engine" and any("needs the package" in problem for problem in problems):
+        pytest.skip(problems[0])
     assert problems == []
 
 
@@ -124,7 +126,8 @@ def test_every_experiment_composes_and_breaks_no_rule(name: str, weights: Path) 
 def test_every_shipped_sweep_has_several_points_and_breaks_no_rule(name: str) -> None:
     composition = compose.compose(arguments.split([f"sweeps={name}"]))
     points, problems = checked_points(composition, SCENE)
-    assert problems == []
+    missing = "engine=deepspeed needs the package deepspeed"  # which these tests do without
+    assert [problem for problem in problems if missing not in str(problem)] == []
     assert composition.is_sweep
     assert len(points) > 1
 

@@ -73,6 +73,7 @@ PLUGIN = "orchestrator/plugins/hydra_plugins/zlab_launcher/__init__.py"
 IMPORTERS = {
     "torch.distributed": {
         "orchestrator/wings/engines/ddp.py",
+        "orchestrator/wings/engines/deepspeed.py",
         "orchestrator/wings/engines/foreign_runtime.py",
         "orchestrator/wings/engines/messages.py",
         "orchestrator/wings/engines/fsdp2.py",
@@ -127,14 +128,15 @@ ROOMS = {
         "wings.optuna": "commands compose config plan records report",
         "plugins": "config wings.optuna",
         "wings.page": "config records report text wings",
-        "wings.engines": "compose config machine plan report text wings wings.page wings.predict worker",
         "wings.pretrained": "config workloads",
-        "wings.foreign": "commands compose config exit_codes plan records report text wings wings.engines "
-        "wings.pretrained",
         "wings.scripts": "commands config exit_codes launch machine records text",
         "wings.slurm": "config launch machine records report tracking",
         "wings.torchrun": "commands config launch machine plan records report tracking",
         "wings.validation": "config launch records report text worker workloads",
+        "wings.engines": "commands compose config exit_codes machine plan report text wings wings.page wings.predict "
+        "worker",
+        "wings.foreign": "commands compose config exit_codes plan records report text wings wings.engines "
+        "wings.pretrained",
         "wings.generate": "commands config exit_codes launch records report text wings.predict wings.pretrained worker "
         "workloads",
         "wings.predict": "commands compose config exit_codes launch machine plan records report text wings wings.divided "

@@ -35,7 +35,7 @@ _SAME = (
     "Expected every rank to issue the same collectives in the same order; make what decides them (the model, the "
     "number of calls, anything under `if rank`) equal on all ranks"
 )
-OTHERS = "of the engine"
+OTHERS = "engine"
 _SKIPPED = "; if some ranks skip a module in some batches, declare it: zero_runtime.optional_modules(model, [module])"
 
 

@@ -15,15 +15,15 @@ from orchestrator.wings.engines.places import OWN, compares, differences, group_
 
 
 def columns(entries: Sequence[Entry]) -> list[ExtraColumn]:
-    """The engine with its version, whether its work is that of the others, and its memory on one scale."""
+    """Whether the work of a row is that of the others, its engine with its version, and its memory on one scale."""
     if not compares(entries):
         return []
     engines = [engine_text(entry) for entry in entries]
     found = differences(entries)
     works = [work_text(entry, found) for entry in entries]
     return [
-        ExtraColumn("engine", engines, engines),
         ExtraColumn("work", works, [text or ABSENT for text in works]),
+        ExtraColumn("engine", engines, engines),
         ExtraColumn.of_numbers("above start", [above_start(entry.result) for entry in entries], size),
     ]
 
@@ -85,5 +85,9 @@ def settings_text(settings: Mapping[str, Any]) -> str:
 
 
 def lines(entries: Sequence[Entry]) -> list[str]:
-    """None: a comparison of engines names no row besides the fastest and the smallest."""
-    return []
+    """The row with the smallest peak above its start, which counts what an engine holds besides the model states."""
+    known = {entry.label: peak for entry in entries if (peak := above_start(entry.result)) is not None}
+    if not compares(entries) or len(known) < len(entries):
+        return []
+    least = min(known, key=lambda label: known[label])
+    return [f"smallest peak: {least}, {size(known[least])} above its start"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -38,6 +40,8 @@ def build(
     config: RunConfig, device: torch.device, watch: RankWatch | None, stop_asked: Callable[[], bool] | None = None
 ) -> TrainingSetup:
     """The engine that config.engine names, with the model's first values. Needs the process group."""
+    # An engine that compiles calls programs of its environment, ninja for one, which nobody has activated.
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     module: EngineModule = wings.load(wings.ENGINES[config.engine.kind])
     model, initialise = build_deferred(config)
     begin_peak()

@@ -69,6 +69,15 @@ def unknown_keys(config: RunConfig, settings_of: Callable[[RunConfig], Mapping[s
     ]
 
 
+def merged(given: Mapping[str, Any], native: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's settings, of which the native ones replace others of the same name, in sections too."""
+    found = dict(given)
+    for key, value in native.items():
+        inner = found.get(key)
+        found[key] = merged(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+    return found
+
+
 def computed_as_param(config: RunConfig) -> RunConfig:
     """The point in which forward and backward run in the dtype of the parameters: only zero-lab's runtime converts
     16-bit parameters to fp32 on a processor without instructions for them."""

@@ -1,8 +1,8 @@
-"""Gives a model on the meta device its first values, and runs a module's forward in autocast."""
+"""Gives a model on the meta device its first values, runs a module's forward in autocast, and tells tensors apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,3 +38,12 @@ def run_in_autocast(module: nn.Module, device: torch.device, dtype: str) -> None
             return forward(*args, **kwargs)
 
     module.forward = in_autocast
+
+
+def apart(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Those that exist, without those inside another: a rank's gradient can be a part of a larger tensor."""
+    kept: list[torch.Tensor] = []
+    for one in sorted((one for one in tensors if one is not None), key=lambda one: (one.data_ptr(), -one.nbytes)):
+        if one.nbytes and not (kept and one.data_ptr() < kept[-1].data_ptr() + kept[-1].nbytes):
+            kept.append(one.detach())
+    return kept

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_runtime.dtypes import short_name
 from zero_runtime.ledger import Ledger
 
-FEW = 16  # numbers, such as losses and norms: messages of so many elements are control messages
+FEW = 16  # numbers, such as losses and counts: messages of so many elements are control messages
 NAMESPACES = ("c10d", "_c10d_functional")
 # The collectives by the first words of their operators' names; others go by their own. A rank of a group of n sends so
 # many elements for each of the larger side's, times (n-1)/n, in a ring (see zero_runtime/ledger.py).
@@ -35,11 +35,14 @@ UNSENT = ("recv", "wait_tensor", "barrier", "monitored_barrier")  # a receive is
 
 
 class MessageCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """A context in which the messages of this thread, and of the backwards that it starts, are counted in `ledger`."""
+    """A context in which the messages of this thread, and of the backwards that it starts, are counted in `ledger`.
 
-    def __init__(self) -> None:
+    parameters: of the model, by number. Messages of no more elements are control messages, such as a norm of each.
+    """
+
+    def __init__(self, parameters: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ledger = Ledger()
+        self.ledger, self._few = Ledger(), max(FEW, parameters)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -53,24 +56,18 @@ class MessageCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
         tensors = list(_tensors(args))
-        if name == SEND:
-            self._record(SEND, sum(one.numel() for one in tensors), tensors[0].dtype)
-            return
         if not tensors or name.startswith(UNSENT):
             return
         words = [word for word in KINDS if name.startswith(word)]
         kind, times = KINDS[max(words, key=len)] if words else (name, 1)
         ranks = _ranks(args)
-        elements = times * (ranks - 1) * _larger(kind, args, ranks) // ranks
+        larger, dtype = _larger(kind, args, ranks), tensors[0].dtype
+        sent = larger if name == SEND else times * (ranks - 1) * larger // ranks
         # Objects are gathered as bytes in lists of tensors, as no engine sends its weights or gradients.
-        is_object = name == "allgather_" and tensors[0].dtype == torch.uint8
-        self._record(kind, elements, tensors[0].dtype, is_control=is_object)
-
-    def _record(self, kind: str, elements: int, dtype: torch.dtype, *, is_control: bool = False) -> None:
-        if is_control or elements <= FEW:
-            self.ledger.control.add(elements, dtype.itemsize)
+        if larger <= self._few or (name == "allgather_" and dtype == torch.uint8):
+            self.ledger.control.add(sent, dtype.itemsize)
         else:
-            self.ledger.record(kind, "", elements, dtype)
+            self.ledger.record(kind, "", sent, dtype)
 
 
 def messages(ledger: Ledger) -> dict[str, dict[str, dict[str, int]]]:

@@ -97,6 +97,7 @@ def notes_of(kind: str, entries: Sequence[Entry]) -> dict[str, str]:
 
 
 def next_command(entry: Entry) -> str:
-    """Writes the winner of a comparison of engines as files for its own engine; empty for other winners."""
-    is_compared = group_of(entry, "engine").get("counted") and entry.folder
+    """Writes the winner of a comparison of engines as files for its own engine; empty for other winners, as for
+    zero-lab's own runtime, which needs none."""
+    is_compared = group_of(entry, "engine").get("counted") and kind_of(entry) != OWN and entry.folder
     return f"{program()} export {shlex.quote(shown(Path(entry.folder)))}" if is_compared else ""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.contract import Task, Updated
@@ -55,6 +57,11 @@ def build(task: Task) -> PlainEngine:
     return PlainEngine(task)
 
 
+def with_norm(optimizer: Optimizer) -> Optimizer:
+    """The optimizer with a norm that clips nothing where it has none: the reference knows the norm of every step."""
+    return optimizer if optimizer.clip_norm is not None else replace(optimizer, clip_norm=math.inf)
+
+
 class PlainEngine:
     """With a 16-bit precision: 16-bit weights, fp32 masters and sums of gradients, as mixed precision is defined in
     arXiv 1710.03740."""
@@ -74,7 +81,8 @@ class PlainEngine:
         self._weights = [(param, self._masters[name]) for name, param in named.items()]
         if self._half is not None:
             self._sum_in_fp32()
-        self._update = torch_optimizer.Update(task.config, self._masters.items())
+        config = replace(task.config, optimizer=with_norm(task.config.optimizer))
+        self._update = torch_optimizer.Update(config, self._masters.items())
 
     def _sum_in_fp32(self) -> None:
         """Each gradient is added to the master's, as soon as it is there."""

@@ -14,6 +14,7 @@ from orchestrator.config.engine import EngineKind
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.state_groups import Precision
 from orchestrator.wings.engines import ddp, foreign_runtime
+from orchestrator.wings.engines.plain import with_norm
 from orchestrator.worker.listeners import RankRun
 from orchestrator.worker.loop import Loop
 from zero_runtime.precision import MixedPrecision
@@ -43,6 +44,8 @@ def spread_of(run: RankRun, steps: Sequence[Mapping[str, Any]]) -> dict[str, lis
 def variants(config: RunConfig) -> list[RunConfig]:
     """The same mathematics with other roundings: in micro-batches of another size, in fp32 throughout, and with fp32
     weights that are cast for each operation (autocast, which is DDP on one rank)."""
+    # As the reference, see PlainEngine: a norm is computed where nothing is clipped.
+    config = replace(config, optimizer=with_norm(config.optimizer))
     size = config.batch.global_size
     micro = next(one for one in range(1, size + 1) if size % one == 0 and (one != config.batch.micro or size == 1))
     batch = replace(config.batch, micro=micro, accumulation=size // micro)

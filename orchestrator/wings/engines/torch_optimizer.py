@@ -25,7 +25,8 @@ def groups_of(config: RunConfig, named: Iterable[Named]) -> list[dict[str, Any]]
     rule = config.optimizer.rule
     decayed, others = list[torch.Tensor](), list[torch.Tensor]()
     for name, param in named:
-        bare = rule.no_decay and goes_without_decay(name, tuple(param.shape))
+        shape = getattr(param, "ds_shape", param.shape)  # DeepSpeed's stage 3 leaves a parameter without its own
+        bare = rule.no_decay and goes_without_decay(name, tuple(shape))
         (others if bare else decayed).append(param)
     groups = [{"params": decayed, "weight_decay": float(rule.decay)}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
@@ -89,13 +90,17 @@ class Update:
         return [local(param.grad) for param in self.params if param.grad is not None]
 
     def states(self) -> dict[str, list[torch.Tensor]]:
-        """The optimizer's tensors by name, of this rank's shards; without the step counts."""
-        found: dict[str, list[torch.Tensor]] = {}
-        for states in self.optimizer.state.values():
-            for name, state in states.items():
-                if isinstance(state, torch.Tensor) and name != "step":
-                    found.setdefault(name, []).append(local(state))
-        return found
+        return states_of(self.optimizer)
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
+    """The optimizer's tensors by name, of this rank's shards; without the step counts."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for states in optimizer.state.values():
+        for name, state in states.items():
+            if isinstance(state, torch.Tensor) and name != "step":
+                found.setdefault(name, []).append(local(state))
+    return found
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,8 +41,6 @@ class CountedWork(Listener):
         self._hook = run.runtime.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self._first = dict(_checksums(run)) if self._is_whole else {}
         self._probe = Probe(run)
-        if run.runtime.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # which are those of training
 
     @property
     def _is_whole(self) -> bool:
@@ -55,7 +53,7 @@ class CountedWork(Listener):
         if self._recording:
             self._steps.append(_Step())
         if self.run.measurement.counts(step - 1):
-            self._counted, self._counts = step, MessageCount()
+            self._counted, self._counts = step, MessageCount(len(self._first))
             self._within.enter_context(self._counts)
 
     def _before_forward(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:

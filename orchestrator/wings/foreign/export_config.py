@@ -14,6 +14,7 @@ from orchestrator.commands import named_sweep, verbs
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
+from orchestrator.config.engine import EngineKind
 from orchestrator.config.schema import MeasureKind, RunConfig, from_dict
 from orchestrator.config.strict import ConfigError, Refusal
 from orchestrator.exit_codes import OK
@@ -25,8 +26,9 @@ from orchestrator.records.record_file import require_json
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
-from orchestrator.wings.foreign import ddp_export, deepspeed_export, fsdp2_export, launcher_export
+from orchestrator.wings.foreign import ddp_export, deepspeed_export, deepspeed_loop, fsdp2_export, launcher_export
 from orchestrator.wings.foreign.exported import Exported, refuse
+from orchestrator.wings.foreign.importing import OURS
 from orchestrator.wings.foreign.launcher_export import JSON_FILE, LINES_FILE, YAML_FILE
 
 ARGUMENTS_FILE = "trainer_arguments.txt"
@@ -53,9 +55,8 @@ def main(argv: Sequence[str]) -> int:
     for note in made.notes:
         screen.say(f"note: {note}")
     rows = [Row("file", shown((folder / file).absolute())) for file in made.files]
-    back = (
-        [Row("back", f"{program()} import {shown((folder / JSON_FILE).absolute())}")] if JSON_FILE in made.files else []
-    )
+    comes_back = OURS in made.files.get(JSON_FILE, "")
+    back = [Row("back", f"{program()} import {shown((folder / JSON_FILE).absolute())}")] if comes_back else []
     screen.closing([*rows, Row("use", made.use), *back])
     return OK
 
@@ -143,6 +144,8 @@ def _json(content: dict[str, Any]) -> str:
 
 
 def _deepspeed(config: RunConfig, why: str) -> Exported:
+    if config.engine.kind is EngineKind.deepspeed:
+        return deepspeed_loop.exported(config, why)
     refuse(deepspeed_export.problems_of(config))
     content = deepspeed_export.deepspeed_config(config)
     files = {JSON_FILE: _json(content), LINES_FILE: launcher_export.lines_file(config, content, why)}

@@ -34,14 +34,14 @@ _RATES = '''
 RATES = {rates}
 
 
-class Schedule(torch.optim.lr_scheduler.LRScheduler):
-    """Step it after each update; later updates keep the last rate."""
-
+class Rates(torch.optim.lr_scheduler.LRScheduler):
     def get_lr(self):
         return [RATES[min(self.last_epoch, len(RATES) - 1)] for _ in self.optimizer.param_groups]
 
 
-schedule = Schedule
+def schedule(optimizer):
+    """Step it after each update; later updates keep the last rate."""
+    return Rates(optimizer)
 '''
 _STEP = '''
 def loss_of(model, input_ids, labels):

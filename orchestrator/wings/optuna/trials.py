@@ -6,7 +6,7 @@ Each batch of lines is one sweep, so its points get slots, records and cached re
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -25,7 +25,8 @@ from orchestrator.plan.rules.scene import Scene, here
 from orchestrator.records import sweep_record
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Standing
-from orchestrator.report import ranking
+from orchestrator.report import extras, ranking
+from orchestrator.report.entry import Entry
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,11 @@ def measure(lines: Sequence[Sequence[str]], asked: Asked) -> list[Trial]:
     labels = [point.label for point in distinct(list(points.values()))]
     named = {key: replace(point, label=label) for (key, point), label in zip(points.items(), labels, strict=True)}
     standings = _run(list(named.values()), sweep_name(axes, ()), asked, scene) if named else {}
+    apart = extras.apart(
+        [Entry(one.label, one.state, one.result, config=one.planned.config) for one in standings.values()]
+    )
     return [
-        _trial(standings[named[_key(outcome)].label], asked.rank_by)
+        _trial(standings[named[_key(outcome)].label], asked.rank_by, apart)
         if isinstance(outcome, Point)
         else _refused(outcome)
         for outcome in outcomes
@@ -166,8 +170,10 @@ def _run(points: Sequence[Point], name: str, asked: Asked, scene: Scene) -> dict
     return {standing.label: standing for standing in sweep_record.standings(paths)}
 
 
-def _trial(standing: Standing, metrics: Sequence[str]) -> Trial:
+def _trial(standing: Standing, metrics: Sequence[str], apart: Mapping[str, str]) -> Trial:
     folder = standing.attempt.root if standing.attempt else None
+    if why := apart.get(standing.label):
+        return Trial(standing.label, standing.state, None, f"it has no place beside the others: {why}", folder)
     result = standing.result
     if result is None:
         return Trial(standing.label, standing.state, None, standing.message, folder)

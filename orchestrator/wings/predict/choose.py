@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from orchestrator import wings
 from orchestrator.commands.experiment_file import write_experiment
 from orchestrator.commands.sweep import SweepRequest, swept
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.cluster import ClusterKind
+from orchestrator.config.engine import EngineKind
 from orchestrator.config.schema import to_dict
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INCOMPLETE, OK
@@ -60,6 +62,10 @@ def main(argv: Sequence[str]) -> int:
     """Prints the ranking and writes the file of the chosen setting. Returns 0, 1 if nothing fits or ran, or 3 if
     combinations are missing because they could not be counted."""
     asked, words = parser().parse_known_args(argv)
+    if any(word.startswith("engine=") and word != f"engine={EngineKind.zero}" for word in words):
+        code: int = wings.load(wings.CHOOSE_ENGINES)(words, asked.runs, as_json=asked.json)
+        return code
+    asked.runs = RUNS if asked.runs is None else asked.runs
     if asked.runs < 0:
         raise Refusal([f"--runs {asked.runs}: expected 0 or more      fix: --runs {RUNS}"])
     screen = Screen(make_console(on_stderr=asked.json))
@@ -99,7 +105,8 @@ def parser() -> VerbParser:
     )
     parser.usage = f"{program()} choose [-h] [group=option | key=value ...] [--runs N] [--json]"
     parser.epilog = f"example: {program()} choose model=llama_tiny precision=fp32"
-    parser.add_argument("--runs", type=int, default=RUNS, help=f"most real runs; 0 only predicts; default: {RUNS}")
+    more = "6 with engine=all or several engines, of which the best that did the same work is chosen"
+    parser.add_argument("--runs", type=int, help=f"most real runs; 0 only predicts; default: {RUNS}, or {more}")
     add_json(parser)
     return parser
 

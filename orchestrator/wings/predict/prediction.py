@@ -155,6 +155,11 @@ class Predictions:
         """The prediction, or why there is none."""
         return _prediction(config, self._answers, self._memories, self._gpu_bytes)
 
+    def sent_bytes(self, config: RunConfig) -> int:
+        """What our runtime would send in a step with these shards; 0 if the model cannot be built."""
+        memory = self._memories.of(config)
+        return 0 if memory is None else memory.sent_bytes()
+
 
 def _prediction(
     config: RunConfig, answers: Mapping[str, Answer], memories: Memories, gpu_bytes: int | None

@@ -17,7 +17,7 @@ from orchestrator.plan.points import judged
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.report.entry import Entry
 from orchestrator.wings.engines.checksums import AT_ONCE, checksum, hexadecimal
-from orchestrator.wings.engines.equality import MULTIPLE, WorkVerdict, bounds, verdicts, work_key
+from orchestrator.wings.engines.equality import LEAST, MULTIPLE, WorkVerdict, bounds, verdicts, work_key
 
 STEPS = 8
 LINE = (
@@ -118,7 +118,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no norm": ({"norm": None}, ()),
     "no masters": ({"master": {}}, ("masters in bf16",)),
     "moments": ({"exp_avg": {"bf16": 4}}, ("moments in bf16",)),
-    "gradients": ({"grads": {"fp32": 8, "bf16": 4}}, ("gradients in bf16",)),
+    "gradients": ({"grads": {"bf16": 4}}, ("gradients in bf16",)),
+    "gradients beside their sum": ({"grads": {"fp32": 8, "bf16": 4}}, ()),
     "sent": ({"messages": {"all_reduce": {"bf16": {}}, "all_gather": {"bf16": {}}}}, ("gradients sent in bf16",)),
 }
 
@@ -142,13 +143,15 @@ def test_work_that_was_not_counted_is_not_equal() -> None:
     assert not verdicts([row])["old"].is_equal
 
 
-def test_bound_of_fp32_losses_is_fixed_and_others_follow_the_spread() -> None:
+def test_bounds_follow_the_spread_and_are_never_below_those_of_fp32() -> None:
+    config = to_dict(config_of(Work("bf16"), "ddp"))
     basis = {"steps": [{}] * 7, "spread": {"loss": [0.1, 0.2, 0.1, 0.1, 0.1, 0.3, 0.1], "norm": [0.0] * 7}}
-    configs = {precision: to_dict(config_of(Work(precision), "ddp")) for precision in ("fp32", "bf16")}
-    assert bounds(configs["fp32"], basis, "loss") == [1e-6] * 7
-    assert bounds(configs["bf16"], basis, "norm") == [1e-6] * 7
-    expected = [MULTIPLE * one for one in (0.2, 0.2, 0.2, 0.2, 0.2, 0.3, 0.3)]
-    assert bounds(configs["bf16"], basis, "loss") == pytest.approx(expected)
+    assert bounds(config, basis, "loss") == pytest.approx(
+        [MULTIPLE * one for one in (0.2, 0.2, 0.2, 0.2, 0.2, 0.3, 0.3)]
+    )
+    assert bounds(config, basis, "norm") == [LEAST["norm"]] * 7
+    # Without a spread the first steps are judged, by roundings of bf16.
+    assert bounds(config, {"steps": [{}] * 7}, "loss") == [2.0**-8] * 5 + [1.0] * 2
 
 
 # ---- references --------------------------------------------------------------------------------------------------

@@ -215,6 +215,7 @@ WORKS = [
     Work("bf16", accumulation=2),
     Work("bf16", accumulation=4, model="tied"),
     Work("bf16", model="lora"),
+    Work("fp16"),
 ]
 ENGINES = {"zero": (0, 1, 2, 3), "ddp": (0,), "fsdp2": (1, 2, 3), "deepspeed": (0, 1, 2, 3)}
 

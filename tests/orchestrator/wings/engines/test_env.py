@@ -49,9 +49,13 @@ def points_of(line: str, scene: Scene = SCENE) -> tuple[list[Point | Refused], l
     return judged(compose.compose(arguments.split(line.split())), scene)
 
 
-def words_of(python: Path | str, **versions: str) -> str:
+def compared(points: list[Point | Refused]) -> list[Point]:
+    """The points that are not refused, without the reference that a comparison of engines adds."""
+    return [point for point in points if isinstance(point, Point) and point.config.engine.kind != "plain"]
+
+
+def environment(folder: Path, **versions: str) -> str:
     """A virtual environment with the packages of this one, except those of other versions. Returns its interpreter."""
-    folder = Path(python)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = folder.glob("lib/python3*/site-packages")
     for name, version in versions.items():  # before the shared packages on the path, so this one is found
@@ -72,7 +76,7 @@ def _asked_anew() -> None:
 def test_two_versions_of_a_package_are_two_points_with_short_labels_and_the_second_asks_no_interpreter_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = words_of(tmp_path / "old", torch="2.12.9"), words_of(tmp_path / "new" / ".venv", torch="2.99.0")
+    old, new = environment(tmp_path / "old", torch="2.12.9"), environment(tmp_path / "new" / ".venv", torch="2.99.0")
     asked: list[Any] = []
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *words, **more: asked.append(words) or run(*words, **more))
@@ -80,7 +84,7 @@ def test_two_versions_of_a_package_are_two_points_with_short_labels_and_the_seco
     relative = os.path.relpath(new)
     points, problems = points_of(f"-m {RANKS} engine=zero,ddp engine.python={old},{relative}")
     assert problems == []
-    found = {point.label: point.config.engine for point in points if isinstance(point, Point)}
+    found = {point.label: point.config.engine for point in compared(points)}
     assert {label: engine.versions for label, engine in found.items()} == {
         "zero-old": {"torch": "2.12.9"},
         "zero-new": {"torch": "2.99.0"},
@@ -93,7 +97,7 @@ def test_two_versions_of_a_package_are_two_points_with_short_labels_and_the_seco
 
 def test_points_of_this_environment_have_the_versions_of_another_engine_alone() -> None:
     points, _ = points_of(f"-m {RANKS} engine=zero,ddp")
-    ours, theirs = (point.config.engine.versions for point in points if isinstance(point, Point))
+    ours, theirs = (point.config.engine.versions for point in compared(points))
     assert ours == {}
     assert list(theirs) == ["torch"]
 
@@ -148,7 +152,7 @@ def test_an_engine_that_is_not_installed_is_a_refused_row_and_the_others_run(
     points, problems = points_of(f"-m {RANKS} engine=ddp,zero")
     assert [type(point) for point in points] == [Refused, Point]
     assert "engine=ddp needs the package no-such-engine: pip install 'zero-lab[fast]'" in problems[0]
-    python = words_of(tmp_path / "its")
+    python = environment(tmp_path / "its")
     _, problems = points_of(f"{RANKS} engine=ddp engine.python={python}")
     assert f"needs the package no-such-engine: {python} -m pip install 'no-such-engine'" in problems[0]
 
@@ -170,7 +174,7 @@ print({owner.lower() for name in list(sys.modules) for owner in owners.get(name,
 
 @pytest.mark.full
 def test_ranks_run_in_the_environment_of_their_point_and_with_the_code_of_another_checkout(tmp_path: Path) -> None:
-    python, code, output = words_of(tmp_path / "other"), tmp_path / "code", tmp_path / "out"
+    python, code, output = environment(tmp_path / "other"), tmp_path / "code", tmp_path / "out"
     subprocess.run(["git", "worktree", "add", "--detach", code], cwd=ROOT, check=True, capture_output=True)
     try:
         with (code / "orchestrator" / "worker" / "train.py").open("a") as file:
@@ -180,7 +184,7 @@ def test_ranks_run_in_the_environment_of_their_point_and_with_the_code_of_anothe
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", code], cwd=ROOT, check=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    points = json.loads(ended.stdout)["points"]
+    points = [point for point in json.loads(ended.stdout)["points"] if point["label"] != "plain"]
     prefixes = {"this_python": sys.prefix, "other": str(tmp_path / "other")}
     for point in points:
         logs = [file.read_text() for file in Path(point["attempt"]).glob("rank*.log")]
@@ -214,8 +218,7 @@ LABELS = [
 @pytest.mark.parametrize(("line", "labels"), LABELS)
 def test_labels_name_the_engine_and_its_own_settings(line: str, labels: set[str]) -> None:
     points, _ = points_of(line)
-    ours = [point for point in points if isinstance(point, Point)]
-    assert labels == {point.label for point in ours if point.config.engine.kind != "plain"}  # the reference
+    assert labels == {point.label for point in compared(points)}
 
 
 def test_keys_of_an_engine_are_typed_as_it_spells_them_also_where_hydra_composes(tmp_path: Path) -> None:
@@ -231,7 +234,7 @@ def test_keys_of_an_engine_are_typed_as_it_spells_them_also_where_hydra_composes
 
 def test_a_point_says_nothing_of_the_settings_of_another_engine() -> None:
     points, _ = points_of(f"-m {RANKS} engine=zero,ddp engine.ddp.bucket_cap_mb=1,25")
-    ours = [point for point in points if isinstance(point, Point) and point.config.engine.is_own]
+    ours = [point for point in compared(points) if point.config.engine.is_own]
     assert len(ours) == 1
     assert not any("bucket_cap_mb" in word for word in ours[0].overrides)
 

@@ -6,17 +6,24 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from harness.patience import HANG_S
 from points import config_of_line
 from rank_runs import run
 from safetensors.torch import save_file
 
-from orchestrator import cli
+from orchestrator import cli, wings
+from orchestrator.config.engine import EngineChoice, EngineKind
 from orchestrator.config.schema import RunConfig
+from orchestrator.wings.engines import torch_optimizer
+from orchestrator.wings.foreign import loop_lines
+from orchestrator.wings.foreign.export_config import WRITERS
 from orchestrator.worker.setup import build_data, build_deferred
 from orchestrator.workloads.models import saved_config
 from zero_runtime.initial_values import InitialValues
@@ -99,3 +106,59 @@ def test_the_exported_files_repeat_the_losses_of_the_run_bit_for_bit(tmp_path: P
     found = trained_by_the_script([tmp_path / name / "user" for name in cases])
     assert dict(zip(cases, found, strict=True)) == expected
     assert all(curve[-1] < curve[0] for curve in found)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words", "native", "told"),
+    [
+        ("ddp", "zero=stage0", {"bucket_cap_mb": 5}, "bucket_cap_mb=5"),
+        ("ddp", "zero=stage0 precision=bf16 precision.reduce=bf16", {}, "register_comm_hook(None, default_hooks.bf16_"),
+        ("fsdp2", "zero=stage3", {"output_dtype": "float32"}, "output_dtype=torch.float32"),
+        ("fsdp2", "zero=stage2", {}, "set_reshard_after_backward(last)"),
+        ("fsdp2", "zero=stage3 zero.shard_ranks=2 resources.ranks=4", {}, "dist.get_world_size() // 2, 2)"),
+        ("fsdp2", "zero=stage3 offload=optimizer_param_cpu", {}, "CPUOffloadPolicy(pin_memory=False)"),
+    ],
+)
+def test_the_files_set_what_the_engine_was_given(engine: str, words: str, native: dict[str, Any], told: str) -> None:
+    asked = config_of_line(f"{SMALL} {words}")  # as zero-lab's own: another engine may not be installed here
+    config = replace(asked, engine=EngineChoice(EngineKind(engine), **{engine: native}))
+    files = WRITERS[engine](config, "").files
+    if told in files:
+        settings = wings.load(wings.ENGINES[engine]).settings_of(config)
+        assert json.loads(files[told]) == settings
+        assert settings["zero_optimization"]["round_robin_gradients"] is True
+    else:
+        (text,) = files.values()
+        assert told in text
+
+
+def test_the_groups_of_weight_decay_are_those_of_the_run() -> None:
+    model = torch.nn.Module()
+    names = ("ln_f.weight", "q_norm.weight", "lm_head.weight", "lm_head.bias", "normal.weight", "LayerNorm.weight")
+    for name in names:
+        path, _, own = name.partition(".")
+        if not hasattr(model, path):
+            model.add_module(path, torch.nn.Module())
+        model.get_submodule(path).register_parameter(own, torch.nn.Parameter(torch.zeros(2, 2)))
+    for words in ("", "optimizer.no_decay=false"):
+        config, found = config_of_line(f"{SMALL} {words}"), dict[str, Any]()
+        exec(loop_lines.needed(config, steps=False) + loop_lines.parameter_groups(config), found)
+        expected = torch_optimizer.groups_of(config, model.named_parameters())
+        assert [[id(param) for param in group["params"]] for group in found["parameter_groups"](model)] == [
+            [id(param) for param in group["params"]] for group in expected
+        ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("engine=zero zero=stage2", "engine=zero is zero-lab's own runtime, for which no file is needed"),
+        ("engine=plain zero=stage0 resources.ranks=1", "engine=plain is plain PyTorch in one process"),
+        ("engine=ddp zero=stage0 precision=fp16", "the written loop has no loss scale"),
+    ],
+)
+def test_a_point_without_files_of_its_own_is_refused(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", *words.split(), "resources.device=cpu"]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert "fix: " in error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,10 +12,24 @@ import torch
 from points import config_of_line
 
 from orchestrator import wings
+from orchestrator.compose import arguments, compose
+from orchestrator.config.schema import to_dict
+from orchestrator.machine.hardware import Hardware
+from orchestrator.plan.point import Point
+from orchestrator.plan.points import checked_points
+from orchestrator.plan.rules.scene import Scene
+from orchestrator.records.run_record import point_id
+from orchestrator.report.entry import Entry
+from orchestrator.report.ranking import Ranked
+from orchestrator.wings.engines import choose
+from orchestrator.wings.engines.choose import EnginePoint
 from orchestrator.wings.engines.contract import Task
 from orchestrator.wings.engines.foreign_runtime import ForeignAccounts, ForeignRuntime
 from orchestrator.wings.predict import shapes
 from orchestrator.wings.predict.peer_fit import rules_for
+from orchestrator.wings.predict.point_prediction import PointPrediction
+from orchestrator.wings.predict.prediction import Predictions
+from orchestrator.wings.predict.step import with_share
 from orchestrator.worker.setup import build_deferred
 from tests.harness.ranks import run_ranks
 from zero_runtime.census import take_census
@@ -118,3 +133,70 @@ def test_predicted_states_are_the_counted_ones(kinds: str, cases: list[Any], ran
         ):
             wrong.append((kind, line.removeprefix(MODEL), failed or worst, expected))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+LIMIT = "precision=fp32 batch.global_size=48 batch.at_limit=true batch.seq=64"
+
+
+@pytest.mark.parametrize("engine", ["zero", "ddp"])
+def test_the_micro_batch_at_the_limit_is_the_largest_divisor_that_fits(engine: str) -> None:
+    words = f"engine={engine} resources.ranks=2 zero=stage0 {LIMIT}"
+    line = f"{MODEL} {words}".replace("batch.seq=8 batch.micro=1 ", "")
+    all_of_it = config_of_line(f"{line} resources.memory_mib=1000").batch
+    assert (all_of_it.micro, all_of_it.accumulation, all_of_it.global_size) == (24, 1, 48)
+    configs = {micro: with_share(config_of_line(line), micro) for micro in (1, 2, 3, 4, 6, 8, 12, 24)}
+    predictions = Predictions(list(configs.values()), list(configs.values()))
+    needs = {micro: predictions.of(config) for micro, config in configs.items()}
+    most = {micro: one.ceiling_bytes for micro, one in needs.items() if isinstance(one, PointPrediction)}
+    limit = -(-(most[8] or 0) >> 20) + 1  # MiB
+    expected = max(micro for micro, nbytes in most.items() if (nbytes or 0) <= limit << 20)
+    found = config_of_line(f"{line} resources.memory_mib={limit}").batch
+    assert 8 <= expected < 24
+    assert (found.micro, found.accumulation, found.global_size) == (expected, 24 // expected, 48)
+
+
+def test_where_nothing_fits_the_point_is_predicted_not_to_fit() -> None:
+    line = f"{MODEL} engine=ddp resources.ranks=2 zero=stage0 {LIMIT} resources.memory_mib=1"
+    line = line.replace("vocab_size=131", "vocab_size=5000")  # 5 MB of states
+    config = config_of_line(line)
+    found = Predictions([config], [config]).of(config)
+    assert config.batch.micro == 1
+    assert isinstance(found, PointPrediction)
+    assert found.cannot_fit
+
+
+def test_the_limit_needs_a_global_batch_and_changes_no_id_where_it_is_not_asked_for() -> None:
+    composition = compose.compose(arguments.split(f"{MODEL} batch.at_limit=true".split()))
+    points, problems = checked_points(composition, Scene(Hardware(4, "cpu")))
+    assert points == []
+    assert "batch.global_size=32" in problems[0]
+    values = to_dict(config_of_line(MODEL))
+    without = {**values, "batch": {key: value for key, value in values["batch"].items() if key != "at_limit"}}
+    assert point_id(values, 2, "cpu") == point_id(without, 2, "cpu")
+
+
+def found_point(kind: str, stage: int, *, micro: int = 4, needed: int = 1, sent: int = 1) -> EnginePoint:
+    config = config_of_line(f"{MODEL} engine={kind} resources.ranks=2 zero=stage{stage}")
+    config = replace(config, batch=replace(config.batch, micro=micro))
+    return EnginePoint(Point(f"{kind}{stage}", config, ()), needed, sent)
+
+
+def test_of_each_engine_the_stage_that_sends_the_least_is_confirmed_and_at_the_limit_the_largest() -> None:
+    found = [
+        found_point("zero", 1, needed=9, sent=2),
+        found_point("zero", 2, needed=5, sent=2),
+        found_point("zero", 3, needed=2, sent=3, micro=16),
+        found_point("fsdp2", 3, needed=1, sent=3),
+    ]
+    assert [one.point.label for one in choose.best_of_each(found, choose.least)] == ["zero2", "fsdp23"]
+    assert [one.point.label for one in choose.best_of_each(found, choose.largest)] == ["zero3", "fsdp23"]
+
+
+def test_a_row_without_a_place_is_not_chosen_and_of_a_tie_the_smaller() -> None:
+    tried = [found_point("zero", 1, needed=9), found_point("fsdp2", 2, needed=5), found_point("ddp", 0, needed=1)]
+    places = {"zero1": 1, "fsdp22": 1, "ddp0": None}
+    rows = [Ranked(Entry(label, "measured"), place) for label, place in places.items()]
+    best = choose.best_of(tried, rows)
+    assert best is not None
+    assert best.point.label == "fsdp22"
+    assert choose.best_of(tried[2:], rows) is None

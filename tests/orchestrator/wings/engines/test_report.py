@@ -103,6 +103,8 @@ def test_each_table_has_its_own_places_and_shows_what_did_not_fit(whole: SweepPa
     ]
     assert {row[0] for row in found[AT_SAME_BATCH].rows if "ddp" in row[1] or "plain" in row[1]} == {"-"}
     assert all(line.startswith(("at the same batch: ", "at its own limit: ")) for line in named_apart.lines(ranked))
+    peaks = [line for line in named_apart.lines(ranked) if "smallest peak" in line]
+    assert peaks[1] == "at its own limit: smallest peak: deepspeed-stage3-bf16-at_limit, 14.0 MiB above its start"
 
 
 def test_the_report_has_both_tables_the_work_the_messages_and_the_settings(whole: SweepPaths) -> None:
