@@ -36,10 +36,12 @@ class Task:
 
 
 class Updated(NamedTuple):
-    """norm: of the gradients before they were clipped, summed over ranks and micro-batches; None if the engine did not
-    compute it. skipped: nothing was updated, because fp16 gradients overflowed. loss_scale: of this step."""
+    """norm: of the gradients before they were clipped, summed over ranks and micro-batches, best as a 0-dim tensor that
+    nobody has read on the host; None if the engine did not compute it. skipped: nothing was updated, because fp16
+    gradients overflowed. loss_scale: of this step.
+    """
 
-    norm: float | None
+    norm: torch.Tensor | float | None
     skipped: bool = False
     loss_scale: float = 1.0
 

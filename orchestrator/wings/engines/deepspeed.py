@@ -162,7 +162,7 @@ class DsEngine:
         scale = float(getattr(self.module.optimizer, "loss_scale", 1.0))
         self.module.step()
         norm = self.module.get_global_grad_norm()
-        return Updated(None if norm is None else float(norm), not self.module.was_step_applied(), scale)
+        return Updated(norm, not self.module.was_step_applied(), scale)
 
     def held(self) -> Mapping[str, Sequence[torch.Tensor]]:
         model, zero, optimizer = list(self._model.parameters()), vars(self.module.optimizer), self._optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -32,8 +33,6 @@ from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.step_report import StepReport
 from zero_runtime.watch.watch import RankWatch
 from zero_runtime.wings import READ_WEIGHTS_FOLDER, load
-
-OPTIMIZER = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 def build(
@@ -128,12 +127,13 @@ class ForeignRuntime:
         self.scaler.scale = updated.loss_scale
         asked = self._stop_asked is not None and self._stop_asked()
         sums = self.collectives.sum_over_ranks_(torch.stack([self._loss, torch.full_like(self._loss, float(asked))]))
-        loss, stop = sums.tolist()
+        found = torch.full_like(self._loss, math.nan) if updated.norm is None else updated.norm
+        own = torch.as_tensor(found, dtype=torch.float64, device=self.device).reshape(1)
+        loss, stop, norm = torch.cat([sums, own]).tolist()  # the step's only wait for the device
         self._loss.zero_()
         self.collectives.journal.next_step()
-        norm = float("nan") if updated.norm is None else updated.norm
         report = StepReport(loss, norm, updated.skipped, updated.loss_scale, stop=bool(stop))
-        if loss != loss or loss in (float("inf"), -float("inf")):
+        if not math.isfinite(loss):
             raise NonFiniteError(f"step {self.updates}: the loss is {loss} with engine={self._kind}")
         return report
 

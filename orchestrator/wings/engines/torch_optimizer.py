@@ -62,7 +62,8 @@ class Update:
         """Updates, unless fp16 gradients overflowed, and drops the gradients. NonFiniteError on every rank if the loss
         scale cannot be lowered further."""
         scale, norm = self._scaler.scale, self._clipped_norm()
-        overflow = self._scales and norm is not None and not math.isfinite(norm)
+        # Only a loss scale needs the norm on the host before the update: reading it waits for all of the backward.
+        overflow = self._scales and norm is not None and not math.isfinite(float(norm))
         if overflow and self._scaler.exhausted:
             raise NonFiniteError(f"the gradients overflow at the lowest loss scale, {scale:g}; use precision=bf16")
         if not overflow:
@@ -73,9 +74,9 @@ class Update:
         self._scaler = self._scaler.after(overflow=overflow)
         return Updated(norm, overflow, scale)
 
-    def _clipped_norm(self) -> float | None:
-        """Clips the gradients; their norm before that. None where a loop would not compute it: without clipping and
-        loss scale."""
+    def _clipped_norm(self) -> torch.Tensor | None:
+        """Clips the gradients; their norm before that, 0-dim. None where a loop would not compute it: without
+        clipping and loss scale."""
         if self._clip_norm is None and not self._scales:
             return None
         if self._scales:
@@ -83,7 +84,7 @@ class Update:
         most = math.inf if self._clip_norm is None else self._clip_norm
         norm = nn.utils.clip_grad_norm_(self.params, most, foreach=True)
         full = getattr(norm, "full_tensor", None)  # of sharded gradients
-        return float(norm if full is None else full())
+        return norm if full is None else full()
 
     def grads(self) -> list[torch.Tensor]:
         """The gradients that exist now, of this rank's shards."""
