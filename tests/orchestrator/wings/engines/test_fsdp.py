@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from harness.engine_trainee import RANKS, Row, Work
 
 from orchestrator.config.engine import EngineChoice, EngineKind
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.state_groups import Offload, Precision, Zero
 from orchestrator.wings.engines import ddp, fsdp2, plain
+from orchestrator.wings.engines.torch_optimizer import Update
 from zero_runtime.offload_plan import Tier
+from zero_runtime.optim.loss_scaler import LossScaleRule
+from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.precision import MixedPrecision
 
 MODULES = {"ddp": ddp, "fsdp2": fsdp2, "plain": plain}
@@ -124,3 +128,22 @@ def test_a_stage_is_three_settings_of_fsdp2(case: str) -> None:
     keys = ("reshard_after_forward", "reshard_after_backward", "requires_gradient_sync")
     assert tuple(found[key] for key in keys) == wanted
     assert not fsdp2.problems_of(config)
+
+
+def test_fp16_skips_an_update_that_overflows_and_lowers_the_scale() -> None:
+    rule = LossScaleRule(initial_power=4, hysteresis=1)
+    config = point("plain", precision=Precision(MixedPrecision("fp16"), compute="fp16", scale=rule))
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    update = Update(config, [("weight", weight)])
+    assert update.scaled(torch.ones(())).item() == 16
+    weight.grad = torch.tensor([[1.0, 2.0], [float("inf"), 3.0], [4.0, 5.0]])
+    skipped = update.step(Rates(0.5))
+    assert (skipped.skipped, skipped.loss_scale) == (True, 16)
+    assert torch.equal(weight, torch.ones(3, 2))
+    weight.grad = torch.full((3, 2), 8.0)
+    updated = update.step(Rates(0.5))
+    # The gradients are eight times too large with the lower scale, so the norm is that of ones.
+    assert (updated.skipped, updated.loss_scale) == (False, 8)
+    assert updated.norm == pytest.approx(6**0.5, rel=2**-22)
+    # AdamW's first update is the rate, after a decay of 0.1 x 0.5.
+    assert torch.allclose(weight, torch.full((3, 2), 1 - 0.05 - 0.5), atol=2**-20)
