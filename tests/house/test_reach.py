@@ -59,8 +59,10 @@ WAY = (
     *("build", "unit", "unit_parameters", "unit_gradients", "guarded_parameter", "module_hooks", "backward_tracker"),
     *("schedule", "collectives", "issuing", "gloo", "ledger", "optim.sharded", "optim.grad_norm", "runtime"),
 )
-# The most lines of code: without blank lines, comments and docstrings. A change may lower a number, and raises none.
-TRUNK, RUNTIME_TRUNK, ONE_PARAMETER, PRODUCT = 20_410, 7_170, 3_090, 44_600
+# The most lines of code: without blank lines, comments and docstrings. A change may lower a number, and raises none; a
+# new wing raises them once, by its own budget and by the seams that decisions.md names.
+TRUNK, RUNTIME_TRUNK, ONE_PARAMETER, PRODUCT = 20_700, 7_200, 3_090, 47_450
+ENGINES = 2_200  # of them the wing of other engines
 
 
 @cache
@@ -131,6 +133,7 @@ def test_the_sizes_only_go_down() -> None:
         "zero_runtime in it": code_of(runtime),
         "the way of one parameter": code_of(f"zero_runtime.{name}" for name in WAY),
         "product": code_of(MODULES),
+        "wing of engines": code_of(module for module in MODULES if module.startswith("orchestrator.wings.engines")),
     }
-    budgets = dict(zip(sizes, (TRUNK, RUNTIME_TRUNK, ONE_PARAMETER, PRODUCT), strict=True))
+    budgets = dict(zip(sizes, (TRUNK, RUNTIME_TRUNK, ONE_PARAMETER, PRODUCT, ENGINES), strict=True))
     assert all(sizes[name] <= most for name, most in budgets.items()), (sizes, budgets)
