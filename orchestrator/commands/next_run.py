@@ -1,4 +1,4 @@
-"""The command that is proposed after a run: the same run under every stage that takes its other settings."""
+"""The command that is proposed after a run: the same under every stage that takes its other settings, or under ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orchestrator.config.strict import Refusal
 from orchestrator.plan.point import Point
 from orchestrator.plan.points import judged
 from orchestrator.plan.rules.scene import Scene, here
-from orchestrator.report.ranking import longer
+from orchestrator.report.ranking import longer, standard
 from orchestrator.report.summary import without_key
 from orchestrator.text.paths import program
 
@@ -25,6 +25,9 @@ def next_after_run(point: Point, scene: Scene | None = None) -> str:
 
     scene: this process's, if it is None.
     """
+    if not point.config.engine.is_own:  # the next question is how it compares with zero-lab's own runtime
+        words = standard(without_key(point.overrides, "engine", "engine.kind", "sweeps"))
+        return " ".join([program(), shlex.join(["-m", f"engine=zero,{point.config.engine.kind}", *words])])
     others = without_key(point.overrides, "zero", "zero.stage", "sweeps")
     stages = _stages(others, here() if scene is None else scene)
     if len(stages) > 1:
