@@ -187,4 +187,6 @@ class DsEngine:
 
     def close(self) -> None:
         self.module.destroy()
+        # What it leaves in the process would reach another engine there.
+        self._deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
         self._torch.nn.functional.linear = self._linear  # zero.Init has put its own in the place
