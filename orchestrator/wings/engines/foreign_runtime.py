@@ -53,7 +53,16 @@ def build(
         runtime.start(module.build(Task(config, model, values.draw, device)))
     else:
         with load(READ_WEIGHTS_FOLDER)(config.model.path, model) as weights:
-            runtime.start(module.build(Task(config, model, weights.value_of, device)))
+            stored = set(weights.names())
+
+            def first_value(name: str, param: torch.nn.Parameter) -> torch.Tensor:
+                """Adapters are not in the folder."""
+                if name not in stored:
+                    return values.draw(name, param)
+                found: torch.Tensor = weights.read(name, 0, param.numel())
+                return found.reshape(param.shape)
+
+            runtime.start(module.build(Task(config, model, first_value, device)))
     return TrainingSetup(runtime, ForeignAccounts(config, runtime, module, parameters), recomputation)
 
 
