@@ -77,7 +77,8 @@ class PlainEngine:
         self._masters: dict[str, torch.Tensor] = dict(named)
         if self._half is not None:
             self._masters = {name: param.detach().clone().requires_grad_() for name, param in named.items()}
-            self.module.to(self._half).to(TORCH_DTYPE[precision.compute or precision.param])
+            for param in self.module.parameters():  # not the buffers, which every engine leaves in their dtypes
+                param.data = param.detach().to(self._half).to(TORCH_DTYPE[precision.compute or precision.param])
         self._weights = [(param, self._masters[name]) for name, param in named.items()]
         if self._half is not None:
             self._sum_in_fp32()
