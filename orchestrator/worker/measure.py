@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 import statistics
 from collections.abc import Mapping, Sequence
@@ -58,7 +57,6 @@ def begin_peak() -> None:
     """From here on the highest memory of this process is counted above what it holds now: what was imported, and what
     building a model on the meta device took, is no part of an engine's memory."""
     global _highest_before, _held_before
-    gc.collect()
     _highest_before = max(_highest_before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     with suppress(OSError):  # where it is not permitted, memory that was freed before is missing in the difference
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest is now the present one

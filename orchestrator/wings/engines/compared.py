@@ -16,10 +16,13 @@ from orchestrator.plan.points import judged as judged_points
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.wings.engines import environments
 from orchestrator.wings.engines.contract import EngineModule
-from orchestrator.wings.engines.equality import REFERENCE, work_key
+from orchestrator.wings.engines.equality import REFERENCE, STEPS, work_key
 
 # Groups that decide where and how a point is trained, which a plain run has no part in.
-NOT_THE_WORK = ("offload", "recompute", "parallel", "loss", "checkpoint", "batch.at_limit", "resources.code")
+NOT_THE_WORK = {
+    **dict.fromkeys(("offload", "recompute", "parallel", "checkpoint"), "none"),
+    **{"loss": "full", "batch.at_limit": "false", "resources.code": "null"},
+}
 
 
 def completed(points: Sequence[Point | Refused], scene: Scene) -> tuple[list[Point | Refused], list[Broken]]:
@@ -45,16 +48,21 @@ def _judged(point: Point) -> Point | Refused:
     engine = module_of(point.config)
     if broken := engine.problems_of(point.config):
         return Refused(point.label, point.overrides, tuple(broken))
-    return replace(point, config=engine.meaning(point.config))
+    meant = engine.meaning(point.config)
+    label = point.label.replace(f"stage{point.config.zero.stage}", f"stage{meant.zero.stage}")
+    return replace(point, label=label, config=meant)
 
 
 def _counted(point: Point | Refused) -> Point | Refused:
     """The point, whose run counts its work, without the settings of engines that do not train it."""
     if isinstance(point, Refused):
         return point
-    engine = point.config.engine
+    engine, measure = point.config.engine, point.config.measure
+    measure = replace(measure, warmup_steps=max(measure.warmup_steps, STEPS))  # so that no measured step is counted
     others: dict[str, Any] = {kind: {} for kind in wings.ENGINES if kind != engine.kind and hasattr(engine, kind)}
-    return replace(point, config=replace(point.config, engine=replace(engine, counted=True, **others)))
+    versions = engine.versions or environments.packages_in(engine.python, ("torch",)).versions
+    counted = replace(engine, counted=True, versions=versions, **others)
+    return replace(point, config=replace(point.config, engine=counted, measure=measure))
 
 
 def _references(points: Sequence[Point | Refused], scene: Scene) -> list[Point | Refused]:
@@ -73,7 +81,7 @@ def _references(points: Sequence[Point | Refused], scene: Scene) -> list[Point |
         # Composed anew, so that its words repeat it.
         judged, _ = judged_points(composed(arguments.split(one)), scene)
         label = "-".join([REFERENCE, *(word.partition("=")[2] for word in one if word not in common)])
-        references += [replace(point, label=label) for point in judged if isinstance(point, Point)]
+        references += [replace(point, label=label) for point in judged]
     return references
 
 
@@ -94,8 +102,9 @@ def _reference_words(point: Point) -> list[str]:
         "measure.min_s": 0,
         "measure.validation_batches": 0,
         "measure.profile": "false",
+        **NOT_THE_WORK,
     }
-    kept = [word for word in point.overrides if not _is_of(word, (*own, *NOT_THE_WORK))]
+    kept = [word for word in point.overrides if not _is_of(word, tuple(own))]
     return [*kept, *(f"{key}={value}" for key, value in own.items())]
 
 

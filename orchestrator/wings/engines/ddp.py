@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.schema import RunConfig
+from orchestrator.config.schema import AdapterKind, RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.contract import Task, Updated
 from orchestrator.wings.engines.limits import common_problems, replicated, unknown_keys
@@ -41,6 +41,8 @@ def problems_of(config: RunConfig) -> list[Broken]:
 
 def notes_of(config: RunConfig) -> list[str]:
     found = ["DDP replicates all model states, so every zero.stage is this row"]
+    if config.precision.dtypes.param != "fp32" and config.adapter.kind is not AdapterKind.none:
+        found.append("frozen weights are fp32 too, and cast in each forward: a base in 16 bits would be smaller")
     if config.precision.dtypes.param != "fp32":
         found.append(
             "DDP keeps fp32 weights and casts them for each operation (torch.autocast), so its weights and gradients "

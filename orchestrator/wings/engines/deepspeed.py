@@ -52,6 +52,7 @@ def notes_of(config: RunConfig) -> list[str]:
         (stage == 0 and param == "bf16", "stage 0 in bf16 is torch_autocast over fp32 weights, since it would sum "
          "gradients of 16-bit weights in 16 bits"),
         (stage == 0 and config.optimizer.clip_norm, "stage 0 clips without telling the norm"),
+        (True, "the optimizer is torch's, fused, in the place of FusedAdam and DeepSpeedCPUAdam"),
         (wrapper, "stage 1 in bf16 (BF16_Optimizer) all-reduces fp32 gradients, and keeps all of them on every rank"),
         (stage in (1, 2) and not wrapper, "gradients are all-reduced in buckets, of which each rank keeps its part"),
         (stage and param == "fp32", "masters are a copy of the fp32 shards"),
@@ -75,7 +76,8 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         # A mean would round 16-bit gradients once more; stage 3 has the mean alone.
         "gradient_allreduce_op": "mean" if stage == 3 else "sum",
-        "steps_per_print": None,
+        # Its timer would wait for a GPU in each forward.
+        **{"steps_per_print": None, "timers": {"throughput": {"enabled": False}}},
         "zero_allow_untested_optimizer": True,
         # DeepSpeedCPUAdam takes 0.94 of the processor time of torch's fused AdamW (20M elements, one thread), and a
         # compiler at its first start.
@@ -137,7 +139,7 @@ class DsEngine:
     def _take_first_values(self, task: Task) -> dict[str, torch.Tensor]:
         """Fills the model. Returns the first values by name, as they were before they were rounded to 16 bits; at stage
         3 this rank's part, and there each parameter is partitioned before the next one is made."""
-        made, values, ranks = {}, {}, self._torch.distributed
+        made, values, ranks = {}, dict[str, Any](), self._torch.distributed
         for name, param in list(task.model.named_parameters()):
             value = task.first_value(name, param)
             own: Any = self._torch.nn.Parameter(value.to(task.device, self._half), requires_grad=param.requires_grad)
@@ -146,7 +148,7 @@ class DsEngine:
                 size = own.ds_tensor.numel()
                 padding = value.new_zeros(size * ranks.get_world_size() - value.numel())
                 value = self._torch.cat([value.flatten(), padding])[size * ranks.get_rank() :][:size].clone()
-            made[id(param)], values[name] = own, value
+            made[id(param)], values = own, {**values, **({name: value} if self._half else {})}
         self._tools.replace(task.model, made)
         task.model.to(task.device)  # the buffers
         return values

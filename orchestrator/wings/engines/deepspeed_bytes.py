@@ -37,12 +37,14 @@ def settings_in(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, **away, **more}
 
 
-def memory_of(model: PeerModel, config: RunConfig, given: Mapping[str, Any]) -> PeerMemory:
-    """The bytes of a rank. given: the configuration that DeepSpeed gets.
+def memory_of(model: PeerModel, config: RunConfig, given: Mapping[str, Any]) -> PeerMemory | None:
+    """The bytes of a rank; None for offload at stage 0, which DeepSpeed has not. given: its configuration.
 
     Our runs give it an optimizer of torch.optim, not its FusedAdam. On a CPU a bucket takes the memory that is written.
     """
     settings = DeepSpeedSettings(**settings_in(given), fused=False)
+    if config.zero.stage == 0 and settings.optimizer_on_host:
+        return None
     if config.resources.device is not Device.cuda:
         written = min(settings.reduce_bucket_size, model.trained_numel)
         settings = replace(settings, reduce_bucket_size=written)

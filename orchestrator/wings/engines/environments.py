@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -124,7 +123,7 @@ def _inside(folder: Path) -> tuple[str, ...]:
 def _missing(config: RunConfig) -> list[Broken]:
     """The packages that the ranks import and that are not in their environment."""
     python, versions = config.engine.python, packages_in(config.engine.python, _names(config)).versions
-    found = f"no such package with {python or sys.executable}"
+    found = f"no such package with {python or 'this Python'}"
     pip = f"{python} -m pip install" if python else "pip install"
     of_rank = [name for name in OF_RANKS if versions[name] is None] if python else []
     broken = []

@@ -40,7 +40,7 @@ def build(
 ) -> TrainingSetup:
     """The engine that config.engine names, with the model's first values. Needs the process group."""
     # An engine that compiles calls programs of its environment, ninja for one, which nobody has activated.
-    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    os.environ["PATH"] = os.pathsep.join([os.path.join(sys.prefix, "bin"), os.environ.get("PATH", os.defpath)])
     module: EngineModule = wings.load(wings.ENGINES[config.engine.kind])
     model, initialise = build_deferred(config)
     begin_peak()
@@ -127,7 +127,7 @@ class ForeignRuntime:
             self._expect_micro_batch()
 
     def step(self, rates: Rates) -> StepReport:
-        """NonFiniteError on every rank after an update with a loss or a norm that is not finite."""
+        """NonFiniteError on every rank after an update with a loss that is not finite."""
         self.collectives.journal.begin("step")
         updated = self.engine.step(rates)
         self._count = 0

@@ -30,7 +30,7 @@ def problems_of(config: RunConfig) -> list[Broken]:
     shards, reshard = config.zero.shard_ranks or ranks, keys["reshard_after_forward"]
     # What it sums before it reduces, over micro-batches, is summed in the dtype that it reduces.
     sums = config.batch.accumulation > 1 and (not keys["requires_gradient_sync"] or shards < ranks)
-    divides = reshard is True or reshard is False or (1 < reshard < shards and shards % reshard == 0)
+    divides = isinstance(reshard, bool) or (isinstance(reshard, int) and 1 < reshard < shards and shards % reshard == 0)
     found = [*common_problems(config, "FSDP2"), *unknown_keys(config, settings_of)]
     if config.zero.plan.optimizer is Partition.REPLICATED:
         found.append(Broken("FSDP2 shards", "zero=stage0", ("engine=ddp", "zero=stage1")))

@@ -17,13 +17,15 @@ import torch
 
 from orchestrator import wings
 from orchestrator.wings.engines.checksums import checksum, hex_of, hexadecimal
+from orchestrator.wings.engines.equality import STEPS
 from orchestrator.wings.engines.messages import MessageCount, messages
 from orchestrator.wings.engines.probe import Probe
 from orchestrator.worker.listeners import Listener, RankRun
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.ledger import Ledger
+from zero_runtime.watch.failure import is_out_of_memory
 
-STEPS = 20  # whose tokens, updates, losses and norms are recorded: mostly those of the warm-up, which are not measured
+UPCAST = "16-bit weights are converted to fp32 for each operation, because this processor has no 16-bit products"
 SPREAD = "orchestrator.wings.engines.spread:spread_of"
 
 
@@ -45,6 +47,11 @@ class CountedWork(Listener):
     @property
     def _is_whole(self) -> bool:
         return self.run.measurement.rounds.is_last_attempt
+
+    @property
+    def _computes_wider(self) -> bool:
+        precision = self.run.config.precision
+        return precision.compute != precision.dtypes.param
 
     def before_step(self, step: int) -> None:
         if not self._is_whole or step > self.run.loop.steps:
@@ -100,7 +107,18 @@ class CountedWork(Listener):
             "control_bytes": self._ledger.control.bytes,
         }
         if run.config.engine.kind == "plain":
-            self._work["spread"] = wings.load(SPREAD)(run, steps)
+            self._work["spread"] = self._spread(steps)
+
+    def _spread(self, steps: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+        """Of the reference. Its variants need their memory beside its own: where that is missing, rows are judged
+        without a spread."""
+        try:
+            found: dict[str, list[float]] = wings.load(SPREAD)(self.run, steps)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return {}
+        return found
 
     def _values(self, number: int) -> dict[str, float | None]:
         """The loss and the norm of a step, from 0."""
@@ -124,7 +142,8 @@ class CountedWork(Listener):
             return
         result["work"] = self._work
         if engine.is_own:
-            result["engine"] = {"kind": engine.kind, "versions": engine.versions, "settings": {}, "notes": []}
+            notes = [UPCAST] if self._computes_wider else []
+            result["engine"] = {"kind": engine.kind, "versions": engine.versions, "settings": {}, "notes": notes}
             return
         data = {kind: asdict(volume) for kind, volume in sorted(self._ledger.data.items())}
         result["communication"] |= {"data": data, "control_bytes": self._work["control_bytes"]}

@@ -151,7 +151,7 @@ def test_bounds_follow_the_spread_and_are_never_below_those_of_fp32() -> None:
     )
     assert bounds(config, basis, "norm") == [LEAST["norm"]] * 7
     # Without a spread the first steps are judged, by roundings of bf16.
-    assert bounds(config, {"steps": [{}] * 7}, "loss") == [2.0**-8] * 5 + [1.0] * 2
+    assert bounds(config, {"steps": [{}] * 7}, "loss") == [2.0**-8] * 5 + [2.0**-4] * 2
 
 
 # ---- references --------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_each_work_gets_one_plain_run_whose_words_repeat_it() -> None:
     for point in references:
         batch, measure = point.config.batch, point.config.measure
         assert (point.config.ranks, batch.micro, batch.accumulation, batch.global_size) == (1, 2, 8, 16)
-        assert (measure.rounds, measure.warmup_steps, measure.steps) == (1, 10, 60)  # so the same learning rates
+        assert (measure.rounds, measure.warmup_steps, measure.steps) == (1, 20, 60)  # so the same learning rates
         assert point.config.resources.threads == 4
         (again,) = judged(composed(arguments.split(list(point.overrides))), Scene(Hardware(4, "a CPU")))[0]
         assert isinstance(again, Point)
