@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,10 @@ from zero_runtime.deepspeed.keys import TOP
 from zero_runtime.deepspeed.schema import Key
 from zero_runtime.errors import PlanError
 
+with suppress(
+    ImportError
+):  # what is no JSON is read by it where it is installed, and nothing is imported in the sandbox
+    import_module("hjson")
 DOOR = "DeepSpeed JSONs"
 
 WHOLE: dict[str, Any] = {

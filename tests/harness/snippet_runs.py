@@ -12,6 +12,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -27,12 +28,13 @@ class Job:
     """One snippet: the name of its file, and the words or the TrainingArguments that it gets.
 
     {models} in a word is the folder with the saved models `t5` (with a tokenizer) and `gpt2`, {snippets} that of the
-    snippets.
+    snippets. without: a package that the snippet does not find.
     """
 
     name: str
     words: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
+    without: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def run_job(job: Job, models: Path) -> SnippetResult:
     sys.argv = [job.name, *(word.format(models=models, snippets=FOLDER) for word in job.words.split())]
     meaning: dict[str, Any] = {}
     refused = ""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
+    hidden = mock.patch.dict(sys.modules, {job.without: None} if job.without else {})
+    with warnings.catch_warnings(), contextlib.redirect_stdout(printed), hidden:
         warnings.simplefilter("ignore")
         try:
             if job.name.endswith(".py"):
