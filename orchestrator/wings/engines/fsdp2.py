@@ -140,7 +140,8 @@ class Fsdp2Engine:
             mesh = init_device_mesh(kind, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
             return mesh, [Replicate(), Shard(0)]
         if self._keys["offload"] and kind == "cuda":  # the norm of what is offloaded is summed in host memory
-            return DeviceMesh.from_group(new_group(backend="cpu:gloo,cuda:nccl"), kind), [Shard(0)]
+            group: Any = new_group(backend="cpu:gloo,cuda:nccl")
+            return DeviceMesh.from_group(group, kind), [Shard(0)]
         return init_device_mesh(kind, (ranks,)), [Shard(0)]
 
     def _shard(self, mesh: Any) -> None:
