@@ -1,7 +1,9 @@
 """The comparison of engines in README.md: runs sweeps/engines.yaml, keeps its report, and writes README's table.
 
-`python benchmarks/engines.py [OVERRIDE ..]` runs the sweep with these overrides; `--sweep FOLDER` takes one of before.
-The report and its pictures go into results/engines_DATE/, and its table between the marks of README.md.
+`python benchmarks/engines.py [OVERRIDE ..]` runs the sweep with these overrides, in parts of one precision and one
+table: the ranks of all its points are too many for the memory of a small machine, and would start again for each round.
+`--sweep FOLDER`, once or several times, takes sweeps of before. Reports and pictures go into
+results/engines_DATE/, and their table between the marks of README.md.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ LIMIT = "resources.memory_mib=100"
 # At stage 3 DeepSpeed allocates its bucket whole, by default for 5e8 elements. Its users set it for smaller models (as
 # transformers' "auto" does); this one holds all of the shipped model, so that no message is divided.
 BUCKET = "engine.deepspeed.zero_optimization.reduce_bucket_size=2000000"
+PARTS = [(precision, at_limit) for precision in ("fp32", "bf16") for at_limit in ("false", "true")]
 ENGINES = {"zero": "zero-lab", "deepspeed": "DeepSpeed", "fsdp2": "FSDP2", "ddp": "DDP"}
 BEGIN, END = "<!-- benchmarks/engines.py writes this table -->\n", "<!-- its end -->"
 Row = Mapping[str, str]  # of results.csv
@@ -36,16 +39,23 @@ Row = Mapping[str, str]  # of results.csv
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--sweep", type=Path, help="the folder of a sweep that has run")
+    parser.add_argument("--sweep", type=Path, action="append", help="the folder of a sweep that has run")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help="the parts of one precision alone")
     asked = parser.parse_args()
-    sweep = asked.sweep or run(asked.overrides)
-    with (sweep / "results.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    kept = keep(sweep, rows, ROOT / "benchmarks" / "results")
+    parts = [part for part in PARTS if asked.precision in (None, part[0])]
+    sweeps = asked.sweep or [run([*asked.overrides, f"precision={one}", f"batch.at_limit={at}"]) for one, at in parts]
+    results = [(sweep, rows_of(sweep)) for sweep in sweeps]
+    rows = [row for _, own in results for row in own]
+    kept = keep(results, ROOT / "benchmarks" / "results")
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
     readme.write_text(with_table(text, table(rows)), encoding="utf-8")
     print(f"written: {kept} and the table of {readme}")
+
+
+def rows_of(sweep: Path) -> list[Row]:
+    with (sweep / "results.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def run(overrides: Sequence[str]) -> Path:
@@ -57,15 +67,19 @@ def run(overrides: Sequence[str]) -> Path:
     return max((output / "sweeps").glob("*_engines"))
 
 
-def keep(sweep: Path, rows: Sequence[Row], results: Path) -> Path:
-    """Copies report.md, results.csv and the pictures, named by the day of the measurement."""
-    day = max(row["measured_at"] for row in rows)[:10] or time.strftime("%Y-%m-%d")
+def keep(sweeps: Sequence[tuple[Path, Sequence[Row]]], results: Path) -> Path:
+    """Copies report.md, results.csv and the pictures of each sweep into a folder by the day of the measurement."""
+    day = max(row["measured_at"] for _, rows in sweeps for row in rows)[:10] or time.strftime("%Y-%m-%d")
     folder = results / f"engines_{day}"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for name in ("report.md", "results.csv"):
-        shutil.copy2(sweep / name, folder)
-    shutil.copytree(sweep / "pictures", folder / "pictures")
+    for sweep, rows in sweeps:
+        named = [row for row in rows if row["engine"] in ENGINES]
+        tables = {"limit" if row["at_limit"] == "True" else "batch" for row in named}
+        own = folder / "_".join([*sorted({row["precision"] for row in named}), *sorted(tables)])
+        own.mkdir(parents=True)
+        for name in ("report.md", "results.csv"):
+            shutil.copy2(sweep / name, own)
+        shutil.copytree(sweep / "pictures", own / "pictures")
     return folder
 
 

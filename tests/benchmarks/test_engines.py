@@ -28,7 +28,7 @@ def test_the_table_is_that_of_the_sweep_and_goes_between_the_marks(tmp_path: Pat
     assert text.startswith(f"before\n{BEGIN}\n| batch")
     assert text.endswith(f"|\n\n{END}\nafter\n")
     assert "old" not in text
-    kept = keep(sweep.root, rows, tmp_path / "results")
+    (kept,) = keep([(sweep.root, rows)], tmp_path / "results").iterdir()
     assert {path.name for path in kept.iterdir()} == {"report.md", "results.csv", "pictures"}
 
 
