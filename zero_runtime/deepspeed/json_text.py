@@ -62,7 +62,8 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(_bare(text), object_pairs_hook=_once)
     except json.JSONDecodeError:
-        with suppress(ImportError, ValueError):  # ValueError: it is no HJSON either, and the error of JSON is told
+        # It is no HJSON either, and the error of JSON is told; hjson raises IndexError where a text ends too soon.
+        with suppress(ImportError, ValueError, IndexError):
             hjson = import_module("hjson")
             return hjson.loads(text, object_pairs_hook=_once)
         raise

@@ -259,6 +259,7 @@ def test_defaults_that_are_not_the_configurations_are_set_and_native_keys_replac
         "data_types": {"grad_accum_dtype": "fp32"},
         "gradient_allreduce_op": "sum",
         "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
