@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def test_two_versions_of_a_package_are_two_points_with_short_labels_and_the_seco
 def test_points_of_a_comparison_have_the_versions_of_their_packages() -> None:
     points, _ = points_of(f"-m {RANKS} engine=zero,ddp")
     ours, theirs = (point.config.engine.versions for point in compared(points))
-    assert ours == {"torch": version("torch")}
+    assert ours == {"torch": metadata.version("torch")}
     assert list(theirs) == ["torch"]
 
 
