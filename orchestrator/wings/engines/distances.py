@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,9 +21,9 @@ class Distance(NamedTuple):
 
     @property
     def shares(self) -> list[float | None]:
-        """The distances as shares of their bounds."""
+        """The distances as shares of their bounds; None where a distance is not judged."""
         pairs = zip(self.far, self.bounds, strict=True)
-        return [None if far is None else far / bound if bound else far for far, bound in pairs]
+        return [None if far is None or math.isinf(bound) else far / bound if bound else far for far, bound in pairs]
 
     @property
     def nearest_to_bound(self) -> int | None:

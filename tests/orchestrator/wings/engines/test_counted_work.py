@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -150,6 +151,9 @@ def test_bounds_follow_the_spread_and_are_never_below_those_of_fp32() -> None:
         [MULTIPLE * one for one in (0.2, 0.2, 0.2, 0.2, 0.2, 0.3, 0.3)]
     )
     assert bounds(config, basis, "norm") == [LEAST["norm"]] * 7
+    basis["spread"]["norm"] = [0.0] * 5 + [0.26, 0.0]  # from where norms have parted, losses alone are judged
+    assert bounds(config, basis, "norm") == [LEAST["norm"]] * 5 + [math.inf] * 2
+    assert bounds(config, basis, "loss")[-1] == pytest.approx(MULTIPLE * 0.3)
     # Without a spread the first steps are judged, by roundings of bf16.
     assert bounds(config, {"steps": [{}] * 7}, "loss") == [2.0**-8] * 5 + [2.0**-4] * 2
 
