@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -54,8 +55,12 @@ def main() -> None:
 
 
 def rows_of(sweep: Path) -> list[Row]:
+    """The rows of results.csv. Where all have one precision it is no column, but in the command of each."""
     with (sweep / "results.csv").open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        return [
+            {"precision": "".join(re.findall(r"precision=(\w+)", row["command"])[:1]), **row}
+            for row in csv.DictReader(file)
+        ]
 
 
 def run(overrides: Sequence[str]) -> Path:

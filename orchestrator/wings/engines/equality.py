@@ -7,6 +7,10 @@ R and exact numbers X, |E - R| <= |E - X| + |X - R|: two terms of the spread's s
 largest of one to three samples. Rounding is amplified from step to step, so the bound of a step is that of the largest
 spread up to it; the first five steps share theirs, since one distance may be small by chance.
 
+In fp32 the only variant, micro-batches of another size, begins one rounding apart. Ranks that add up in another order
+begin as many roundings apart as the least bound has. Training amplifies both in the same way, so the multiple is that
+much larger.
+
 No bound is below that of fp32. A loss: 1e-6, 16 roundings of 2^-24, as it is a sum of the same terms in another order.
 A norm: 60 roundings, since a sum of n terms by halves rounds log2(n) times, and both sums in it, over tokens and over
 elements, have fewer than 2^30 terms. The spread of llama_tiny in fp32 is 6e-8 at step 1 and 9e-7 at step 20.
@@ -36,6 +40,7 @@ REFERENCE = "plain"
 STEPS = 20  # whose tokens, updates, losses and norms are compared: the warm-up of a comparison, so that none is timed
 MULTIPLE, ALIKE_STEPS = 3.0, 5  # of the spread; steps at the beginning that share theirs
 ROUNDING = {"bf16": 2.0**-9, "fp16": 2.0**-12, "fp32": 2.0**-24}  # relative
+IN_FP32 = {"loss": 16, "norm": 60}  # roundings between two equal rows before training amplifies them
 LEAST = {"loss": 1e-6, "norm": 60 * ROUNDING["fp32"]}
 ALONE = {"loss": 2, "norm": 8}  # roundings, without a plain run
 PARTED = 0.05  # relative distance of norms from which they are not judged
@@ -103,9 +108,10 @@ def bounds(config: Mapping[str, Any], basis: Mapping[str, Any], what: str) -> li
     if not spread:
         alone = max(LEAST[what], ALONE[what] * ROUNDING[str(config["precision"]["param"])])
         return [alone if step < ALIKE_STEPS else GROWTH * alone for step in range(steps)]
+    multiple = MULTIPLE * (IN_FP32[what] if config["precision"]["param"] == "fp32" else 1)
     largest = list(accumulate(spread, max))
     alike = [largest[min(max(step, ALIKE_STEPS - 1), steps - 1)] for step in range(steps)]
-    return [math.inf if what == "norm" and one > PARTED else max(LEAST[what], MULTIPLE * one) for one in alike]
+    return [math.inf if what == "norm" and one > PARTED else max(LEAST[what], multiple * one) for one in alike]
 
 
 def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
