@@ -83,7 +83,8 @@ def keep(sweeps: Sequence[tuple[Path, Sequence[Row]]], results: Path) -> Path:
         own = folder / "_".join([*sorted({row["precision"] for row in named}), *sorted(tables)])
         own.mkdir(parents=True)
         for name in ("report.md", "results.csv"):
-            shutil.copy2(sweep / name, own)
+            text = (sweep / name).read_text(encoding="utf-8")
+            (own / name).write_text(text.replace(f"{ROOT}{os.sep}", ""), encoding="utf-8")  # no folder of this machine
         shutil.copytree(sweep / "pictures", own / "pictures")
     return folder
 
