@@ -150,7 +150,7 @@ def result_of(row: Row, config: RunConfig, chance: random.Random) -> dict[str, A
         "control_bytes": 64,
     }
     if row.engine == "plain":
-        far = 1e-8 if row.precision == "fp32" else 1e-3
+        far = 5e-9 if row.precision == "fp32" else 1e-3
         found["work"]["spread"] = {name: [far * (1 + 0.1 * at) for at in range(STEPS)] for name in ("loss", "norm")}
     if row.engine not in ("zero", "plain"):
         found["communication"] = {"data": {}, "control_bytes": 64}
