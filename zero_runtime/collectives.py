@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zero_runtime.gloo import Messages
+from zero_runtime.gloo import messages_over
 from zero_runtime.issuing import CollectiveIssuer, Start, Started
 from zero_runtime.ledger import Ledger
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.watch.watch import RankWatch
-from zero_runtime.world import RankGroups
+from zero_runtime.world import ON_HOST, RankGroups
 
 # torch 2.13 renamed these two functions and warns about the old names; 2.12 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -90,7 +90,7 @@ class Collectives(CollectiveIssuer):
         group_ranks: int | None = None,
     ) -> None:
         super().__init__(
-            dist.get_rank(), dist.get_world_size(), clock, watch, waits_on_host=dist.get_backend() == "gloo"
+            dist.get_rank(), dist.get_world_size(), clock, watch, waits_on_host=dist.get_backend() in ON_HOST
         )
         self.tensor_degree = tensor_degree
         self.data_world = self.world // tensor_degree
@@ -112,9 +112,9 @@ class Collectives(CollectiveIssuer):
         self.groups = RankGroups.make(
             self.group_ranks, tensor_degree, sequence_degree, gathers_across=self._shards_across
         )
-        self._messages: dict[dist.ProcessGroup | None, Messages] = {}  # by group, for gloo only; see gloo.py
-        if self.world > 1 and dist.get_backend() == "gloo":
-            self._messages = {group: Messages(group) for group in self.groups if group is not None}
+        self._messages: dict[dist.ProcessGroup | None, Any] = {}  # by group, of CPU ranks only; see gloo.py
+        if self.world > 1 and dist.get_backend() in ON_HOST:
+            self._messages = {group: messages_over(group) for group in self.groups if group is not None}
         self.places: dict[str, int] = {}  # of the units by name, from 1, the same on all ranks; see gloo.py
         self._side_streams: dict[str, torch.cuda.Stream] = {}  # see `_behind`
         self.ledger = Ledger()

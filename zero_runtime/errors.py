@@ -74,6 +74,11 @@ class RankError(ZeroError, RuntimeError):
         self.hung = hung
 
 
+class PeerError(ZeroError, RuntimeError):
+    """A rank that reads the others' memory (same_host/) waits in vain: another has ended, is late or issued something
+    else."""
+
+
 class RankMemoryError(RankError):
     """This rank is out of memory.
 

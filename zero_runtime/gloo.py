@@ -9,12 +9,19 @@ the received terms in rank order, so that all ZeRO plans give the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 TAGS = 2**16  # numbers of collectives; fewer than this are under way at a time
 PLACES = 2**15  # of what is gathered; a tag, which is 31 bits, has both
+
+
+def messages_over(group: dist.ProcessGroup) -> Any:
+    """The collectives over a group of CPU ranks: its own, which then has this class's methods, or messages."""
+    own = getattr(group, "own_messages", None)
+    return Messages(group) if own is None else own()
 
 
 class Messages:

@@ -18,6 +18,10 @@ REFUSED_OPTIMIZER = "zero_runtime.parallel.tensor.refusals:refused_optimizer"
 QUANTISED_SUMS = "zero_runtime.quantised.sums:QuantisedSums"
 SENT_CODES = "zero_runtime.quantised.codes:SentCodes"
 SPLIT = "zero_runtime.parallel.tensor.slices:Split"
+# Makes the backend of CPU ranks that read each other's memory known to torch, under the name in world.py.
+REGISTER_SHM = "zero_runtime.same_host.group:register"
+SHM_MESSAGES = "zero_runtime.same_host.messages:SharedMessages"
+SHM_REASON = "zero_runtime.same_host.group:reason"  # why the default group does not do so; empty if it does
 # The checkpoints of a run that saves or resumes.
 RUN_CHECKPOINTS = "zero_runtime.checkpoint.of_run:RunCheckpoints"
 # What opens another library's checkpoint in a folder, or None, and what loads it into a runtime.

@@ -17,24 +17,32 @@ import torch.distributed as dist
 from zero_runtime.errors import RankError
 from zero_runtime.own_device import claim_device, make_current
 from zero_runtime.watch.watch import RankWatch, WatchSettings
+from zero_runtime.wings import REGISTER_SHM, SHM_REASON, load
+
+SHM = "shm"  # the backend of CPU ranks that read each other's memory, see same_host/
+ON_HOST = ("gloo", SHM)  # backends in which the host waits
 
 
 @dataclass(frozen=True)
 class WorldSettings:
     """How `join_world` sets up a rank.
 
-    timeout: the backend's timeout, for failures that the watch cannot detect. on_end: see RankWatch.
+    timeout: the backend's timeout, for failures that the watch cannot detect. on_end: see RankWatch. comm: "gloo"
+    between CPUs, "shm" to read each other's memory or fail, "auto" to do so among the ranks of one host and use gloo
+    otherwise.
     """
 
     timeout: timedelta = timedelta(minutes=10)
     watch: WatchSettings = field(default_factory=WatchSettings)
     on_end: Callable[[RankError], None] | None = None
+    comm: str = "auto"
 
 
 def join_world(
     place: str | Path, rank: int, world: int, device: torch.device, settings: WorldSettings | None = None
 ) -> RankWatch:
-    """Initialize the default process group: NCCL between GPUs, gloo between CPUs. Blocks until all ranks have joined.
+    """Initialize the default process group: NCCL between GPUs, and see `WorldSettings.comm` between CPUs. Blocks until
+    all ranks have joined.
 
     place: the rendezvous: a file that all ranks can write to, or an `init_method` of torch.distributed.
     Returns this rank's watch. Use it as a context manager, so that the other ranks learn how this rank ended, and pass
@@ -52,14 +60,24 @@ def join_world(
         store, rank, world = next(dist.rendezvous(place, rank, world, timeout=settings.timeout))
     claim_device(store, rank, world, device)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "nccl" if device.type == "cuda" else cpu_backend(settings.comm, world),
         store=dist.PrefixStore("world", store),
         rank=rank,
         world_size=world,
         timeout=settings.timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    if settings.comm == SHM and (reason := load(SHM_REASON)()):
+        raise RankError(f"comm=shm: {reason}; comm=auto uses gloo there", ())
     return watch_ranks(store, settings)
+
+
+def cpu_backend(comm: str, world: int) -> str:
+    """The backend for so many CPU ranks, known to torch."""
+    if comm == "gloo" or world == 1:
+        return "gloo"
+    load(REGISTER_SHM)()
+    return SHM
 
 
 def watch_ranks(store: dist.Store, settings: WorldSettings | None = None) -> RankWatch:

@@ -18,6 +18,8 @@ from typing import Any
 
 from harness.patience import HANG_S
 
+COMM = "ZERO_LAB_TEST_COMM"  # an environment variable: over what CPU ranks of tests talk, see zero_runtime.world
+
 # Modules that a rank would otherwise spend most of its time importing. orchestrator.workloads.models comes before
 # transformers, because it sets transformers to offline mode. An architecture that is missing here is imported again in
 # each test that builds it. Names are found from the repository's root, where the fork server is started.
@@ -131,6 +133,8 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    from zero_runtime.world import cpu_backend
+
     # A garbage collection would visit all objects of the libraries, and so copy the pages shared with the fork server.
     # (A census of live tensors runs a collection before it counts.)
     gc.freeze()
@@ -145,7 +149,8 @@ def _rank_main(
         faults.apply(fault)
     if world:
         store = dist.FileStore(str(Path(folder, "store")), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=HANG_S))
+        backend = cpu_backend(os.environ.get(COMM, "auto"), world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=HANG_S))
         dist.barrier()  # otherwise a rank that sends nothing could exit while another still connects
         _let_senders_first()
     try:

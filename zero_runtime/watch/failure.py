@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from zero_runtime.errors import RankError, RankMemoryError
+from zero_runtime.errors import PeerError, RankError, RankMemoryError
 from zero_runtime.watch.journal import RankPosition
 
 # The wording of torch's two allocators, and of NCCL.
@@ -58,7 +58,9 @@ def is_broken_connection(error: BaseException) -> bool:
     # gloo raises a plain RuntimeError with the place in its code, NCCL and the store their own kinds.
     if type(error) is RuntimeError:
         return "gloo/" in str(error)
-    return any(kind.__name__ == "DistError" for kind in type(error).__mro__) and not is_out_of_memory(error)
+    return isinstance(error, PeerError) or (
+        any(kind.__name__ == "DistError" for kind in type(error).__mro__) and not is_out_of_memory(error)
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,0 +1,54 @@
+"""The tokens that have come to one rank of a group, by what waits for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from zero_runtime.same_host.links import Link, Token
+from zero_runtime.same_host.what import MESSAGE
+
+
+class Place(NamedTuple):
+    """What a token belongs to: a phase of a collective."""
+
+    number: int
+    phase: int
+    is_read: bool
+
+
+class Mailbox:
+    """Tokens of one group, until they are taken."""
+
+    def __init__(self, ranks: range) -> None:
+        self._collectives: dict[int, dict[Place, Token]] = {rank: {} for rank in ranks}
+        self._messages: dict[int, deque[Token]] = {rank: deque() for rank in ranks}  # in the order of their sending
+        self._read: dict[int, set[int]] = {rank: set() for rank in ranks}  # numbers of own messages that were read
+
+    def receive(self, link: Link) -> None:
+        """Take the tokens that have come over the link."""
+        for token in link.receive():
+            if token.what != MESSAGE:
+                self._collectives[link.rank][Place(token.number, token.phase, token.is_read)] = token
+            elif token.is_read:
+                self._read[link.rank].add(token.number)
+            else:
+                self._messages[link.rank].append(token)
+
+    def take(self, rank: int, place: Place) -> Token | None:
+        return self._collectives[rank].pop(place, None)
+
+    def take_message(self, rank: int, tag: int) -> Token | None:
+        """The first message of the rank with this tag."""
+        for token in self._messages[rank]:
+            if token.place == tag:
+                self._messages[rank].remove(token)
+                return token
+        return None
+
+    def take_read(self, rank: int, number: int) -> bool:
+        """Whether the rank has read this message; true once."""
+        if number not in self._read[rank]:
+            return False
+        self._read[rank].remove(number)
+        return True

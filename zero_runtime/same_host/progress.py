@@ -1,0 +1,219 @@
+"""Runs the operations of this process, of all groups: any thread that waits for one lets all of them go on.
+
+Groups may be used in different orders on different ranks. A rank that waited in one group only could then wait for
+another, which waits for it in a second group.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from zero_runtime.errors import PeerError
+from zero_runtime.same_host.links import Link
+
+Steps = Iterator[frozenset[int]]  # of an operation: it yields the ranks of its group that it waits for
+
+
+class Operation:
+    """A collective, or a message between two ranks, under way.
+
+    name: for errors. steps: a generator that goes as far as it can, and yields the ranks that it waits for. links: to
+    the ranks of its group, by rank. held: tensors that others may read until the operation has ended.
+    """
+
+    def __init__(self, name: str, steps: Steps, links: dict[int, Link], held: tuple[Any, ...] = ()) -> None:
+        self.name = name
+        self.ended = False
+        self.error: BaseException | None = None
+        self.awaited: frozenset[int] = frozenset()
+        self._steps, self._links, self._held = steps, links, held
+        self._then: list[Callable[[Operation], None]] = []
+
+    def advance(self) -> None:
+        """Go as far as possible without waiting. An error ends the operation."""
+        try:
+            self.awaited = next(self._steps)
+        except StopIteration:
+            self._end(None)
+        except BaseException as error:
+            self._end(error)
+            if not isinstance(error, Exception):  # such as KeyboardInterrupt: of the thread, not of the operation
+                raise
+        else:
+            gone = [link for rank in sorted(self.awaited) if (link := self._links[rank]).fault]
+            if gone:
+                told = ", ".join(f"rank {one.rank} of the group (process {one.pid}) {one.fault}" for one in gone)
+                self._end(PeerError(f"{told}, while {self.name} waits for it"))
+
+    def late(self, seconds: float) -> PeerError:
+        """What to raise if the operation has not ended in this time."""
+        told = ", ".join(f"{rank} (process {self._links[rank].pid})" for rank in sorted(self.awaited))
+        return PeerError(f"{self.name} has waited {seconds:g} s for rank {told} of the group, its limit")
+
+    def then(self, call: Callable[[Operation], None]) -> None:
+        """Call this when the operation ends, in the thread that ends it; at once if it has ended."""
+        if self.ended:
+            call(self)
+        else:
+            self._then.append(call)
+
+    def _end(self, error: BaseException | None) -> None:
+        self.error, self.ended, self._held = error, True, ()
+        self._steps = iter(())
+        for call in self._then:
+            call(self)
+        self._then.clear()
+
+
+class Progress:
+    """The operations of this process that have not ended, and the connections that bring them on.
+
+    One thread at a time is the leader: it receives tokens, advances operations, and sleeps in poll(2). Others that wait
+    sleep until the leader has ended a turn. `_lock` guards the lists; an operation belongs to the leader.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._has_leader = False
+        self._running: list[Operation] = []
+        self._receivers: dict[Link, Callable[[Link], None]] = {}
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._behind: list[Operation] = []  # that the thread of its own waits for
+        self._thread: threading.Thread | None = None
+
+    def add_links(self, links: Iterable[Link], receive: Callable[[Link], None]) -> None:
+        """Watch connections; `receive` takes a link's tokens out of it and must not block."""
+        with self._lock:
+            self._receivers.update(dict.fromkeys(links, receive))
+            self._wake()
+
+    def remove_links(self, links: Iterable[Link]) -> None:
+        with self._lock:
+            for link in links:
+                self._receivers.pop(link, None)
+            self._wake()
+
+    def start(self, operation: Operation) -> Operation:
+        """Begin an operation: what it can do without waiting is done here."""
+        operation.advance()
+        if not operation.ended:
+            with self._lock:
+                self._running.append(operation)
+                if self._has_leader:
+                    self._wake()  # its tokens may have come already
+        return operation
+
+    def go_behind(self, operation: Operation) -> None:
+        """Let a thread of this process bring the operation to its end, whatever the others wait for."""
+        with self._lock:
+            if operation.ended:
+                return
+            self._behind.append(operation)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="same_host", daemon=True)
+                self._thread.start()
+            self._lock.notify_all()
+
+    def wait(self, operation: Operation, seconds: float) -> None:
+        """Block until the operation has ended; raises its error, or PeerError after this time."""
+        deadline = time.monotonic() + seconds
+        while not operation.ended:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise operation.late(seconds)
+            self._turn(operation, left)
+        if operation.error is not None:
+            raise operation.error
+
+    def poke(self) -> None:
+        """Advance what can go on without waiting, unless another thread does."""
+        with self._lock:
+            if self._has_leader:
+                return
+            self._has_leader = True
+        self._lead(None, 0.0)
+
+    def _turn(self, operation: Operation, seconds: float) -> None:
+        with self._lock:
+            if self._has_leader:
+                self._lock.wait(seconds)
+                return
+            self._has_leader = True
+        self._lead(operation, seconds)
+
+    def _lead(self, operation: Operation | None, seconds: float) -> None:
+        try:
+            self._advance_all()
+            if operation is not None and not operation.ended:
+                self._sleep(seconds)
+                self._advance_all()
+        finally:
+            with self._lock:
+                self._has_leader = False
+                self._running = [one for one in self._running if not one.ended]
+                self._lock.notify_all()
+
+    def _advance_all(self) -> None:
+        with self._lock:
+            running, receivers = list(self._running), list(self._receivers.items())
+        for link, receive in receivers:
+            link.flush()
+            receive(link)
+        for one in running:
+            if not one.ended:
+                one.advance()
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until a token comes, a process ends, or another thread has begun something."""
+        with self._lock:
+            links = list(self._receivers)
+        asked = select.poll()
+        asked.register(self._wake_read, select.POLLIN)
+        for link in links:
+            for place, descriptor in enumerate(link.descriptors):
+                asked.register(descriptor, select.POLLIN | (select.POLLOUT if link.is_sending and place == 0 else 0))
+        asked.poll(max(0.0, seconds) * 1000)
+        try:
+            while os.read(self._wake_read, 4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_write, b"\0")
+        except BlockingIOError:
+            pass  # full: it wakes anyway
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                while not self._behind:
+                    self._lock.wait()
+                operation = self._behind.pop(0)
+            while not operation.ended:
+                self._turn(operation, 1.0)
+
+
+_of_this_process: Progress | None = None
+
+
+def progress() -> Progress:
+    """The one of this process, made when it is first asked for. A forked process begins anew."""
+    global _of_this_process
+    if _of_this_process is None:
+        _of_this_process = Progress()
+        os.register_at_fork(after_in_child=_forget)
+    return _of_this_process
+
+
+def _forget() -> None:
+    global _of_this_process
+    _of_this_process = None
