@@ -53,7 +53,12 @@ def reason() -> str:
     return "" if isinstance(dist.group.WORLD, SharedGroup) or dist.get_world_size() == 1 else _reasons[-1]
 
 
-class SharedWork(dist.Work):
+# torch's own declarations of these classes differ from version to version.
+_Work: Any = dist.Work
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class SharedWork(_Work):  # type: ignore[misc]
     """One operation, or several that were issued together, as torch sees them."""
 
     def __init__(self, started: Sequence[Operation], timeout: timedelta, output: Any = None) -> None:
@@ -111,7 +116,7 @@ class SharedWork(dist.Work):
         return self._future
 
 
-class SharedGroup(dist.ProcessGroup):
+class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose ranks read each other's tensors. Collectives of one group are issued in one order by all.
 
     observer: called with the name of each collective and message, its tensors as (received, sent) and the number of
@@ -421,4 +426,8 @@ def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None
     if own.is_contiguous():
         return own.view(-1), None
     copy = own.contiguous()
-    return copy.view(-1), lambda: own.copy_(copy) and None
+
+    def back() -> None:
+        own.copy_(copy)
+
+    return copy.view(-1), back

@@ -1,4 +1,4 @@
-"""The connection between two ranks: small tokens of a fixed form over a Unix socket, and the peer's process to watch."""
+"""The connection of two ranks: small tokens of a fixed form over a Unix socket, and the peer's process to watch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import NamedTuple
 class Token(NamedTuple):
     """What one rank tells another.
 
-    number: of the collective in the group, or of the message to this peer. phase: within the collective. what: a code of
-    the operation (operations.Kind). numel, dtype, place: of the operation, which all ranks must agree on; `place` is a
+    number: of the collective in the group, or of the message to this peer. phase: within the collective. what: the
+    operation, see what.py. numel, dtype, place: of the operation, which all ranks must agree on; `place` is a
     unit's, or a message's tag. address, nbytes: the bytes to be read; 0 in a token that says "read".
     """
 

@@ -3,8 +3,8 @@
 A rank first tells the others where its tensor lies ("ready"), reads theirs as they become ready, tells them so ("read"),
 and ends when all that had to read its own tensor have done so: the tensor may be written again then.
 
-Sums are made element by element in rank order, ((rank 0 + rank 1) + ...), by one rank, which the others copy: so all
-ranks have the same bits, those of messages over gloo too (zero_runtime/gloo.py).
+Sums are made element by element in rank order, ((rank 0 + rank 1) + ...), which gives all ranks the same bits, and those
+of messages over gloo (zero_runtime/gloo.py).
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def receive(call: Call, tensor: torch.Tensor, peers: Sequence[int], found: Calla
 
 
 def _sum(call: Call, peers: Iterable[int], total: torch.Tensor, own: torch.Tensor, add: Add) -> Steps:
-    """Set `total` to the sum of the ready peers' tensors and `own`, which may be `total` itself. Waits for the peers."""
+    """Set `total` to the sum of the peers' tensors and `own`, which may be `total` itself. Waits for the peers."""
     tokens: dict[int, Token] = {}
     yield from call.until_ready(peers, 0, tokens.__setitem__)
     if not tokens:

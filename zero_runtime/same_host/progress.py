@@ -11,6 +11,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from zero_runtime.errors import PeerError
@@ -180,17 +181,13 @@ class Progress:
             for place, descriptor in enumerate(link.descriptors):
                 asked.register(descriptor, select.POLLIN | (select.POLLOUT if link.is_sending and place == 0 else 0))
         asked.poll(max(0.0, seconds) * 1000)
-        try:
+        with suppress(BlockingIOError):
             while os.read(self._wake_read, 4096):
                 pass
-        except BlockingIOError:
-            pass
 
     def _wake(self) -> None:
-        try:
+        with suppress(BlockingIOError):  # full: it wakes anyway
             os.write(self._wake_write, b"\0")
-        except BlockingIOError:
-            pass  # full: it wakes anyway
 
     def _serve(self) -> None:
         while True:
