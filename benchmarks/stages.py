@@ -5,7 +5,7 @@ same processes and from equal states (stages_contestants.py), stepped in turn, s
 equally. --memory runs each row in separate processes and measures the peak memory and the page faults of its steady
 steps.
 
-`python benchmarks/stages.py [--precision fp32|bf16] [--rounds N] [--memory] [--layers ..]`; writes results/,
+`python benchmarks/stages.py [--precision fp32|bf16] [--comm shm|gloo] [--rounds N] [--memory] [--layers ..]`; writes results/,
 unless a row's first loss differs from the loss that the untrained model must have.
 """
 
@@ -51,7 +51,7 @@ def main() -> None:
     size = GptSize(args.layers, args.width, args.heads, args.vocab, args.seq, args.micro)
     found: dict[str, Any] = {"command": " ".join(["python benchmarks/stages.py", *sys.argv[1:]]), **machine_now()}
     with tempfile.TemporaryDirectory() as folder:
-        task = Task(folder, world, size, args.precision, args.rounds)
+        task = Task(folder, world, size, args.precision, args.rounds, args.comm)
         found |= {"task": {**asdict(task), "warmup": WARMUP}, "memory": {}}
         del found["task"]["folder"]
         for name in (LIMIT, *ROWS) if args.memory else ():
@@ -67,6 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--world", type=int, default=None)
+    parser.add_argument("--comm", choices=["auto", "shm", "gloo"], default="auto", help="over what CPU ranks talk")
     parser.add_argument("--memory", action="store_true", help="peak memory and page faults of each row")
     for name, value in asdict(GptSize()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -96,7 +97,7 @@ def rank_main(rank: int, measure: Callable[..., Any], task: Task, what: str) -> 
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    with join_world(f"file://{task.folder}/{what}", rank, task.world, device, WorldSettings()) as watch:
+    with join_world(f"file://{task.folder}/{what}", rank, task.world, device, WorldSettings(comm=task.comm)) as watch:
         found = measure(task, what, device, watch)
         if rank == 0:
             Path(task.folder, "found.json").write_text(json.dumps(found))

@@ -22,6 +22,7 @@ class Task:
     size: GptSize
     precision: str
     rounds: int
+    comm: str = "auto"
 
     @property
     def tokens(self) -> int:

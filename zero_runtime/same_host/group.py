@@ -97,7 +97,8 @@ class SharedWork(_Work):  # type: ignore[misc]
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that a thread of its own completes."""
         if self._future is None:
-            self._future = future = torch.futures.Future()
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = future
             left = len(self._started)
 
             def end(_: Operation) -> None:

@@ -1,10 +1,10 @@
 """The collectives of a group, each as a generator that yields the ranks it waits for, and ends when it is complete.
 
-A rank first tells the others where its tensor lies ("ready"), reads theirs as they become ready, tells them so ("read"),
-and ends when all that had to read its own tensor have done so: the tensor may be written again then.
+A rank first tells the others where its tensor lies ("ready"), reads theirs as they become ready, tells them so
+("read"), and ends when all that had to read its own tensor have done so: the tensor may be written again then.
 
-Sums are made element by element in rank order, ((rank 0 + rank 1) + ...), which gives all ranks the same bits, and those
-of messages over gloo (zero_runtime/gloo.py).
+Sums are made element by element in rank order, ((rank 0 + rank 1) + ...), which gives all ranks the same bits, and
+those of messages over gloo (zero_runtime/gloo.py).
 """
 
 from __future__ import annotations

@@ -59,5 +59,5 @@ def _load() -> ctypes.CDLL | None:
 _LIBC = _load()
 
 
-def _function(name: str) -> ctypes._FuncPointer | None:  # type: ignore[name-defined]
+def _function(name: str) -> ctypes._FuncPointer | None:
     return None if _LIBC is None else getattr(_LIBC, name, None)
