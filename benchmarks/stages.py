@@ -5,7 +5,8 @@ same processes and from equal states (stages_contestants.py), stepped in turn, s
 equally. --memory runs each row in separate processes and measures the peak memory and the page faults of its steady
 steps.
 
-`python benchmarks/stages.py [--precision fp32|bf16] [--comm shm|gloo] [--rounds N] [--memory] [--layers ..]`; writes results/,
+`python benchmarks/stages.py [--precision fp32|bf16] [--comm shm|gloo] [--rounds N] [--memory] [--layers ..]`; writes
+results/,
 unless a row's first loss differs from the loss that the untrained model must have.
 """
 

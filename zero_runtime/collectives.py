@@ -115,6 +115,8 @@ class Collectives(CollectiveIssuer):
         self._messages: dict[dist.ProcessGroup | None, Any] = {}  # by group, of CPU ranks only; see gloo.py
         if self.world > 1 and dist.get_backend() in ON_HOST:
             self._messages = {group: messages_over(group) for group in self.groups if group is not None}
+        # Whether a reduction allocates nothing. (NCCL's streams need no other order of waits.)
+        self.sums_in_place = bool(self._messages) and not any(one.holds_terms for one in self._messages.values())
         self.places: dict[str, int] = {}  # of the units by name, from 1, the same on all ranks; see gloo.py
         self._side_streams: dict[str, torch.cuda.Stream] = {}  # see `_behind`
         self.ledger = Ledger()

@@ -27,6 +27,8 @@ def messages_over(group: dist.ProcessGroup) -> Any:
 class Messages:
     """The collectives over one group, whose ranks must all call them in the same order."""
 
+    holds_terms = True  # a reduction under way holds the other ranks' terms in tensors
+
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group or dist.group.WORLD
         self._rank = dist.get_rank(self._group)

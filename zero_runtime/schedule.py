@@ -25,6 +25,8 @@ class ScheduledUnit(Protocol):
     def unshard(self) -> None: ...
     def wait_unshard(self) -> None: ...
     def reshard(self, after: Phase) -> None: ...
+    @property
+    def reduces_in_place(self) -> bool: ...
     def begin_backward(self) -> None: ...
     def reduce_grad(self) -> None: ...
     def wait_reduce(self) -> None: ...
@@ -65,7 +67,7 @@ class Schedule:
         self._order: dict[Phase, list[ScheduledUnit]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
         self._ahead: dict[Phase, dict[ScheduledUnit, Ahead]] = {}  # by phase, once its order is recorded
         self._in_use: set[ScheduledUnit] = set()  # gathered by a use of their own, and not released since
-        self._reducing: ScheduledUnit | None = None
+        self._under_way: list[ScheduledUnit] = []
         self.in_backward = False  # a forward during a backward is a recomputation
         self.sums_locally = False  # this backward leaves its gradients unreduced, for a later one to add to and reduce
         # Until `set_reduction_order` replaces it, before the first backward.
@@ -175,7 +177,7 @@ class Schedule:
 
     def abandon_backward(self) -> None:
         """Called when a backward has ended with an error: release every unit, and issue no more reductions."""
-        self._reducing = None  # `free_grads` waits for it
+        self._under_way.clear()  # `free_grads` waits for them
         self._in_use.clear()
         for unit in self._units:
             unit.reshard(Phase.BACKWARD)
@@ -239,14 +241,16 @@ class Schedule:
             self._reduced += 1
             if self.sums_locally:
                 continue
-            # At most one reduction overlaps with the next unit's backward, so at most two full gradients exist.
-            self._wait_reduce()
+            # At most one reduction that holds memory overlaps with the next unit's backward, so at most two full
+            # gradients exist. The others are waited for at the end, when the other ranks have most likely come to them.
+            if not unit.reduces_in_place:
+                self._wait_reduce()
             unit.reduce_grad()
-            self._reducing = unit
+            self._under_way.append(unit)
 
     def _wait_reduce(self) -> None:
-        if self._reducing is not None:
-            self._reducing.wait_reduce()
+        for unit in self._under_way:
+            unit.wait_reduce()
             if self._boundary:  # before the last backward of a step more would be added to the shard
-                self._reducing.send_grad()
-            self._reducing = None
+                unit.send_grad()
+        self._under_way.clear()

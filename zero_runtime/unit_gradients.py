@@ -157,6 +157,12 @@ class UnitGradients:
         for start, stop in self.layout.gaps:
             self.unsharded_grad[start:stop].zero_()  # padding takes part in the reduction and in the norm
 
+    @property
+    def reduces_in_place(self) -> bool:
+        """Whether a reduction reads and writes unsharded_grad alone, which stays."""
+        casts = self.grad_dtype != self._reduce_dtype
+        return self._keeps_full and not casts and self.coded is None and self._collectives.sums_in_place
+
     # ---- the sum over the ranks --------------------------------------------------------------------------------------
 
     def reduce(self) -> None:

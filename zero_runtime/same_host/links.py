@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
 from collections import deque
+from collections.abc import Collection
 from typing import NamedTuple
 
 
@@ -75,24 +75,24 @@ class Link:
             except BlockingIOError:
                 return
             except OSError:
-                self._close("has left the group")
+                self._close("has ended or left the group")
                 return
             self._unsent.popleft()
 
-    def receive(self) -> list[Token]:
-        """The tokens that have come. Sets `fault` if none can come any more."""
+    def receive(self, ended: Collection[int] = ()) -> list[Token]:
+        """The tokens that have come. Sets `fault` if none can come any more. ended: descriptors of ended processes."""
         found: list[Token] = []
         while not self.fault:
             try:
                 data = self._connection.recv(_FORM.size)
             except BlockingIOError:
-                if self._has_ended():
+                if self._process in ended:
                     self._close("has ended")
                 break
             except OSError:
                 data = b""
             if not data:
-                self._close("has ended" if self._has_ended() else "has left the group")
+                self._close("has ended or left the group")
                 break
             found.append(Token(*_FORM.unpack(data)))
         return found
@@ -101,13 +101,6 @@ class Link:
         """Close this end; the peer then hears that this rank has left. Idempotent."""
         self.flush()
         self._close("was left")
-
-    def _has_ended(self) -> bool:
-        if self._process < 0:
-            return False
-        asked = select.poll()  # select(2) refuses descriptors above 1023
-        asked.register(self._process, select.POLLIN)
-        return bool(asked.poll(0))
 
     def _close(self, fault: str) -> None:
         if self.fault:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from typing import NamedTuple
 
 from zero_runtime.same_host.links import Link, Token
@@ -25,9 +26,9 @@ class Mailbox:
         self._messages: dict[int, deque[Token]] = {rank: deque() for rank in ranks}  # in the order of their sending
         self._read: dict[int, set[int]] = {rank: set() for rank in ranks}  # numbers of own messages that were read
 
-    def receive(self, link: Link) -> None:
-        """Take the tokens that have come over the link."""
-        for token in link.receive():
+    def receive(self, link: Link, ended: Collection[int]) -> None:
+        """Take the tokens that have come over the link. ended: see `Link.receive`."""
+        for token in link.receive(ended):
             if token.what != MESSAGE:
                 self._collectives[link.rank][Place(token.number, token.phase, token.is_read)] = token
             elif token.is_read:

@@ -14,6 +14,8 @@ from zero_runtime.same_host.progress import Operation
 class SharedMessages:
     """The collectives of one group, whose ranks must all call them in the same order."""
 
+    holds_terms = False
+
     def __init__(self, group: SharedGroup) -> None:
         self._group = group
         self._rank, self._size = group.rank(), group.size()

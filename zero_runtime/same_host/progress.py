@@ -10,13 +10,14 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
 from zero_runtime.errors import PeerError
 from zero_runtime.same_host.links import Link
 
+Receive = Callable[[Link, Collection[int]], None]  # takes the tokens out of a link, see `Mailbox.receive`
 Steps = Iterator[frozenset[int]]  # of an operation: it yields the ranks of its group that it waits for
 
 
@@ -82,14 +83,14 @@ class Progress:
         self._lock = threading.Condition()
         self._has_leader = False
         self._running: list[Operation] = []
-        self._receivers: dict[Link, Callable[[Link], None]] = {}
+        self._receivers: dict[Link, Receive] = {}
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._behind: list[Operation] = []  # that the thread of its own waits for
         self._thread: threading.Thread | None = None
 
-    def add_links(self, links: Iterable[Link], receive: Callable[[Link], None]) -> None:
+    def add_links(self, links: Iterable[Link], receive: Receive) -> None:
         """Watch connections; `receive` takes a link's tokens out of it and must not block."""
         with self._lock:
             self._receivers.update(dict.fromkeys(links, receive))
@@ -109,6 +110,7 @@ class Progress:
                 self._running.append(operation)
                 if self._has_leader:
                     self._wake()  # its tokens may have come already
+            self.poke()
         return operation
 
     def go_behind(self, operation: Operation) -> None:
@@ -153,26 +155,26 @@ class Progress:
         try:
             self._advance_all()
             if operation is not None and not operation.ended:
-                self._sleep(seconds)
-                self._advance_all()
+                self._advance_all(self._sleep(seconds))
         finally:
             with self._lock:
                 self._has_leader = False
                 self._running = [one for one in self._running if not one.ended]
                 self._lock.notify_all()
 
-    def _advance_all(self) -> None:
+    def _advance_all(self, ended: Collection[int] = ()) -> None:
         with self._lock:
             running, receivers = list(self._running), list(self._receivers.items())
         for link, receive in receivers:
             link.flush()
-            receive(link)
+            receive(link, ended)
         for one in running:
             if not one.ended:
                 one.advance()
 
-    def _sleep(self, seconds: float) -> None:
-        """Sleep until a token comes, a process ends, or another thread has begun something."""
+    def _sleep(self, seconds: float) -> list[int]:
+        """Sleep until a token comes, a process ends, or another thread has begun something; returns the descriptors of
+        what has happened."""
         with self._lock:
             links = list(self._receivers)
         asked = select.poll()
@@ -180,10 +182,11 @@ class Progress:
         for link in links:
             for place, descriptor in enumerate(link.descriptors):
                 asked.register(descriptor, select.POLLIN | (select.POLLOUT if link.is_sending and place == 0 else 0))
-        asked.poll(max(0.0, seconds) * 1000)
+        found = [descriptor for descriptor, _ in asked.poll(max(0.0, seconds) * 1000)]
         with suppress(BlockingIOError):
             while os.read(self._wake_read, 4096):
                 pass
+        return found
 
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # full: it wakes anyway

@@ -315,6 +315,10 @@ class CountedUnit:
         received = (ranks - 1) * (numel // ranks) * self._reduce if self._rules.by_messages else 0
         return self._book.allocate(TRANSFERS, received)
 
+    @property
+    def reduces_in_place(self) -> bool:
+        return False  # the bytes are the same, whenever such a reduction ends
+
     def wait_reduce(self) -> None:
         if self._reducing is None:
             return
