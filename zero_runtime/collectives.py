@@ -283,12 +283,7 @@ class Collectives(CollectiveIssuer):
         group = self.groups.replica
         if group not in self._messages:
             return Pending(self.issue("all_reduce", unit, shard, start))
-        # Over gloo: a reduce-scatter and an all-gather by messages, whose sums are in rank order (see gloo.py).
-        own = shard.chunk(self.replica_count)[self.replica_rank]
-        wait = self.issue("all_reduce", unit, shard, self.reduce_scatter_over(own, shard, group))
-        return Pending(
-            wait, then=lambda: self.issue("all_reduce", unit, shard, self.all_gather_over(shard, own, group))()
-        )
+        return Pending(self.issue("all_reduce", unit, shard, _sending(self._messages[group].all_reduce, shard)))
 
     def _counted_all_reduce(self, shard: torch.Tensor, unit: str) -> Start:
         elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count  # a ring's, see ledger.py

@@ -63,6 +63,17 @@ class Messages:
 
         return wait_and_add
 
+    def all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Start summing every rank's `tensor` [P], P divisible by the ranks, in place; returns what waits for it."""
+        own = tensor.chunk(len(self._peers) + 1)[self._rank]
+        wait = self.reduce_scatter(own, tensor)
+
+        def wait_and_gather() -> None:
+            wait()
+            self.all_gather(tensor, own)()
+
+        return wait_and_gather
+
     def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Start sending `sent[r]` to each rank r of the group and receiving `received[r]` from it.
 

@@ -50,6 +50,8 @@ class FakeUnit:
     def reshard(self, after: Phase) -> None:
         self.log.append(f"reshard {self.name} {after.value}")
 
+    reduces_in_place: bool = False
+
     def begin_backward(self) -> None: ...
 
     def reduce_grad(self) -> None:

@@ -44,6 +44,12 @@ class SharedMessages:
             )
         )
 
+    def all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Start summing every rank's `tensor` in place. Returns a function that waits for the result."""
+        return self._waiting(
+            self._group.start("all_reduce", tensor, lambda call: operations.all_reduce(call, tensor, torch.add))
+        )
+
     def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Start sending `sent[r]` to each rank r of the group and receiving `received[r]` from it.
 
