@@ -113,7 +113,7 @@ class SharedWork(_Work):  # type: ignore[misc]
 
             for one in self._started:
                 progress().go_behind(one)
-                one.then(end)
+                one.afterwards(end)
         return self._future
 
 
@@ -182,7 +182,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         size = tensor.numel() if numel is None else numel
         call = Call(self._rank, self._links, self._mailbox, number, kind, size, number_of(tensor.dtype), place)
         name = f"{what} number {number} of a group of {self._size} ranks"
-        return self._progress.start(Operation(name, steps(call), self._links, (tensor, *held)))
+        return self._progress.start(Operation(name, call.refusing(steps(call)), self._links, (tensor, *held)))
 
     def wait(self, operation: Operation) -> None:
         """Block until an operation of this group has ended."""
@@ -217,7 +217,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
             if by != 1 and self._rank == opts.rootRank:
                 flat.div_(by)
 
-        return self._work([self._returning(back, self.start("reduce", flat, steps))], tensors)
+        return self._work([self._returning(back, self.start("reduce", flat, steps, place=opts.rootRank))], tensors)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
         return self._work([self._reduce_scatter(_only(outputs), _only(inputs), opts)], outputs)
@@ -233,7 +233,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         add, by = self._addition("reduce_scatter", dist.ReduceOp.SUM if opts is None else opts.reduceOp)
         self._observe("reduce_scatter", output, list(parts))
         flat, back = _flat(output)
-        sent = [_contiguous(one).view(-1) for one in parts]
+        sent = [_contiguous(one).view(-1) for one in _alike("reduce_scatter", parts, output)]
 
         def steps(call: Call) -> Steps:
             yield from operations.reduce_scatter(call, flat, sent, add)
@@ -262,7 +262,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _all_gather(self, parts: Sequence[torch.Tensor], own: torch.Tensor) -> Operation:
         self._observe("all_gather", list(parts), own)
-        sent, pairs = _contiguous(own).view(-1), [_flat(one) for one in parts]
+        sent, pairs = _contiguous(own).view(-1), [_flat(one) for one in _alike("all_gather", parts, own)]
         flats = [flat for flat, _ in pairs]
         operation = self.start(
             "all_gather", sent, lambda call: operations.all_gather(call, flats, sent), held=tuple(flats)
@@ -301,24 +301,28 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         tensor, root = _only(tensors), opts.rootRank
         self._observe("broadcast", tensor, tensor)
         flat, back = _flat(tensor)
-        operation = self.start("broadcast", flat, lambda call: operations.from_root(call, flat, None, root))
+        operation = self.start("broadcast", flat, lambda call: operations.from_root(call, flat, None, root), place=root)
         return self._work([self._returning(back if self._rank != root else None, operation)], tensors)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SharedWork:
         (flat, back), root = _flat(_only(outputs)), opts.rootRank
-        parts = [_contiguous(one).view(-1) for one in _only(inputs)] if self._rank == root else None
+        parts = None
+        if self._rank == root:
+            parts = [_contiguous(one).view(-1) for one in _alike("scatter", _only(inputs), flat)]
         self._observe("scatter", flat, parts)
         operation = self.start(
-            "scatter", flat, lambda call: operations.from_root(call, flat, parts, root), held=(parts,)
+            "scatter", flat, lambda call: operations.from_root(call, flat, parts, root), place=root, held=(parts,)
         )
         return self._work([self._returning(back, operation)], outputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> SharedWork:
         own, root = _contiguous(_only(inputs)).view(-1), opts.rootRank
-        pairs = [_flat(one) for one in _only(outputs)] if self._rank == root else []
+        pairs = [_flat(one) for one in _alike("gather", _only(outputs), own)] if self._rank == root else []
         parts = [flat for flat, _ in pairs] or None
         self._observe("gather", parts, own)
-        operation = self.start("gather", own, lambda call: operations.to_root(call, own, parts, root), held=(parts,))
+        operation = self.start(
+            "gather", own, lambda call: operations.to_root(call, own, parts, root), place=root, held=(parts,)
+        )
         for _, back in pairs:
             self._returning(back, operation)
         return self._work([operation], outputs)
@@ -415,6 +419,15 @@ def _only(found: Any) -> Any:
         return found
     (one,) = found
     return one
+
+
+def _alike(what: str, parts: Sequence[torch.Tensor], own: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The parts, which must have the size and dtype of this rank's tensor: others' memory is read by them."""
+    for rank, part in enumerate(parts):
+        if (part.numel(), part.dtype) != (own.numel(), own.dtype):
+            expected, found = (f"{one.numel()} {str(one.dtype).removeprefix('torch.')}" for one in (own, part))
+            raise PeerError(f"{what}: expected parts of {expected}, as this rank's own, found {found} for rank {rank}")
+    return parts
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 from collections import deque
 from collections.abc import Collection
+from contextlib import suppress
 from typing import NamedTuple
 
 
@@ -44,6 +46,8 @@ class Link:
         self._connection = connection
         connection.setblocking(False)
         self._unsent: deque[bytes] = deque()
+        self._sending = threading.RLock()  # a token must not be sent by two threads; a collection may close the link
+        self._owner = os.getpid()
         self._process = -1
         if hasattr(os, "pidfd_open"):
             # A process that the peer has forked keeps the connection open; its own descriptor tells of its end.
@@ -69,15 +73,16 @@ class Link:
 
     def flush(self) -> None:
         """Send what waits, as far as there is room."""
-        while self._unsent and not self.fault:
-            try:
-                self._connection.send(self._unsent[0])
-            except BlockingIOError:
-                return
-            except OSError:
-                self._close("has ended or left the group")
-                return
-            self._unsent.popleft()
+        with self._sending:
+            while self._unsent and not self.fault:
+                try:
+                    self._connection.send(self._unsent[0])
+                except BlockingIOError:
+                    return
+                except OSError:
+                    self._unsent.clear()  # the peer has left; what it sent before that is still to be received
+                    return
+                self._unsent.popleft()
 
     def receive(self, ended: Collection[int] = ()) -> list[Token]:
         """The tokens that have come. Sets `fault` if none can come any more. ended: descriptors of ended processes."""
@@ -89,6 +94,8 @@ class Link:
                 if self._process in ended:
                     self._close("has ended")
                 break
+            except ConnectionResetError:
+                continue  # it left without reading all; what it sent comes after this error
             except OSError:
                 data = b""
             if not data:
@@ -99,13 +106,17 @@ class Link:
 
     def close(self) -> None:
         """Close this end; the peer then hears that this rank has left. Idempotent."""
-        self.flush()
+        if os.getpid() == self._owner:
+            self.flush()
         self._close("was left")
 
     def _close(self, fault: str) -> None:
         if self.fault:
             return
         self.fault = fault
+        if os.getpid() == self._owner:
+            with suppress(OSError):  # the peer may have gone
+                self._connection.shutdown(socket.SHUT_RDWR)  # a forked child may have the connection too
         self._connection.close()
         if self._process >= 0:
             os.close(self._process)

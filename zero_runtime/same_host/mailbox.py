@@ -18,26 +18,36 @@ class Place(NamedTuple):
     is_read: bool
 
 
+REFUSED = 255  # the phase of a token that says what another rank issued, or that a rank could not go on
+
+
 class Mailbox:
     """Tokens of one group, until they are taken."""
 
     def __init__(self, ranks: range) -> None:
         self._collectives: dict[int, dict[Place, Token]] = {rank: {} for rank in ranks}
         self._messages: dict[int, deque[Token]] = {rank: deque() for rank in ranks}  # in the order of their sending
-        self._read: dict[int, set[int]] = {rank: set() for rank in ranks}  # numbers of own messages that were read
+        self._read: dict[int, dict[int, Token]] = {rank: {} for rank in ranks}  # answers to own messages, by number
+        self._refused: dict[int, list[Token]] = {}  # by number of a collective
 
     def receive(self, link: Link, ended: Collection[int]) -> None:
         """Take the tokens that have come over the link. ended: see `Link.receive`."""
         for token in link.receive(ended):
-            if token.what != MESSAGE:
+            if token.what != MESSAGE and token.phase == REFUSED:
+                self._refused.setdefault(token.number, []).append(token)
+            elif token.what != MESSAGE:
                 self._collectives[link.rank][Place(token.number, token.phase, token.is_read)] = token
             elif token.is_read:
-                self._read[link.rank].add(token.number)
+                self._read[link.rank][token.number] = token
             else:
                 self._messages[link.rank].append(token)
 
     def take(self, rank: int, place: Place) -> Token | None:
         return self._collectives[rank].pop(place, None)
+
+    def refusals(self, number: int) -> list[Token]:
+        """What ranks issued as a number that failed: rank `address`, which failed itself if `is_read`."""
+        return self._refused.get(number, [])
 
     def take_message(self, rank: int, tag: int) -> Token | None:
         """The first message of the rank with this tag."""
@@ -47,9 +57,6 @@ class Mailbox:
                 return token
         return None
 
-    def take_read(self, rank: int, number: int) -> bool:
-        """Whether the rank has read this message; true once."""
-        if number not in self._read[rank]:
-            return False
-        self._read[rank].remove(number)
-        return True
+    def take_read(self, rank: int, number: int) -> Token | None:
+        """The rank's answer to this message: "read", or what it expected instead, in phase REFUSED."""
+        return self._read[rank].pop(number, None)

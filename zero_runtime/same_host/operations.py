@@ -5,6 +5,9 @@ A rank first tells the others where its tensor lies ("ready"), reads theirs as t
 
 Sums are made element by element in rank order, ((rank 0 + rank 1) + ...), which gives all ranks the same bits, and
 those of messages over gloo (zero_runtime/gloo.py).
+
+Ranks that issued different collectives must not wait for each other: whoever has nothing to be read tells the root so,
+which lets both compare, and a rank whose collective fails tells all others (`Call.refuse`).
 """
 
 from __future__ import annotations
@@ -17,13 +20,17 @@ import torch
 from zero_runtime.errors import PeerError
 from zero_runtime.same_host import peer_memory
 from zero_runtime.same_host.links import Link, Token
-from zero_runtime.same_host.mailbox import Mailbox, Place
+from zero_runtime.same_host.mailbox import REFUSED, Mailbox, Place
 from zero_runtime.same_host.progress import Steps
-from zero_runtime.same_host.what import MESSAGE, told
+from zero_runtime.same_host.what import MESSAGE, NAMES, told
 
 CHUNK = 2**19  # bytes that are summed at a time: what was copied is still in the core's own cache
 SMALL = 2**14  # bytes that every rank sums itself: one meeting of the ranks in place of two
 Add = Callable[..., torch.Tensor]  # a binary function of torch with `out`
+
+
+class DisagreementError(PeerError):
+    """An error of a collective of which all ranks of the group are told."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ class Call:
         """Wait for the peers' tensors, and call `each` with a peer and its token, as they become ready."""
         missing = set(peers)
         while True:
+            self._heed()
             for peer in sorted(missing):
                 token = self.mailbox.take(peer, Place(self.number, phase, False))
                 if token is not None:
@@ -72,9 +80,13 @@ class Call:
             yield frozenset(missing)
 
     def until_read(self, peers: Iterable[int], phase: int = 0) -> Steps:
-        """Wait until the peers have read this rank's tensor."""
+        """Wait until the peers have read this rank's tensor, and compare what they say of the collective before."""
         missing = set(peers)
         while True:
+            self._heed()
+            for peer in sorted(missing):
+                if (token := self.mailbox.take(peer, Place(self.number, phase, False))) is not None:
+                    self._check(peer, token)
             missing = {peer for peer in missing if self.mailbox.take(peer, Place(self.number, phase, True)) is None}
             if not missing:
                 return
@@ -84,14 +96,45 @@ class Call:
         size = (self.numel, self.dtype, self.place)
         return Token(self.number, phase, self.what, is_read, *size, address, nbytes)
 
+    def refuse(self, issued: Token, by: int, *, has_failed: bool = False) -> None:
+        """Tell all other ranks what a rank issued as this number: they may wait for ranks that have failed."""
+        for link in self.links.values():
+            link.send(issued._replace(number=self.number, phase=REFUSED, is_read=has_failed, address=by, nbytes=0))
+
+    def refusing(self, steps: Steps) -> Steps:
+        """The steps; if they fail, the other ranks hear of it."""
+        try:
+            yield from steps
+        except DisagreementError:
+            raise
+        except Exception:
+            self.refuse(self._token(0, is_read=False), self.rank, has_failed=True)
+            raise
+
+    def _heed(self) -> None:
+        for token in self.mailbox.refusals(self.number):
+            self._compare(token.address, token)
+            if token.is_read:  # it issued the same, and what the others issued came before
+                told_of = f"{NAMES[self.what]} number {self.number}"
+                raise DisagreementError(f"rank {token.address} of the group failed in {told_of}")
+
     def _check(self, peer: int, token: Token) -> None:
-        if (token.what, token.numel, token.dtype, token.place) != (self.what, self.numel, self.dtype, self.place):
-            own, other = told(self.what, self.numel, self.dtype), told(token.what, token.numel, token.dtype)
-            units = f" (units number {self.place} and {token.place})" if token.place != self.place else ""
-            raise PeerError(
-                f"the ranks issued different collectives as number {self.number} of the group: rank {self.rank} {own}, "
-                f"rank {peer} {other}{units}"
-            )
+        try:
+            self._compare(peer, token)
+        except DisagreementError:
+            self.refuse(token, peer)
+            self.refuse(self._token(0, is_read=False), self.rank)
+            raise
+
+    def _compare(self, peer: int, token: Token) -> None:
+        if (token.what, token.numel, token.dtype, token.place) == (self.what, self.numel, self.dtype, self.place):
+            return
+        own, other = told(self.what, self.numel, self.dtype), told(token.what, token.numel, token.dtype)
+        places = f" (units or roots number {self.place} and {token.place})" if token.place != self.place else ""
+        raise DisagreementError(
+            f"the ranks issued different collectives as number {self.number} of the group: rank {self.rank} {own}, "
+            f"rank {peer} {other}{places}"
+        )
 
 
 def all_gather(call: Call, parts: Sequence[torch.Tensor], own: torch.Tensor, *, phase: int = 0) -> Steps:
@@ -148,6 +191,8 @@ def reduce(call: Call, tensor: torch.Tensor, add: Add, root: int) -> Steps:
         call.tell(root, tensor)
         yield from call.until_read([root])
         return
+    for peer in call.links:
+        call.tell(peer, None)
     yield from _sum(call, call.links, tensor, tensor, add)
     for peer in call.links:
         call.say_read(peer)
@@ -182,6 +227,7 @@ def from_root(call: Call, tensor: torch.Tensor, parts: Sequence[torch.Tensor] | 
             tensor.copy_(parts[root])
         yield from call.until_read(call.links)
         return
+    call.tell(root, None)
 
     def read(peer: int, token: Token) -> None:
         call.read(token, peer, tensor)
@@ -197,6 +243,8 @@ def to_root(call: Call, tensor: torch.Tensor, parts: Sequence[torch.Tensor] | No
         yield from call.until_read([root])
         return
     assert parts is not None
+    for peer in call.links:
+        call.tell(peer, None)
     own = parts
     own[root].copy_(tensor)
 
@@ -217,8 +265,11 @@ def barrier(call: Call) -> Steps:
 def send(call: Call, tensor: torch.Tensor, peer: int) -> Steps:
     """Let a peer read the tensor. call.place is the message's tag, call.number that of messages to the peer."""
     call.tell(peer, tensor)
-    while not call.mailbox.take_read(peer, call.number):
+    while (answer := call.mailbox.take_read(peer, call.number)) is None:
         yield frozenset([peer])
+    if answer.phase == REFUSED:
+        sent, expected = told(MESSAGE, tensor.numel(), call.dtype), told(MESSAGE, answer.numel, answer.dtype)
+        raise PeerError(f"rank {call.rank} sends rank {peer} a {sent}, which expects a {expected}")
 
 
 def receive(call: Call, tensor: torch.Tensor, peers: Sequence[int], found: Callable[[int], None]) -> Steps:
@@ -228,11 +279,11 @@ def receive(call: Call, tensor: torch.Tensor, peers: Sequence[int], found: Calla
             token = call.mailbox.take_message(peer, call.place)
             if token is None:
                 continue
-            if token.nbytes != tensor.nbytes:
-                raise PeerError(
-                    f"rank {call.rank} expected a message of {tensor.nbytes} bytes from rank {peer}, which sends "
-                    f"{told(token.what, token.numel, token.dtype)}"
-                )
+            if (token.numel, token.dtype) != (call.numel, call.dtype):
+                expected, sent = (told(MESSAGE, one.numel, one.dtype) for one in (call, token))
+                refusal = token._replace(is_read=True, phase=REFUSED, numel=call.numel, dtype=call.dtype)
+                call.links[peer].send(refusal)
+                raise PeerError(f"rank {call.rank} expects a {expected} from rank {peer}, which sends a {sent}")
             call.read(token, peer, tensor)
             call.links[peer].send(token._replace(what=MESSAGE, is_read=True))
             found(peer)
@@ -248,7 +299,7 @@ def _sum(call: Call, peers: Iterable[int], total: torch.Tensor, own: torch.Tenso
         total.copy_(own)  # the only rank
         return
     size = max(1, CHUNK // total.element_size())
-    terms = torch.empty(2, min(size, total.numel()), dtype=total.dtype)
+    terms = torch.empty(2, min(size, total.numel()), dtype=total.dtype, device=total.device)
     for start in range(0, total.numel(), size):
         numel = min(size, total.numel() - start)
         so_far: torch.Tensor | None = None

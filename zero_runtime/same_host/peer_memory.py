@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from typing import Any
 
 import torch
 
@@ -59,5 +60,5 @@ def _load() -> ctypes.CDLL | None:
 _LIBC = _load()
 
 
-def _function(name: str) -> ctypes._FuncPointer | None:
+def _function(name: str) -> Any:
     return None if _LIBC is None else getattr(_LIBC, name, None)

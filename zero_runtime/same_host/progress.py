@@ -11,12 +11,16 @@ import select
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_runtime.errors import PeerError
 from zero_runtime.same_host.links import Link
 
+_NO_MODES = nullcontext()
 Receive = Callable[[Link, Collection[int]], None]  # takes the tokens out of a link, see `Mailbox.receive`
 Steps = Iterator[frozenset[int]]  # of an operation: it yields the ranks of its group that it waits for
 
@@ -34,10 +38,18 @@ class Operation:
         self.error: BaseException | None = None
         self.awaited: frozenset[int] = frozenset()
         self._steps, self._links, self._held = steps, links, held
+        self._guard = threading.Lock()  # of the two lists, and of `ended`
         self._then: list[Callable[[Operation], None]] = []
+        self._afterwards: list[Callable[[Operation], None]] = []
 
     def advance(self) -> None:
         """Go as far as possible without waiting. An error ends the operation."""
+        # A thread may wait in a mode of torch that is for its own tensors, such as that which replays a checkpointed
+        # block, and another may have begun the operation with tensors of inference mode.
+        with torch.inference_mode(), _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NO_MODES:
+            self._advance()
+
+    def _advance(self) -> None:
         try:
             self.awaited = next(self._steps)
         except StopIteration:
@@ -58,28 +70,53 @@ class Operation:
         return PeerError(f"{self.name} has waited {seconds:g} s for rank {told} of the group, its limit")
 
     def then(self, call: Callable[[Operation], None]) -> None:
-        """Call this when the operation ends, in the thread that ends it; at once if it has ended."""
-        if self.ended:
+        """Call this as the last part of the operation, before others see that it has ended; at once if it has."""
+        self._add(self._then, call)
+
+    def afterwards(self, call: Callable[[Operation], None]) -> None:
+        """Call this when the operation has ended; at once if it has. It may begin operations and wait for them."""
+        self._add(self._afterwards, call)
+
+    @property
+    def tells_end(self) -> bool:
+        """Whether `tell_end` has something to do."""
+        return bool(self._afterwards)
+
+    def tell_end(self) -> None:
+        """Make the calls that were asked for by `afterwards`."""
+        with self._guard:
+            calls, self._afterwards = self._afterwards, []
+        for call in calls:
             call(self)
-        else:
-            self._then.append(call)
+
+    def _add(self, calls: list[Callable[[Operation], None]], call: Callable[[Operation], None]) -> None:
+        with self._guard:
+            if not self.ended:
+                calls.append(call)
+                return
+        call(self)
 
     def _end(self, error: BaseException | None) -> None:
-        self.error, self.ended, self._held = error, True, ()
-        self._steps = iter(())
-        for call in self._then:
+        self.error, self._steps = error, iter(())
+        while True:
+            with self._guard:
+                if not self._then:
+                    self.ended, self._held = True, ()
+                    return
+                call = self._then.pop(0)
             call(self)
-        self._then.clear()
 
 
 class Progress:
     """The operations of this process that have not ended, and the connections that bring them on.
 
     One thread at a time is the leader: it receives tokens, advances operations, and sleeps in poll(2). Others that wait
-    sleep until the leader has ended a turn. `_lock` guards the lists; an operation belongs to the leader.
+    sleep until the leader has ended a turn. `_lock` guards the lists. `_busy` is held by whoever advances operations,
+    the leader or a thread that begins one, so that messages are received in the order in which they were asked for.
     """
 
     def __init__(self) -> None:
+        self._busy = threading.RLock()  # may be taken before `_lock`, never while that is held
         self._lock = threading.Condition()
         self._has_leader = False
         self._running: list[Operation] = []
@@ -97,19 +134,21 @@ class Progress:
             self._wake()
 
     def remove_links(self, links: Iterable[Link]) -> None:
-        with self._lock:
-            for link in links:
-                self._receivers.pop(link, None)
-            self._wake()
+        # Without a lock: a garbage collection may come here in any thread. The call is one step of the interpreter.
+        for link in links:
+            self._receivers.pop(link, None)
+        self._wake()
 
     def start(self, operation: Operation) -> Operation:
         """Begin an operation: what it can do without waiting is done here."""
-        operation.advance()
+        with self._busy:
+            operation.advance()
+            if not operation.ended:
+                with self._lock:
+                    self._running.append(operation)
+                    if self._has_leader:
+                        self._wake()  # its tokens may have come already
         if not operation.ended:
-            with self._lock:
-                self._running.append(operation)
-                if self._has_leader:
-                    self._wake()  # its tokens may have come already
             self.poke()
         return operation
 
@@ -119,10 +158,13 @@ class Progress:
             if operation.ended:
                 return
             self._behind.append(operation)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="same_host", daemon=True)
-                self._thread.start()
+            self._start_thread()
             self._lock.notify_all()
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="same_host", daemon=True)
+            self._thread.start()
 
     def wait(self, operation: Operation, seconds: float) -> None:
         """Block until the operation has ended; raises its error, or PeerError after this time."""
@@ -137,40 +179,48 @@ class Progress:
 
     def poke(self) -> None:
         """Advance what can go on without waiting, unless another thread does."""
-        with self._lock:
-            if self._has_leader:
-                return
-            self._has_leader = True
-        self._lead(None, 0.0)
+        self._turn(None, 0.0)
 
-    def _turn(self, operation: Operation, seconds: float) -> None:
-        with self._lock:
-            if self._has_leader:
-                self._lock.wait(seconds)
-                return
-            self._has_leader = True
-        self._lead(operation, seconds)
-
-    def _lead(self, operation: Operation | None, seconds: float) -> None:
+    def _turn(self, operation: Operation | None, seconds: float) -> None:
+        leads = False
         try:
+            with self._lock:
+                if self._has_leader:
+                    if operation is not None:
+                        self._lock.wait(seconds)
+                    return
+                self._has_leader = leads = True  # in one step, so that no KeyboardInterrupt comes between
             self._advance_all()
             if operation is not None and not operation.ended:
                 self._advance_all(self._sleep(seconds))
         finally:
-            with self._lock:
-                self._has_leader = False
-                self._running = [one for one in self._running if not one.ended]
-                self._lock.notify_all()
+            if leads:
+                self._end_turn()
+
+    def _end_turn(self) -> None:
+        with self._lock:
+            self._has_leader = False
+            ended = [one for one in self._running if one.ended]
+            self._running = [one for one in self._running if not one.ended]
+            self._lock.notify_all()
+            # What is called now may wait for the future of another operation: a second thread brings that to its end.
+            if self._thread is threading.current_thread() and any(one.tells_end for one in ended):
+                self._thread = None
+                if self._behind:
+                    self._start_thread()
+        for one in ended:
+            one.tell_end()
 
     def _advance_all(self, ended: Collection[int] = ()) -> None:
-        with self._lock:
-            running, receivers = list(self._running), list(self._receivers.items())
-        for link, receive in receivers:
-            link.flush()
-            receive(link, ended)
-        for one in running:
-            if not one.ended:
-                one.advance()
+        with self._busy:
+            with self._lock:
+                running, receivers = list(self._running), list(self._receivers.items())
+            for link, receive in receivers:
+                link.flush()
+                receive(link, ended)
+            for one in running:
+                if not one.ended:
+                    one.advance()
 
     def _sleep(self, seconds: float) -> list[int]:
         """Sleep until a token comes, a process ends, or another thread has begun something; returns the descriptors of
@@ -181,7 +231,10 @@ class Progress:
         asked.register(self._wake_read, select.POLLIN)
         for link in links:
             for place, descriptor in enumerate(link.descriptors):
-                asked.register(descriptor, select.POLLIN | (select.POLLOUT if link.is_sending and place == 0 else 0))
+                if descriptor >= 0:  # another thread may be closing it
+                    asked.register(
+                        descriptor, select.POLLIN | (select.POLLOUT if link.is_sending and place == 0 else 0)
+                    )
         found = [descriptor for descriptor, _ in asked.poll(max(0.0, seconds) * 1000)]
         with suppress(BlockingIOError):
             while os.read(self._wake_read, 4096):
@@ -195,6 +248,10 @@ class Progress:
     def _serve(self) -> None:
         while True:
             with self._lock:
+                if self._thread is None:
+                    self._thread = threading.current_thread()
+                if self._thread is not threading.current_thread():
+                    return
                 while not self._behind:
                     self._lock.wait()
                 operation = self._behind.pop(0)
