@@ -22,7 +22,7 @@ help:
 	@echo "make run        python run.py, with ARGS='zero=stage2 precision=bf16'"
 	@echo "make example    NAME=plain_loop, trainer or generate_two_prompts, on 2 CPU ranks, with WORDS='--max_steps 20'"
 	@echo "make test       a part of the tests that takes minutes; WORKERS=\"-n 4 --dist loadfile\" where there are more cores"
-	@echo "make test-full  all of them, the long forms too"
+	@echo "make test-full  all of them, the long forms too, and the parity suite over gloo"
 	@echo "make test-slurm jobs on a real SLURM, started here for the tests"
 	@echo "make check      formatting, lint, types, make test"
 	@echo "make bench, make gpu, make ui, make format, make clean"
@@ -55,6 +55,7 @@ test: .venv/.installed-dev
 
 test-full: .venv/.installed-dev
 	$(BIN)/python -m pytest $(WORKERS) -m "full or not full"
+	ZERO_LAB_TEST_COMM=gloo $(BIN)/python -m pytest $(WORKERS) tests/parity
 
 # Jobs on a real SLURM, started on this machine for the tests and ended after them: root and SLURM's packages needed.
 test-slurm: .venv/.installed-dev

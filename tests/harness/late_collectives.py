@@ -87,4 +87,4 @@ FORMS = {"late": LateMessages, "early": EarlyMessages}
 
 def use(form: str) -> None:
     """Let the runtimes of this process that are built from now on communicate in this form."""
-    collectives.Messages = FORMS[form]  # type: ignore[misc]
+    collectives.messages_over = FORMS[form]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.patience import HANG_S
-from harness.ranks import RANK_THREADS, fork_context
+from harness.ranks import COMM, RANK_THREADS, fork_context
 from zero_runtime.errors import RankError
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 
@@ -103,7 +103,7 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
-    from zero_runtime.world import WorldSettings, watch_ranks
+    from zero_runtime.world import WorldSettings, cpu_backend, watch_ranks
 
     def leave(outcome: Outcome) -> None:
         part = Path(folder, f"rank{rank}.part{outcome.how}")
@@ -117,7 +117,8 @@ def _rank_main(
     signal.alarm(int(HANG_S))  # so that a test that is itself wrong leaves no process behind
     store = _tcp_store(folder, rank, world) if tcp else dist.FileStore(str(Path(folder, "store")), world)
     # The backend's timeout is longer than any test, so that only the watch ends a rank.
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=10))
+    backend = cpu_backend(os.environ.get(COMM, "auto"), world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(minutes=10))
     watch = watch_ranks(store, WorldSettings(watch=settings, on_end=on_end))
     Path(folder, f"joined{rank}").touch()
     try:

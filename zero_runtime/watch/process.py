@@ -21,7 +21,10 @@ from zero_runtime.watch.judge import RankStatus
 
 _STACK_FRAMES = 14
 # A stack has several frames of these files for each module, between the model's own frames, which readers look for.
-_BORING = ("torch/nn/modules/module.py", "torch/_tensor.py", "torch/autograd/__init__.py", "torch/autograd/graph.py")
+_BORING = (
+    *("torch/nn/modules/module.py", "torch/_tensor.py", "torch/autograd/__init__.py", "torch/autograd/graph.py"),
+    *("same_host/messages.py", "same_host/group.py", "same_host/progress.py"),
+)
 _CRASH_LINES = 40
 _FOLDER = "zero_rank_"
 
