@@ -131,7 +131,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         self._rank, self._size, self._timeout = rank, size, timeout
         self._links = meeting.links
         self._mailbox = Mailbox(range(size))
-        self._numbers = itertools.count(1)  # of collectives
+        self._issued = 0  # collectives
         self._sent: dict[int, Iterator[int]] = {peer: itertools.count(1) for peer in self._links}
         self._progress = progress()
         self._progress.add_links(self._links.values(), self._mailbox.receive)
@@ -148,6 +148,17 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._name
 
     pg_name = group_name
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has issued. torch's own method asks a backend, which there is none of here."""
+        return self._issued
+
+    def _get_backend(self, device: torch.device) -> SharedGroup:
+        """torch asks a group's backend for what it can do beyond its collectives: here the group itself, nothing."""
+        return self
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        raise PeerError("shm begins each collective by itself, as gloo does: expected no device to coalesce them on")
 
     def own_messages(self) -> Any:
         """The runtime's collectives over this group."""
@@ -178,7 +189,8 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         """Begin a collective. tensor: by whose dtype and size, or `numel`, the ranks check that they agree."""
         if tensor.device.type != "cpu":
             raise PeerError(f"{what}: expected a tensor on the CPU, found one on {tensor.device}; use nccl for GPUs")
-        number, kind = next(self._numbers), NAMES.index(what)
+        self._issued += 1
+        number, kind = self._issued, NAMES.index(what)
         size = tensor.numel() if numel is None else numel
         call = Call(self._rank, self._links, self._mailbox, number, kind, size, number_of(tensor.dtype), place)
         name = f"{what} number {number} of a group of {self._size} ranks"
@@ -200,7 +212,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _all_reduce(self, tensor: torch.Tensor, op: Any) -> Operation:
         add, by = self._addition("all_reduce", op)
-        self._observe("all_reduce", tensor, tensor)
+        self.observe("all_reduce", tensor, tensor)
         flat, back = _flat(tensor)
         return self._returning(
             back, self.start("all_reduce", flat, lambda call: operations.all_reduce(call, flat, add, by))
@@ -209,7 +221,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: Any, opts: Any) -> SharedWork:
         tensor = _only(tensors)
         add, by = self._addition("reduce", opts.reduceOp)
-        self._observe("reduce", tensor, tensor)
+        self.observe("reduce", tensor, tensor)
         flat, back = _flat(tensor)
 
         def steps(call: Call) -> Steps:
@@ -231,7 +243,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _reduce_scatter(self, output: torch.Tensor, parts: Sequence[torch.Tensor], opts: Any) -> Operation:
         add, by = self._addition("reduce_scatter", dist.ReduceOp.SUM if opts is None else opts.reduceOp)
-        self._observe("reduce_scatter", output, list(parts))
+        self.observe("reduce_scatter", output, list(parts))
         flat, back = _flat(output)
         sent = [_contiguous(one).view(-1) for one in _alike("reduce_scatter", parts, output)]
 
@@ -248,20 +260,21 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         inputs = _listed(inputs)
         if outputs and isinstance(outputs[0], torch.Tensor):
             outputs = [outputs]
-        found = [self._all_gather(parts, own) for parts, own in zip(outputs, inputs, strict=True)]
+        found = [self._all_gather(list(parts), own) for parts, own in zip(outputs, inputs, strict=True)]
         return self._work(found, outputs)
 
     allgather_coalesced = allgather
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SharedWork:
-        return self._work([self._all_gather(self._parts(output), input)], output)
+        return self._work([self._all_gather(output, input)], output)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
         pairs = zip(outputs, inputs, strict=True)
-        return self._work([self._all_gather(self._parts(whole), own) for whole, own in pairs], outputs)
+        return self._work([self._all_gather(whole, own) for whole, own in pairs], outputs)
 
-    def _all_gather(self, parts: Sequence[torch.Tensor], own: torch.Tensor) -> Operation:
-        self._observe("all_gather", list(parts), own)
+    def _all_gather(self, received: list[torch.Tensor] | torch.Tensor, own: torch.Tensor) -> Operation:
+        self.observe("all_gather", received, own)
+        parts = received if isinstance(received, list) else self._parts(received)
         sent, pairs = _contiguous(own).view(-1), [_flat(one) for one in _alike("all_gather", parts, own)]
         flats = [flat for flat, _ in pairs]
         operation = self.start(
@@ -282,7 +295,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._work([self._all_to_all(received, sent)], output)
 
     def _all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Operation:
-        self._observe("all_to_all", list(outputs), list(inputs))
+        self.observe("all_to_all", list(outputs), list(inputs))
         sent, pairs = [_contiguous(one).view(-1) for one in inputs], [_flat(one) for one in outputs]
         received = [flat for flat, _ in pairs]
         # Each pair of ranks may exchange another number of elements, so that of all of them is no common one.
@@ -299,7 +312,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any) -> SharedWork:
         tensor, root = _only(tensors), opts.rootRank
-        self._observe("broadcast", tensor, tensor)
+        self.observe("broadcast", tensor, tensor)
         flat, back = _flat(tensor)
         operation = self.start("broadcast", flat, lambda call: operations.from_root(call, flat, None, root), place=root)
         return self._work([self._returning(back if self._rank != root else None, operation)], tensors)
@@ -309,7 +322,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         parts = None
         if self._rank == root:
             parts = [_contiguous(one).view(-1) for one in _alike("scatter", _only(inputs), flat)]
-        self._observe("scatter", flat, parts)
+        self.observe("scatter", flat, parts)
         operation = self.start(
             "scatter", flat, lambda call: operations.from_root(call, flat, parts, root), place=root, held=(parts,)
         )
@@ -319,7 +332,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         own, root = _contiguous(_only(inputs)).view(-1), opts.rootRank
         pairs = [_flat(one) for one in _alike("gather", _only(outputs), own)] if self._rank == root else []
         parts = [flat for flat, _ in pairs] or None
-        self._observe("gather", parts, own)
+        self.observe("gather", parts, own)
         operation = self.start(
             "gather", own, lambda call: operations.to_root(call, own, parts, root), place=root, held=(parts,)
         )
@@ -334,7 +347,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Any, peer: int, tag: int) -> SharedWork:
         tensor = _only(tensors)
-        self._observe("send", None, tensor)
+        self.observe("send", None, tensor)
         sent = _contiguous(tensor)
         call = self._message(next(self._sent[peer]), sent, tag)
         name = f"a message to rank {peer} of a group of {self._size} ranks"
@@ -386,7 +399,8 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
             raise PeerError(f"expected a number of elements that is divisible by {self._size}, found {whole.numel()}")
         return list(whole.view(self._size, -1)) if whole.is_contiguous() else list(whole.chunk(self._size))
 
-    def _observe(self, what: str, received: Any, sent: Any) -> None:
+    def observe(self, what: str, received: Any, sent: Any) -> None:
+        """Tell the observer of a collective or message."""
         if (observer := SharedGroup.observer) is not None:
             observer(what, received, sent, self._size)
 

@@ -25,6 +25,7 @@ class SharedMessages:
 
         place: of the unit, about which the ranks must agree. Returns a function that waits for the result.
         """
+        self._group.observe("all_gather", full, shard)
         parts = full.chunk(self._size)
         return self._waiting(
             self._group.start(
@@ -34,6 +35,7 @@ class SharedMessages:
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Callable[[], None]:
         """Start summing this rank's slice of every rank's `full` [P] into `shard` [S], which may be that slice."""
+        self._group.observe("reduce_scatter", shard, full)
         parts = full.chunk(self._size)
         return self._waiting(
             self._group.start(
@@ -55,6 +57,9 @@ class SharedMessages:
 
         The part of this rank itself is left as it is. Returns a function that waits for all of them.
         """
+        for peer, part in enumerate(sent):  # each, since they may differ in size
+            if peer != self._rank and part.numel():
+                self._group.observe("send", None, part)
         into = [*received[: self._rank], sent[self._rank], *received[self._rank + 1 :]]
         return self._waiting(
             self._group.start(

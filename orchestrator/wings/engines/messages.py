@@ -1,9 +1,13 @@
-"""Counts the messages of a step where torch's dispatcher sees them: in one way for every engine, ours included."""
+"""Counts the messages of a step, in one way for every engine, ours included.
+
+Over gloo and NCCL torch's dispatcher sees them. It does not see those of a SharedGroup, which tells of each itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,26 +16,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_runtime.dtypes import short_name
 from zero_runtime.ledger import Ledger
+from zero_runtime.same_host.group import SharedGroup
 
 FEW = 16  # numbers, such as losses and counts: messages of so many elements are control messages
 NAMESPACES = ("c10d", "_c10d_functional")
-# The collectives by the first words of their operators' names; others go by their own. A rank of a group of n sends so
-# many elements for each of the larger side's, times (n-1)/n, in a ring (see zero_runtime/ledger.py).
-KINDS = {
-    "allreduce": ("all_reduce", 2),
-    "all_reduce": ("all_reduce", 2),
-    "_allgather": ("all_gather", 1),
-    "allgather": ("all_gather", 1),
-    "all_gather": ("all_gather", 1),
-    "_reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "reduce": ("reduce", 1),
-    "broadcast": ("broadcast", 1),
-    "alltoall": ("all_to_all", 1),
-    "all_to_all": ("all_to_all", 1),
-}
+# The collectives, by the first words of their operators' names; others go by their own.
+KINDS = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
+    *("reduce", "broadcast", "gather", "scatter"),  # after reduce_scatter, which begins like reduce
+)
+# A rank of a group of n sends so many elements for each of the larger side's, times (n-1)/n, in a ring (see
+# zero_runtime/ledger.py).
+TIMES = {"all_reduce": 2}
 SEND = "send"  # from rank to rank: all of it is sent
-UNSENT = ("recv", "wait_tensor", "barrier", "monitored_barrier")  # a receive is the send of another rank
+# A receive is the send of another rank; the others move no data.
+UNSENT = ("recv", "wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier")
 
 
 class MessageCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
@@ -44,6 +43,14 @@ class MessageCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger, self._few = Ledger(), max(FEW, parameters)
 
+    def __enter__(self) -> Any:
+        SharedGroup.observer = self._observe
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        SharedGroup.observer = None
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -51,20 +58,33 @@ class MessageCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if any(_divides_itself(one) for one in types):
             return NotImplemented
         if func.namespace in NAMESPACES:
-            self._count(func._schema.name.partition("::")[2], args)
+            self._dispatched(func._schema.name.partition("::")[2], args)
         return func(*args, **(kwargs or {}))
 
-    def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        tensors = list(_tensors(args))
-        if not tensors or name.startswith(UNSENT):
+    def _dispatched(self, name: str, args: tuple[Any, ...]) -> None:
+        if name.startswith(UNSENT) or next(_tensors(args), None) is None:
             return
-        words = [word for word in KINDS if name.startswith(word)]
-        kind, times = KINDS[max(words, key=len)] if words else (name, 1)
-        ranks = _ranks(args)
-        larger, dtype = _larger(kind, args, ranks), tensors[0].dtype
-        sent = larger if name == SEND else times * (ranks - 1) * larger // ranks
+        group = _group(args)
+        if isinstance(group, SharedGroup):  # it is told of torch's functional collectives too, and observed then
+            return
+        ranks = group.size()
+        words = name.replace("_", "")  # it is allreduce_ in one namespace, and all_reduce in another
+        kind = next((one for one in KINDS if words.startswith(one.replace("_", ""))), name)
+        sides = [list(_tensors(side)) for side in args[:2]]
+        if kind == "all_gather" and not sides[1]:  # as torch's functional collectives are called: the input alone
+            sides[0] *= ranks
+        self._count(kind, sides, ranks, of_objects=name == "allgather_")
+
+    def _observe(self, what: str, received: Any, sent: Any, ranks: int) -> None:
+        sides = [list(_tensors(side)) for side in (received, sent)]
+        self._count(what, sides, ranks, of_objects=what == "all_gather" and isinstance(received, list))
+
+    def _count(self, kind: str, sides: Sequence[Sequence[torch.Tensor]], ranks: int, *, of_objects: bool) -> None:
+        """sides: what this rank receives and sends. of_objects: whether torch gathers pickled objects in this way."""
+        larger, dtype = max(sum(one.numel() for one in side) for side in sides), next(chain(*sides)).dtype
+        sent = larger if kind == SEND else TIMES.get(kind, 1) * (ranks - 1) * larger // ranks
         # Objects are gathered as bytes in lists of tensors, as no engine sends its weights or gradients.
-        if larger <= self._few or (name == "allgather_" and dtype == torch.uint8):
+        if larger <= self._few or (of_objects and dtype == torch.uint8):
             self.ledger.control.add(sent, dtype.itemsize)
         else:
             self.ledger.record(kind, "", sent, dtype)
@@ -78,13 +98,6 @@ def messages(ledger: Ledger) -> dict[str, dict[str, dict[str, int]]]:
     return found
 
 
-def _larger(kind: str, args: tuple[Any, ...], ranks: int) -> int:
-    """The elements of the larger side of a collective: of what is gathered, or of what is scattered."""
-    sides = [sum(one.numel() for one in _tensors(side)) for side in args[:2]]
-    is_input_alone = kind == "all_gather" and not sides[1]  # as torch's functional collectives are called
-    return sides[0] * ranks if is_input_alone else max(sides)
-
-
 def _tensors(found: Any) -> Iterator[torch.Tensor]:
     if isinstance(found, torch.Tensor):
         yield found
@@ -93,11 +106,11 @@ def _tensors(found: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(one)
 
 
-def _ranks(args: tuple[Any, ...]) -> int:
-    """The ranks of the group: the first object among an operator's arguments. torch's functional collectives name it
-    instead; here only norms of distributed tensors use them, over all ranks."""
+def _group(args: tuple[Any, ...]) -> Any:
+    """The group of an operator: the first object among its arguments. torch's functional collectives name it instead;
+    here only norms of distributed tensors use them, over all ranks."""
     group = next((one for one in args if isinstance(one, torch.ScriptObject)), None)
-    return dist.get_world_size() if group is None else int(dist.ProcessGroup.unbox(group).size())
+    return dist.group.WORLD if group is None else dist.ProcessGroup.unbox(group)
 
 
 def _divides_itself(kind: type) -> bool:

@@ -20,7 +20,7 @@ WORK = (
     "and norms within their bounds. Columns loss and norm: the relative distance at the step nearest to its bound."
 )
 MESSAGES = (
-    "What one rank sends in one steady step, counted where torch dispatches it, for all engines in the same way. "
+    "What one rank sends in one steady step, counted in the same way for all engines and all transports. "
     "Volumes are those of a ring of N ranks. Ψ: the elements of all parameters."
 )
 

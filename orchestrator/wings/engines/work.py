@@ -1,7 +1,7 @@
 """Counts the work of a run in one way for every engine, ours included: weights, tokens, updates and messages.
 
 Nothing is taken from what the engine says: tokens are those that its module is called with, updates are changes of its
-weights, trained is what has other values at the end, and messages are seen by torch's dispatcher.
+weights, trained is what has other values at the end, and messages are seen where they begin (messages.py).
 """
 
 from __future__ import annotations

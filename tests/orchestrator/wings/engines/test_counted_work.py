@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,19 +47,33 @@ def test_checksums_of_parts_add_up_and_tell_values_and_places_apart(dtype: torch
 # ---- the run -----------------------------------------------------------------------------------------------------
 
 
+STAGES = {"zero": (0, 1, 2, 3), "ddp": (0,), "fsdp2": (1, 2, 3)}
+
+
+@pytest.fixture(scope="module", params=("gloo", "shm"))
+def entries(request: pytest.FixtureRequest, rows_over: Callable[[str], dict[str, Entry]]) -> dict[str, Entry]:
+    """Rows of each engine's stages, and of plain PyTorch, with the same work."""
+    return rows_over(request.param)
+
+
 @pytest.fixture(scope="module")
-def entries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Entry]:
-    """Rows of our own stages, of DDP, and of plain PyTorch, with the same work."""
-    work = Work()
-    ours = [Run(f"zero{stage}", config_of(work, "zero", stage, steps=STEPS)) for stage in range(4)]
-    others = [
-        Run("ddp", config_of(work, "ddp", steps=STEPS)),
-        Run("plain", config_of(work, "plain", ranks=1, steps=STEPS)),
-    ]
-    return entries_of(tmp_path_factory.mktemp("runs"), [*ours, *others])
+def rows_over(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Entry]]:
+    @cache
+    def rows(comm: str) -> dict[str, Entry]:
+        work = Work()
+        runs = [
+            Run(f"{kind}{stage}", config_of(work, kind, stage, steps=STEPS))
+            for kind, stages in STAGES.items()
+            for stage in stages
+        ]
+        folder = tmp_path_factory.mktemp("runs")
+        plain = entries_of(folder, [Run("plain", config_of(work, "plain", ranks=1, steps=STEPS))])
+        return plain | entries_of(folder, runs, comm=comm)
+
+    return rows
 
 
-@pytest.mark.parametrize(("label", "halves"), [("zero0", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3), ("ddp", 2)])
+@pytest.mark.parametrize(("label", "halves"), [("zero0", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3), ("ddp0", 2)])
 def test_messages_are_those_of_theory_and_ours_those_of_the_ledger(
     entries: dict[str, Entry], label: str, halves: int
 ) -> None:
@@ -70,6 +87,46 @@ def test_messages_are_those_of_theory_and_ours_those_of_the_ledger(
     assert sums == {what: sum(one[what] for one in reported) for what in sums}
     padding = result["communication"].get("padding_elements", 0)
     assert sums["elements"] == halves * result["model"]["parameters"] // 2 + padding
+
+
+def sent_by(kind: str, result: dict[str, Any]) -> dict[str, Any]:
+    """Of our own rows the elements and bytes by dtype: over gloo all of their messages are sends."""
+    messages: dict[str, Any] = result["work"]["messages"]
+    if kind != "zero":
+        return messages
+    dtypes = {dtype for by_dtype in messages.values() for dtype in by_dtype}
+    found = {dtype: [one[dtype] for one in messages.values() if dtype in one] for dtype in dtypes}
+    return {
+        dtype: {what: sum(one[what] for one in volumes) for what in ("elements", "bytes")}
+        for dtype, volumes in found.items()
+    }
+
+
+@pytest.mark.parametrize(("kind", "stage"), [(kind, stage) for kind, stages in STAGES.items() for stage in stages])
+def test_an_engine_sends_the_same_over_memory_as_over_gloo(
+    rows_over: Callable[[str], dict[str, Entry]], kind: str, stage: int
+) -> None:
+    results = {comm: rows_over(comm)[f"{kind}{stage}"].result or {} for comm in ("gloo", "shm")}
+    sent = {comm: sent_by(kind, result) for comm, result in results.items()}
+    assert sent["shm"] == sent["gloo"] != {}
+    assert results["shm"]["work"]["control_bytes"] == results["gloo"]["work"]["control_bytes"] > 0
+    losses = {comm: [step["loss"] for step in result["work"]["steps"]] for comm, result in results.items()}
+    assert losses["shm"] == losses["gloo"]  # sums of two ranks have one order, so the same bits
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_deepspeed_sends_the_same_over_memory_as_over_gloo(tmp_path: Path, stage: int, precision: str) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install 'zero-lab[deepspeed]'")
+    works = [
+        (entries_of(tmp_path / comm, [run], comm=comm)["row"].result or {})["work"]
+        for comm in ("gloo", "shm")
+        for run in [Run("row", config_of(Work(precision), "deepspeed", stage, steps=STEPS))]
+    ]
+    assert works[0]["messages"] == works[1]["messages"] != {}
+    assert works[0]["control_bytes"] == works[1]["control_bytes"]
+    assert [step["loss"] for step in works[0]["steps"]] == [step["loss"] for step in works[1]["steps"]]
 
 
 def test_equal_work_is_counted_alike_by_all(entries: dict[str, Entry]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from harness.patience import HANG_S
 from harness.ranks import run_ranks
 
@@ -89,8 +90,11 @@ def reference_of(work: Work, steps: int = STEPS) -> Run:
     return Run(f"plain {work.name}", config_of(work, "plain", ranks=1, steps=steps))
 
 
-def entries_of(folder: Path, runs: list[Run], timeout_s: float = HANG_S) -> dict[str, Entry]:
-    """Trains the runs and gives their rows by label. Those of as many ranks share processes."""
+def entries_of(folder: Path, runs: list[Run], timeout_s: float = HANG_S, comm: str | None = None) -> dict[str, Entry]:
+    """Trains the runs and gives their rows by label. Those of as many ranks share processes.
+
+    comm: over what the ranks talk, see zero_runtime.world; None: as harness.ranks has it.
+    """
     found: dict[str, Entry] = {}
     together: dict[tuple[int, str], list[Run]] = {}
     for run in runs:  # DeepSpeed replaces parts of torch for its process
@@ -100,7 +104,9 @@ def entries_of(folder: Path, runs: list[Run], timeout_s: float = HANG_S) -> dict
         for run in chosen:
             _attempt(folder, run).root.mkdir(parents=True)
             write_json_atomic(_attempt(folder, run).state, {"contents": {}})
-        run_ranks(_train, ranks, folder, chosen, timeout_s=timeout_s)
+        (reason, *_) = run_ranks(_train, ranks, folder, chosen, comm, timeout_s=timeout_s)
+        if reason:
+            pytest.skip(f"comm=shm is not possible here: {reason}")
         for run in chosen:
             result = read_json(_attempt(folder, run).result)
             found[run.label] = Entry(run.label, "ok", result, config=to_dict(run.config))
@@ -111,14 +117,31 @@ def _attempt(folder: Path, run: Run) -> AttemptPaths:
     return AttemptPaths(folder / run.label.replace(" ", "_") / "attempts" / "01")
 
 
-def _train(folder: Path, runs: list[Run]) -> None:
-    """On each rank: trains them one after the other."""
+def _join_over(comm: str, place: Path) -> str:
+    """Replace the default group by one that talks over `comm`. Returns why it does not."""
+    import torch.distributed as dist
+
+    from zero_runtime.wings import SHM_REASON, load
+    from zero_runtime.world import SHM, cpu_backend
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        cpu_backend(comm, world), store=dist.FileStore(str(place), world), rank=rank, world_size=world
+    )
+    return str(load(SHM_REASON)()) if comm == SHM else ""
+
+
+def _train(folder: Path, runs: list[Run], comm: str | None) -> str:
+    """On each rank: trains them one after the other. Returns why the ranks cannot talk over `comm`, or nothing."""
     import torch.distributed as dist
 
     from orchestrator.launch.rank import RankInfo
     from orchestrator.worker.setup import build_engine, prepare_process
     from orchestrator.worker.train import run_of, train_and_record
 
+    if comm is not None and (reason := _join_over(comm, folder / f"{runs[0].label} over {comm}")):
+        return reason
     rank = RankInfo(dist.get_rank(), dist.get_world_size(), dist.get_rank(), folder / "rendezvous")
     for run in runs:
         with run.fault():
@@ -126,6 +149,7 @@ def _train(folder: Path, runs: list[Run]) -> None:
             built = build_engine(run.config, device, None)  # type: ignore[arg-type]  # no watch over these ranks
             train_and_record(run_of(_attempt(folder, run), run.config, rank, built))
             built.runtime.close()
+    return ""
 
 
 def rows(works: list[Work], engines: Mapping[str, tuple[int, ...]]) -> Iterator[Run]:
