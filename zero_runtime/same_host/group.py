@@ -35,7 +35,7 @@ _ADD: dict[Any, Add] = {
 
 def register() -> None:
     """Make the backend known to torch.distributed. Idempotent."""
-    if SHM.upper() not in dist.Backend._plugins:
+    if SHM not in dist.Backend.backend_list:
         dist.Backend.register_backend(SHM, create, devices=["cpu"])
 
 
@@ -97,7 +97,8 @@ class SharedWork(_Work):  # type: ignore[misc]
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that a thread of its own completes."""
         if self._future is None:
-            self._future = future = torch.futures.Future()
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = future
             left = len(self._started)
 
             def end(_: Operation) -> None:

@@ -156,8 +156,8 @@ def _unreadable(found: Sequence[_Address], rank: int) -> str:
             peer_memory.read_into(value, one.pid, one.address)
         except OSError as error:
             return (
-                f"rank {rank} may not read the memory of rank {peer} (process_vm_readv: {error.strerror}); a container "
-                "needs the capability SYS_PTRACE, and a host kernel.yama.ptrace_scope of at most 1"
+                f"rank {rank} may not read the memory of rank {peer} (process_vm_readv: {error.strerror}); "
+                f"{peer_memory.NEEDS}"
             )
         if int(value) != one.number:
             return f"rank {rank} read {int(value)} from the memory of rank {peer}, expected {one.number}"

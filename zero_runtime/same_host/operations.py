@@ -1,10 +1,10 @@
 """The collectives of a group, each as a generator that yields the ranks it waits for, and ends when it is complete.
 
-A rank first tells the others where its tensor lies ("ready"), reads theirs as they become ready, tells them so ("read"),
-and ends when all that had to read its own tensor have done so: the tensor may be written again then.
+A rank first tells the others where its tensor lies ("ready"), reads theirs as they become ready, tells them so
+("read"), and ends when all that had to read its own tensor have done so: the tensor may be written again then.
 
-Sums are made element by element in rank order, ((rank 0 + rank 1) + ...), which gives all ranks the same bits, and those
-of messages over gloo (zero_runtime/gloo.py).
+Sums are made element by element in rank order, ((rank 0 + rank 1) + ...), which gives all ranks the same bits, and
+those of messages over gloo (zero_runtime/gloo.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from zero_runtime.same_host import peer_memory
 from zero_runtime.same_host.links import Link, Token
 from zero_runtime.same_host.mailbox import Mailbox, Place
 from zero_runtime.same_host.progress import Steps
+from zero_runtime.same_host.sizes import CHUNK
 from zero_runtime.same_host.what import MESSAGE, told
 
-CHUNK = 2**19  # bytes that are summed at a time: what was copied is still in the core's own cache
 SMALL = 2**14  # bytes that every rank sums itself: one meeting of the ranks in place of two
 Add = Callable[..., torch.Tensor]  # a binary function of torch with `out`
 
