@@ -29,7 +29,8 @@ _PEER = struct.Struct("3i")  # of SO_PEERCRED: pid, uid, gid
 
 
 class _Address(NamedTuple):
-    """Where a rank is found. host: equal for ranks with common pids and sockets. address: of `number` in its memory."""
+    """Where a rank is found. host: equal for ranks with common pids and sockets. name: of its socket; empty if it has
+    none. address: of `number` in its memory."""
 
     host: str
     pid: int
@@ -53,16 +54,19 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Meeting
         listener, trouble = None, peer_memory.trouble()
         if not trouble:
             peer_memory.allow_reads()
-            listener = stack.enter_context(_listen(name, size))
-        own = _Address(_host(), os.getpid(), name, number.data_ptr(), int(number))
+            try:
+                listener = stack.enter_context(_listen(name, size))
+            except OSError as error:
+                trouble = f"rank {rank} could not listen at a Unix socket: {error}"
+        own = _Address(_host(), os.getpid(), name if listener else "", number.data_ptr(), int(number))
         found = [
             _Address(*json.loads(one)) for one in _exchange(store, "address", rank, size, json.dumps(own), timeout)
         ]
         trouble = trouble or _elsewhere(found, own)
-        # Whoever sees another host knows that all ranks of the group see it, and connects to nobody.
+        # Whoever sees another host, or a rank without a socket, knows that all ranks see it, and connects to nobody.
         links: dict[int, Link] = {}
-        is_one_host = not any(_elsewhere(found, one) for one in found)
-        if is_one_host and listener is not None:
+        can_connect = not any(_elsewhere(found, one) for one in found) and all(one.name for one in found)
+        if can_connect and listener is not None:
             try:
                 links = _connect(found, rank, listener)
                 trouble = _unreadable(found, rank)
