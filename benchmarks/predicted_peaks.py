@@ -47,6 +47,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from benchmarks.stages_report import cpu_name  # noqa: E402
+from orchestrator.config.comm import Comm, CommKind  # noqa: E402
 from orchestrator.config.optimizer import Optimizer  # noqa: E402
 from orchestrator.config.schema import (  # noqa: E402
     Device,
@@ -62,6 +63,7 @@ from orchestrator.wings.predict import memory_cache  # noqa: E402
 from orchestrator.wings.predict.activations import Tracing  # noqa: E402
 from orchestrator.wings.predict.shapes import units_of as shapes_of  # noqa: E402
 from orchestrator.wings.predict.step import ConfigMemory, units_of  # noqa: E402
+from orchestrator.wings.predict.transport import SHM, transport  # noqa: E402
 from orchestrator.worker.setup import build_deferred  # noqa: E402
 from orchestrator.workloads.models import token_losses  # noqa: E402
 from zero_runtime.activations.recompute import Recomputation  # noqa: E402
@@ -76,6 +78,7 @@ from zero_runtime.predict.memory.counted_unit import CountRules  # noqa: E402
 from zero_runtime.predict.memory.step_memory import StepMemory, StepPeaks, replay_states  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
 from zero_runtime.tensor_source import TensorSource  # noqa: E402
+from zero_runtime.world import cpu_backend  # noqa: E402
 
 WIDE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8}
 MODELS = {
@@ -98,6 +101,7 @@ OFFLOADS = {
     "all host": (Tier.HOST, Tier.HOST),
 }
 SEQ, TILE, CLIP = 64, 48, 1.0
+COMM = os.environ.get("ZERO_LAB_TEST_COMM", "auto")  # as in tests/harness/ranks.py
 WARM_UP = 2
 ALLOWED_MEDIAN, ALLOWED_WORST = 0.01, 0.03
 
@@ -183,6 +187,7 @@ def config_of(case: Case, folder: str = ".") -> RunConfig:
         loss=Loss(LossKind(case.loss), TILE),
         offload=Offload(params, optimizer, folder=folder),
         optimizer=Optimizer(),
+        comm=Comm(CommKind(COMM)),
     )
 
 
@@ -227,7 +232,10 @@ class Predictions:
         units = units_of(_on_cuda(config) if on_host else config, shapes)
         plan, world = config.zero.plan, case.world
         shards = plan.shard_count(world)
-        rules = CountRules(plan, shards, world // shards, case.accumulation, shapes["state_bytes"], world > 1)
+        rules = CountRules(
+            *(plan, shards, world // shards, case.accumulation, shapes["state_bytes"], world > 1),
+            reads_peers=transport(config) == SHM,
+        )
         states = replay_states(linear.trace, units, rules, prefetch=case.prefetch)
         names = [unit["name"] for unit in shapes["units"]]
         part = StepMemory(linear, StepPeaks.of(linear, states, names), tokens=0)
@@ -313,7 +321,7 @@ def rank_main(rank: int, world: int, folder: str, cases: Sequence[Case], measure
     torch.set_num_threads(1)
     gc.freeze()  # a census then visits only what this rank has created
     store = dist.FileStore(str(Path(folder, f"store{world}")), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group(cpu_backend(COMM, world), store=store, rank=rank, world_size=world)
     Path(folder, f"{world}-{rank}").write_bytes(pickle.dumps(measure(cases)))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
 """zero_runtime: ZeRO stages 0 to 3 over torch.distributed, defined by one table of lifetimes (plan.py).
 
 The files here, `optim`, `activations` and `watch` are the way of one parameter. The folders `offload`, `parallel`,
-`generation`, `quantised`, `checkpoint`, `predict`, `profile` and `deepspeed` are wings, which may be skipped at first:
-what is here reaches them by the names in wings.py alone.
+`generation`, `quantised`, `checkpoint`, `predict`, `profile`, `same_host` and `deepspeed` are wings, which may be
+skipped at first: what is here reaches them by the names in wings.py alone.
 
 Attributes import their modules lazily, so the pure parts (plan, layout, memory model) can be imported without torch.
 

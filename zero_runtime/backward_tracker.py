@@ -22,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(eq=False)
-class Call(Generic[Key]):
+class ModuleCall(Generic[Key]):
     """One call of a module that bounds units, with the units that it reads: its own and the borrowed ones."""
 
     units: list[Key]
@@ -63,7 +63,7 @@ class BackwardTracker(Generic[Key]):
 
     # ---- forward -------------------------------------------------------------------------------------------------
 
-    def read(self, unit: Key, call: Call[Key]) -> None:
+    def read(self, unit: Key, call: ModuleCall[Key]) -> None:
         """A call reads the unit, in a forward. Recomputations during a backward are not forwards."""
         if self.backward:  # the first forward after a backward
             if self._is_own:
@@ -103,13 +103,13 @@ class BackwardTracker(Generic[Key]):
         """Gradients that have not arrived by now count as zero: every trained unit is done."""
         self._complete.update(self._trained)
 
-    def open(self, call: Call[Key]) -> None:
+    def open(self, call: ModuleCall[Key]) -> None:
         """The gradient of an output of the call has arrived: its backward begins. Repeating a call is a no-op."""
         if call.opened_in != self.backward:
             call.opened_in = self.backward
             self._open.update(call.units)
 
-    def close(self, call: Call[Key]) -> list[Key]:
+    def close(self, call: ModuleCall[Key]) -> list[Key]:
         """The gradients of all inputs of the call have arrived. Returns the units that are done, in order.
 
         A call whose backward has not begun in this backward does not count: another backward closes it.

@@ -43,7 +43,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero_runtime.backward_tracker import BackwardTracker, Call
+from zero_runtime.backward_tracker import BackwardTracker, ModuleCall
 from zero_runtime.errors import CallOrderError, ParameterReadError, ZeroError
 from zero_runtime.graph_entries import CallNodes, units_entered
 from zero_runtime.nested_tensors import tensors_in
@@ -79,7 +79,7 @@ def _nothing(*_args: object, **_kwargs: object) -> None:
 class Edge:
     """A tensor between calls. `closing`: the calls whose backward has ended when the tensor's gradient arrives."""
 
-    closing: list[Call[Unit]] = field(default_factory=list)
+    closing: list[ModuleCall[Unit]] = field(default_factory=list)
 
 
 class ModuleHooks:
@@ -103,8 +103,8 @@ class ModuleHooks:
             {unit: _companions(unit, units) for unit in units if not unit.trainable},
             [unit for unit in units if unit.shared],
         )
-        self._running: list[Call[Unit]] = []
-        self._ended: Call[Unit] = Call([])  # the call that ended last
+        self._running: list[ModuleCall[Unit]] = []
+        self._ended: ModuleCall[Unit] = ModuleCall([])  # the call that ended last
         self._called: dict[Unit, set[nn.Module]] = {unit: set() for unit in units}  # since the unit's last release
         self._read_by: dict[nn.Module, list[Unit]] = {model: []}  # the units that a call of the module reads
         # See [Note: hidden outputs].
@@ -118,7 +118,7 @@ class ModuleHooks:
         self._edges: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # The separately called part and its loans, see [Note: the life of a unit in a pass].
         self._part: nn.Module | None = None
-        self._lent: Call[Unit] | None = None
+        self._lent: ModuleCall[Unit] | None = None
         self._parts = set(model.modules())
         self._handles = list(self._attach())
         watch_parameters(model, units, self._on_read)
@@ -171,7 +171,7 @@ class ModuleHooks:
     def _before_forward(
         self, units: list[Unit], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        call = Call(list(units), torch.is_grad_enabled() and not self._schedule.in_backward, _count_nodes())
+        call = ModuleCall(list(units), torch.is_grad_enabled() and not self._schedule.in_backward, _count_nodes())
         self._running.append(call)
         for unit in self._kept_by.get(module, ()):
             self._keepers[unit] += 1
@@ -181,7 +181,7 @@ class ModuleHooks:
         if torch.is_grad_enabled():
             self._close_with_inputs(call, [one for one in tensors_in((args, kwargs)) if one.requires_grad])
 
-    def _begin_use(self, unit: Unit, call: Call[Unit]) -> None:
+    def _begin_use(self, unit: Unit, call: ModuleCall[Unit]) -> None:
         unit.begin_use()
         if not self._schedule.in_backward:
             self._tracker.read(unit, call)
@@ -269,7 +269,7 @@ class ModuleHooks:
         if self._lent is not None and self._part is not part and not self._lent.in_graph:
             self.release_unused()  # the previous part has no graph, so its loans end with the call of another part
         if self._lent is None:
-            self._part, self._lent = part, Call([])
+            self._part, self._lent = part, ModuleCall([])
         self._lent.in_graph |= torch.is_grad_enabled()
         if unit in self._lent.units:  # lent before, but a backward or a write has released it since
             self._schedule.before_unit_forward(unit)
@@ -328,7 +328,7 @@ class ModuleHooks:
             self._tracker.begin_backward(self._schedule.backwards)
             self._graph_task = _current_graph_task()
 
-    def _before_backward(self, call: Call[Unit], edge: Edge, grad: torch.Tensor) -> None:
+    def _before_backward(self, call: ModuleCall[Unit], edge: Edge, grad: torch.Tensor) -> None:
         if not self._schedule.in_backward:
             self._join()
         self._close(edge, grad)  # first, so that units of ended calls are released before this call's are gathered
@@ -345,7 +345,7 @@ class ModuleHooks:
     def _keep(self, units: list[Unit]) -> None:
         """Keep the units gathered until the next backward of the runtime has ended."""
         if self._lent is None:
-            self._part, self._lent = self._model, Call([])
+            self._part, self._lent = self._model, ModuleCall([])
         self._lent.in_graph = True
         for unit in units:
             if unit not in self._lent.units:
@@ -370,7 +370,7 @@ class ModuleHooks:
                 if unit not in self._read_by[module]:
                     self._read_by[module].append(unit)
 
-    def _close_with_inputs(self, call: Call[Unit], inputs: list[torch.Tensor]) -> None:
+    def _close_with_inputs(self, call: ModuleCall[Unit], inputs: list[torch.Tensor]) -> None:
         """Call `_after_backward` when the gradients of all inputs have arrived; never if the call has no inputs.
 
         Leaves count only if there are no others, see [Note: done on every rank] in backward_tracker.py.
@@ -391,7 +391,7 @@ class ModuleHooks:
         for ended in edge.closing:
             self._after_backward(ended)
 
-    def _after_backward(self, call: Call[Unit]) -> None:
+    def _after_backward(self, call: ModuleCall[Unit]) -> None:
         self._begin_backward()
         for unit in self._tracker.close(call):
             self._schedule.after_unit_backward(unit)

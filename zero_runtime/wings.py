@@ -21,6 +21,7 @@ SPLIT = "zero_runtime.parallel.tensor.slices:Split"
 # Makes the backend of CPU ranks that read each other's memory known to torch, under the name in world.py.
 REGISTER_SHM = "zero_runtime.same_host.group:register"
 SHM_MESSAGES = "zero_runtime.same_host.messages:SharedMessages"
+SHM_TROUBLE = "zero_runtime.same_host.probe:trouble"  # why no processes of this machine may do so; empty if they may
 SHM_REASON = "zero_runtime.same_host.group:reason"  # why the default group does not do so; empty if it does
 # The checkpoints of a run that saves or resumes.
 RUN_CHECKPOINTS = "zero_runtime.checkpoint.of_run:RunCheckpoints"

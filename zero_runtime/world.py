@@ -80,6 +80,14 @@ def cpu_backend(comm: str, world: int) -> str:
     return SHM
 
 
+def transport() -> tuple[str, str]:
+    """What the ranks of the default group communicate over: nccl, gloo or shm. With gloo, why they do not read each
+    other's memory; empty if nobody asked for it."""
+    backend = str(dist.get_backend())
+    reason = load(SHM_REASON)() if backend == SHM else ""
+    return ("gloo" if reason else backend), reason
+
+
 def watch_ranks(store: dist.Store, settings: WorldSettings | None = None) -> RankWatch:
     """A watch of this rank of the default process group, over a separate connection to `store`."""
     settings = settings or WorldSettings()

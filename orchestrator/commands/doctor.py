@@ -21,6 +21,7 @@ from orchestrator.machine.processes import output_of
 from orchestrator.report.summary import Row
 from orchestrator.text.paths import program
 from orchestrator.text.units import size
+from zero_runtime.wings import SHM_TROUBLE, load
 
 ENOUGH_DISK_BYTES = 10 << 30
 SLURM_GPUS, TORCH, NETWORK = "SLURM GPUs", "torch", "network"
@@ -61,7 +62,7 @@ def parser() -> VerbParser:
 
 def findings(output: Path) -> list[Finding]:
     """All checks, in order of importance."""
-    machine = [_python(), *_packages(), _processor(), _memory(), *_gpus()]
+    machine = [_python(), *_packages(), _processor(), _memory(), *_gpus(), _cpu_ranks()]
     return [*machine, *_slurm(), _disk(output), _compiler(), *_launcher(), _loopback()]
 
 
@@ -76,9 +77,7 @@ def what_works(results: Sequence[Finding]) -> list[Row]:
         return [Row("works here", f"no run, before the warnings are followed: {' and '.join(missing)}")]
     problems = {finding.name for finding in results if finding.advice}
     machine = hardware.detect()
-    ranks = (
-        f"{machine.gpus} GPUs" if machine.gpus else f"{machine.cores} cores, gloo: its speed says nothing about GPUs"
-    )
+    ranks = f"{machine.gpus} GPUs" if machine.gpus else f"{machine.cores} cores: their speed says nothing about GPUs"
     rows = [Row("works here", f"runs and sweeps on {ranks}")]
     rows += [Row("first", f"{program()} zero=stage2"), Row("then", f"{program()} sweeps=stages --plan")]
     if shutil.which("sbatch") and "SLURM" not in problems:
@@ -118,12 +117,19 @@ def _gpus() -> list[Finding]:
         advice = "the installed torch is built without CUDA: install a build with it"
         return [Finding("GPUs", f"{machine.idle_gpus}, none usable", advice)]
     if not gpus:
-        return [Finding("GPUs", "none: ranks are CPU processes over gloo")]
+        return [Finding("GPUs", "none: ranks are CPU processes")]
     memory = {gpu.memory_bytes for gpu in gpus}
     each = f", {size(memory.pop())} each" if len(memory) == 1 and None not in memory else ""
     busy = hardware.gpu_processes()
     advice = f"{len(busy)} processes compute on them now" if busy else ""
     return [Finding("GPUs", f"{len(gpus)} x {machine.gpu}{each}", advice), *_links()]
+
+
+def _cpu_ranks() -> Finding:
+    """What comm=auto gives to ranks on this machine's CPUs."""
+    if reason := load(SHM_TROUBLE)():
+        return Finding("CPU ranks", "communicate over gloo", f"{reason}. Runs work, and wait longer for each other")
+    return Finding("CPU ranks", "read each other's memory (comm=shm); one that read another's was tried")
 
 
 def _links() -> list[Finding]:

@@ -35,6 +35,7 @@ DECIDES = {
     "parallel": "ranks that hold slices of each layer, or parts of each sequence ([parallel.md](parallel.md))",
     "checkpoint": "saving during training, retention, resuming ([checkpoints.md](checkpoints.md))",
     "resources": "device, ranks, nodes, threads, time limit",
+    "comm": "how CPU ranks communicate: reading each other's memory, or gloo ([runtime.md](runtime.md#cpu-ranks))",
     "hardware": "the GPUs that `--plan` assumes ([sweeps.md](sweeps.md#a-plan-for-hardware-that-is-not-here))",
     "cluster": "where jobs run ([slurm.md](slurm.md))",
     "measure": "warm-up steps, measured steps, validation batches",

@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from orchestrator.config.cluster import Cluster
+from orchestrator.config.comm import Comm
 from orchestrator.config.engine import EngineChoice
 from orchestrator.config.first_keys import FIRST, without_gone
 from orchestrator.config.hardware import GpuNode
@@ -347,6 +348,7 @@ class AskedConfig:
     parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resources: Resources = field(default_factory=Resources)
+    comm: Comm = field(default_factory=Comm)
     hardware: GpuNode = field(default_factory=GpuNode)
     cluster: Cluster = field(default_factory=Cluster)
     measure: Measure = field(default_factory=Measure)

@@ -61,6 +61,7 @@ RESULT = {
     "world": int,
     "device": str,
     "backend": str,
+    "backend_reason": Maybe(str),
     "steps": int,
     "data": {"name": str, "hash": str, "train_samples": NUMBER, "validation_samples": NUMBER},
     "batch": {"tokens_per_step": NUMBER},

@@ -106,6 +106,21 @@ def _load_warnings(ranked: Sequence[Ranked]) -> list[str]:
     return [text]
 
 
+def _transport_warnings(ranked: Sequence[Ranked]) -> list[str]:
+    """One line for each reason why rows with comm=auto use gloo, where it is one; and where others of them do not."""
+    rows = [row.entry for row in ranked if row.entry.result and row.entry.result["device"] == "cpu"]
+    ways: dict[str, dict[str, str]] = {}
+    for entry in rows:
+        result = entry.result or {}
+        if result["world"] > 1 and (entry.config.get("comm") or {}).get("kind", "auto") == "auto":
+            ways.setdefault(result["backend"], {})[entry.label] = result.get("backend_reason") or "no reason is known"
+    over_gloo = ways.pop("gloo", {})
+    if not ways and set(over_gloo.values()) <= {"no reason is known"}:  # all are of a version that had gloo alone
+        return []
+    then = ", so their speeds do not compare with those of the others" if ways else ""
+    return [f"ranks with comm=auto sent over gloo{then}: {_grouped(over_gloo)}"] if over_gloo else []
+
+
 def load_text(result: Mapping[str, Any]) -> str | None:
     """A sentence if other processes took a notable share of the cores during a run, else None."""
     share = (result.get("load") or {}).get("others_share")
@@ -127,7 +142,7 @@ def warnings(ranked: Sequence[Ranked]) -> list[str]:
         f"the points differ in {what}, so their {then}: {_grouped(values)}"
         for what, then, values in checks
         if len(set(values.values())) > 1
-    ] + [*_version_warnings(ranked), *_curve_warnings(ranked), *_load_warnings(ranked)]
+    ] + [*_version_warnings(ranked), *_curve_warnings(ranked), *_load_warnings(ranked), *_transport_warnings(ranked)]
 
 
 def _grouped(values: dict[str, str]) -> str:

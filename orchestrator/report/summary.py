@@ -372,9 +372,8 @@ def machine_row(result: Mapping[str, Any]) -> Row:
     chip = environment.get("gpu") or environment.get("cpu") or "unknown machine"
     warning = "; a CPU's speed says nothing about GPUs" if result["device"] == "cpu" else ""
     versions = f"torch {environment.get('torch', ABSENT)}, python {environment.get('python', ABSENT)}"
-    return Row(
-        "measured on", f"{result['world']} x {result['device']}, {chip}, {result['backend']}, {versions}{warning}"
-    )
+    over = " because ".join(filter(None, (result["backend"], result.get("backend_reason"))))
+    return Row("measured on", f"{result['world']} x {result['device']}, {chip}, {over}, {versions}{warning}")
 
 
 def without_key(overrides: Sequence[str], *keys: str) -> list[str]:

@@ -71,6 +71,7 @@ COLUMNS = (
     "orchestrator.wings.validation.columns",
     "orchestrator.wings.profile.extras",
     "orchestrator.wings.lossy",
+    "orchestrator.wings.transport",
 )
 SUMMARIES = ("orchestrator.wings.profile.extras", "orchestrator.wings.engines.columns")
 # Module of which rows of a comparison have a place, and in which table: see orchestrator/report/extras.py.

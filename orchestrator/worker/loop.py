@@ -9,7 +9,7 @@ import torch
 from orchestrator.config.schema import RunConfig
 from orchestrator.worker.measurement import Measurement
 from orchestrator.worker.micro_batches import MicroBatches
-from orchestrator.worker.saving import Progress
+from orchestrator.worker.saving import Reached
 from orchestrator.worker.setup import TrainingSetup
 from orchestrator.workloads.data import TokenData
 from zero_runtime.errors import NonFiniteError
@@ -29,7 +29,7 @@ class Loop:
         steps = config.steps(data.train_samples)
         assert steps is not None  # the rules' end of training
         self.steps, self.first_update = steps, 0
-        self.progress = Progress()
+        self.progress = Reached()
         self.batches = MicroBatches(config, built.runtime, data)
         self._runtime, self._accounts = built.runtime, built.accounts
         self._schedule = config.scheduler.curve.build(config.optimizer.lr, steps)
@@ -39,7 +39,7 @@ class Loop:
 
     def advance(self) -> None:
         """The step that was made counts: the next one reads the samples after it."""
-        self.progress = Progress(self.progress.step + 1, self.progress.samples + self._global_size)
+        self.progress = Reached(self.progress.step + 1, self.progress.samples + self._global_size)
 
     def step(self, measurement: Measurement, *, counts: bool = False) -> tuple[StepReport, float]:
         """One step from the present position in the data, and its learning rate. counts: `measurement` also counts

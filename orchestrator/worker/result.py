@@ -17,6 +17,7 @@ from orchestrator.machine.processes import output_of
 from orchestrator.worker import measure
 from orchestrator.worker.accounts import Accounts
 from orchestrator.workloads.data import TokenData
+from zero_runtime.world import transport
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,15 @@ def combined(
     facts: RunFacts, readings: measure.Readings, memory: dict[str, Any], others: float | None, warmup: int
 ) -> dict[str, Any]:
     """The result of rank 0, without `communication`, `loss` and `checkpoints`. memory: the largest over the ranks."""
+    backend, reason = transport()
     config, runtime, data, tokens = facts.config, facts.runtime, facts.data, facts.tokens_per_step
     return {
         "schema": 1,
         "measured_at": time.time(),
         "world": facts.world,
         "device": runtime.device.type,
-        "backend": "nccl" if runtime.device.type == "cuda" else "gloo",
+        "backend": backend,
+        "backend_reason": reason,
         "stage": config.zero.stage,
         "precision": config.precision.dtypes.param,
         "model": {"name": config.model.name, "parameters": facts.parameters},

@@ -16,7 +16,7 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker import measure
 from orchestrator.worker.measurement import Measurement
 from orchestrator.worker.result import RunFacts, combined
-from orchestrator.worker.saving import Progress, Saving
+from orchestrator.worker.saving import Reached, Saving
 from orchestrator.worker.setup import TrainingSetup, refuse_different_data
 from orchestrator.workloads.data import TokenData
 from zero_runtime.step_report import StepReport
@@ -102,7 +102,7 @@ class ResultWriter:
 
     # ---- the result --------------------------------------------------------------------------------------------
 
-    def conclude_training(self, saving: Saving, progress: Progress, examples: list[dict[str, Any]]) -> None:
+    def conclude_training(self, saving: Saving, progress: Reached, examples: list[dict[str, Any]]) -> None:
         """Notes how far a training came that went to its end."""
         samples = progress.samples
         self._training = {

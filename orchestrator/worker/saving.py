@@ -26,7 +26,7 @@ AUTO, NONE = "auto", "none"
 
 
 @dataclass
-class Progress:
+class Reached:
     """How far training has come. `samples` is the position in the data, independent of the global batch size."""
 
     step: int = 0
@@ -86,10 +86,10 @@ class Saving:
 
     # ---- resuming ----------------------------------------------------------------------------------------------
 
-    def resume(self) -> Progress:
+    def resume(self) -> Reached:
         """Loads the checkpoint that the configuration names, if any, into the runtime. Returns its progress."""
         if self._checkpoints is None:
-            return Progress()
+            return Reached()
         if self._rank == 0:
             self._checkpoints.clear_leftovers()
         # A job that was requeued goes on where it stopped, also with checkpoint.resume=none.
@@ -101,10 +101,10 @@ class Saving:
                 return self._take_over(reader)
             checkpoint = self._chosen()
         if checkpoint is None:
-            return Progress()
+            return Reached()
         trainer = checkpoint.index.trainer
         # Samples, not steps, say where the data goes on: this run's global batch may have another size.
-        progress = Progress(trainer["step"], trainer["samples"])
+        progress = Reached(trainer["step"], trainer["samples"])
         self._check_data(checkpoint.path, trainer)
         if progress.step >= self._steps:
             self.earlier_result = self._result_in(checkpoint.path, trainer)
@@ -121,7 +121,7 @@ class Saving:
             self._tell("resumed", step=progress.step, path=str(checkpoint.path), **missing)
         return progress
 
-    def _take_over(self, reader: Callable[[], Any]) -> Progress:
+    def _take_over(self, reader: Callable[[], Any]) -> Reached:
         """Loads another library's states and its number of updates, which Adam's bias correction needs.
 
         Steps, data and schedule start again: its checkpoint has none of ours.
@@ -130,7 +130,7 @@ class Saving:
         self.first_update = self._runtime.updates
         if self._rank == 0:
             self._tell("resumed", step=0, path=str(foreign.path), kind=foreign.kind, updates=foreign.updates)
-        return Progress()
+        return Reached()
 
     def _check_data(self, path: Path, trainer: Mapping[str, Any]) -> None:
         """Refuses a checkpoint with other data or other initial weights, before any state is read."""
@@ -206,7 +206,7 @@ class Saving:
 
     # ---- saving ------------------------------------------------------------------------------------------------
 
-    def is_due(self, progress: Progress) -> bool:
+    def is_due(self, progress: Reached) -> bool:
         """Whether `after_step` saves now. The last step is saved by `finish`, which adds the result to it."""
         every = self._config.every
         return every is not None and progress.step % every == 0 and progress.step < self._steps
@@ -218,13 +218,13 @@ class Saving:
         self.best = Best(step, loss)
         return True
 
-    def after_step(self, progress: Progress) -> None:
+    def after_step(self, progress: Reached) -> None:
         """Saves if `every` is due, or if the step has the lowest validation loss and such checkpoints are kept."""
         is_best = self._keeps_best and self.best is not None and self.best.step == progress.step
         if self.is_due(progress) or (is_best and progress.step < self._steps):
             self._save(progress)
 
-    def stop(self, progress: Progress) -> bool:
+    def stop(self, progress: Reached) -> bool:
         """Returns once the state is saved and on disk; False if the run saves nothing."""
         # Nothing is saved twice: the last step may have been due.
         if progress.step > self._last:
@@ -232,7 +232,7 @@ class Saving:
         self._wait()
         return self._config.kind is not CheckpointKind.none
 
-    def finish(self, progress: Progress, result: Callable[[], dict[str, Any]]) -> None:
+    def finish(self, progress: Reached, result: Callable[[], dict[str, Any]]) -> None:
         """Saves the last state with the result, so that a run that ends before it writes the result loses nothing. Then
         waits for the disk. `result` is a collective: every rank calls it if the run saves."""
         if self._config.kind is not CheckpointKind.none:
@@ -253,7 +253,7 @@ class Saving:
     def _weights_folder(self) -> str | None:
         return str(self._attempt.weights) if self._config.weights is not WeightsExport.none else None
 
-    def _save(self, progress: Progress, more: Mapping[str, Any] | None = None) -> None:
+    def _save(self, progress: Reached, more: Mapping[str, Any] | None = None) -> None:
         if self._config.kind is CheckpointKind.none:
             return
         trainer = {

@@ -62,6 +62,7 @@ def world_of(attempt: AttemptPaths, config: RunConfig, rank: RankInfo, device: t
     settings = WorldSettings(
         watch=WatchSettings(stuck_s=config.resources.stuck_s),
         on_end=RankRecord(attempt, rank.rank).write_error,
+        comm=config.comm.kind,
     )
     with join_world(rank.meeting, rank.rank, rank.world, device, settings) as watch:
         yield watch

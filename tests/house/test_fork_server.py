@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.ranks import GLOO_LOOP, PRELOAD, run_alone, run_ranks
+import torch.distributed as dist
+from harness.ranks import GLOO_LOOP, PRELOAD, _let_senders_first, run_alone, run_ranks
 
 from zero_runtime.kernels.registration import chosen, prepare
 
@@ -26,6 +27,8 @@ def kernels_before_and_after() -> list[str | None]:
 
 def lower_priorities() -> dict[str, int]:
     """By how much each thread's nice value is above the main thread's."""
+    dist.new_group(backend="gloo")  # the ranks may have no gloo yet
+    _let_senders_first()
     own, found = os.getpriority(os.PRIO_PROCESS, 0), {}
     for task in Path("/proc/self/task").iterdir():
         found[(task / "comm").read_text().strip()] = os.getpriority(os.PRIO_PROCESS, int(task.name)) - own

@@ -49,6 +49,7 @@ PURE = (
     "predict.timing.step_time",
     "predict.timing.timed_unit",
     "predict.timing.work",
+    "same_host.sizes",
     "schedule",
     "parallel.tensor.refusals",
     "offload.memory",
@@ -81,6 +82,8 @@ IMPORTERS = {
         "zero_runtime/deepspeed/comm.py",
         "zero_runtime/gloo.py",
         "zero_runtime/own_device.py",
+        "zero_runtime/same_host/group.py",
+        "zero_runtime/same_host/meeting.py",
         "zero_runtime/world.py",
     },
     "hydra": {"orchestrator/compose/compose.py", "orchestrator/compose/overrides.py", PLUGIN},
@@ -132,6 +135,7 @@ ROOMS = {
         "wings.scripts": "commands config exit_codes launch machine records text",
         "wings.slurm": "config launch machine records report tracking",
         "wings.torchrun": "commands config launch machine plan records report tracking",
+        "wings.transport": "report text",
         "wings.validation": "config launch records report text worker workloads",
         "wings.engines": "commands compose config exit_codes machine plan report text wings wings.page wings.predict "
         "worker",
@@ -157,7 +161,7 @@ ROOMS = {
         "step_report": "",
         "ledger": "",
         "watch": "process_identity pure",
-        "world": "own_device pure watch",
+        "world": "own_device pure watch wings",
         "issuing": "phase_clock pure watch",
         "collectives": "gloo issuing ledger phase_clock watch world",
         "agreement": "collectives pure",
@@ -212,6 +216,7 @@ ROOMS = {
         "watch world",
         "import_finders": "",
         "zero_runtime": "import_finders",
+        "same_host": "process_identity pure wings world",
     },
 }
 # Libraries that a floor may import in addition to the standard library and the floors below it.

@@ -51,6 +51,7 @@ WINGS = (
     "zero_runtime.profile",
     "zero_runtime.quantised",
     "zero_runtime.recorded_values",
+    "zero_runtime.same_host",
 )
 # What a parameter passes between the plan and the step, in this order; a file may have left the list, none joins it
 # without another leaving.
@@ -61,8 +62,8 @@ WAY = (
 )
 # The most lines of code: without blank lines, comments and docstrings. A change may lower a number, and raises none; a
 # new wing raises them once, by its own budget and by the seams that decisions.md names.
-TRUNK, RUNTIME_TRUNK, ONE_PARAMETER, PRODUCT = 20_700, 7_200, 3_090, 47_500
-ENGINES = 2_200  # of them the wing of other engines
+TRUNK, RUNTIME_TRUNK, ONE_PARAMETER, PRODUCT = 20_780, 7_220, 3_094, 48_700
+ENGINES, SAME_HOST = 2_200, 1_080  # of them the wings of other engines, and of ranks that read each other
 
 
 @cache
@@ -134,6 +135,7 @@ def test_the_sizes_only_go_down() -> None:
         "the way of one parameter": code_of(f"zero_runtime.{name}" for name in WAY),
         "product": code_of(MODULES),
         "wing of engines": code_of(module for module in MODULES if module.startswith("orchestrator.wings.engines")),
+        "wing same_host": code_of(module for module in MODULES if module.startswith("zero_runtime.same_host")),
     }
-    budgets = dict(zip(sizes, (TRUNK, RUNTIME_TRUNK, ONE_PARAMETER, PRODUCT, ENGINES), strict=True))
+    budgets = dict(zip(sizes, (TRUNK, RUNTIME_TRUNK, ONE_PARAMETER, PRODUCT, ENGINES, SAME_HOST), strict=True))
     assert all(sizes[name] <= most for name, most in budgets.items()), (sizes, budgets)

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from zero_runtime.backward_tracker import BackwardTracker, Call
+from zero_runtime.backward_tracker import BackwardTracker, ModuleCall
 
 
 class Rehearsal:
@@ -20,9 +20,9 @@ class Rehearsal:
         self.tracker: BackwardTracker[str] = BackwardTracker(dict.fromkeys("ABC", 2), companions or {}, shared)
         self.number = 0
 
-    def call(self, units: str, *, in_graph: bool = True) -> Call[str]:
+    def call(self, units: str, *, in_graph: bool = True) -> ModuleCall[str]:
         """A call of a forward that reads these units."""
-        call = Call(list(units), in_graph)
+        call = ModuleCall(list(units), in_graph)
         for unit in units:
             self.tracker.read(unit, call)
         return call
@@ -31,11 +31,11 @@ class Rehearsal:
         self.number += 1
         self.tracker.begin_backward(self.number)
 
-    def opens(self, *calls: Call[str]) -> None:
+    def opens(self, *calls: ModuleCall[str]) -> None:
         for call in calls:
             self.tracker.open(call)
 
-    def closes(self, call: Call[str]) -> str:
+    def closes(self, call: ModuleCall[str]) -> str:
         return "".join(self.tracker.close(call))
 
     def takes(self, *names: str, inner: bool = False) -> list[str]:
@@ -113,7 +113,7 @@ def test_a_recomputed_call_does_not_end_a_trained_unit() -> None:
     rehearsal = Rehearsal()
     call = rehearsal.call("A")
     rehearsal.begin()
-    recomputed = Call(["A"])
+    recomputed = ModuleCall(["A"])
     rehearsal.opens(call, recomputed)
     assert rehearsal.closes(recomputed) == ""
     assert rehearsal.takes("A0") == [""]

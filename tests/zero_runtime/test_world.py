@@ -14,10 +14,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_alone
+from harness.ranks import run_alone, run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zero_runtime.world import RankGroups, join_world
+from zero_runtime.errors import RankError
+from zero_runtime.same_host import peer_memory, probe
+from zero_runtime.world import RankGroups, WorldSettings, join_world, transport
 
 WORLD = 8
 SHARDS = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -180,3 +182,32 @@ def test_threads_of_gloo_that_wake_preempt_no_thread_that_sends() -> None:
 def test_a_class_that_the_caller_chose_stays() -> None:
     own, _ = run_alone(_policies_after_joining, os.SCHED_IDLE)
     assert own == os.SCHED_IDLE
+
+
+def _joined(folder: str, cases: list[tuple[str, bool]]) -> list[tuple[str, str]]:
+    """By case what this rank's group is and why, or the error. A case: comm, and whether rank 1 may read no memory."""
+    rank, found = dist.get_rank(), []
+    libc = peer_memory._LIBC
+    dist.destroy_process_group()
+    for place, (comm, forbidden) in enumerate(cases):
+        peer_memory._LIBC = None if forbidden and rank == 1 else libc
+        try:
+            join_world(Path(folder, str(place)), rank, 2, torch.device("cpu"), WorldSettings(comm=comm)).close()
+            found.append(transport())
+        except RankError as error:
+            found.append(("error", str(error)))
+        dist.barrier()
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_world_of_cpu_ranks_is_what_was_asked_for_or_says_why_not(tmp_path: Path) -> None:
+    cases = [("auto", False), ("shm", False), ("gloo", False), ("auto", True), ("shm", True), ("gloo", True)]
+    reason = "this system has no process_vm_readv (Linux has)"
+    expected = [
+        *[("shm", ""), ("shm", ""), ("gloo", ""), ("gloo", reason)],
+        *[("error", f"comm=shm: {reason}; comm=auto uses gloo there"), ("gloo", "")],
+    ]
+    if peer_memory.trouble() or probe.trouble():
+        pytest.skip(f"ranks may not read each other here: {probe.trouble()}")
+    assert run_ranks(_joined, 2, str(tmp_path), cases) == [expected, expected]

@@ -34,7 +34,16 @@ from zero_runtime.own_device import device_index, make_current
 from zero_runtime.parallel.tensor.division import TensorParallel
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.watch.watch import RankWatch
-from zero_runtime.world import WorldSettings, is_joined, join_alone, join_world, own_rank, watch_world, world_size
+from zero_runtime.world import (
+    SHM,
+    WorldSettings,
+    is_joined,
+    join_alone,
+    join_world,
+    own_rank,
+    watch_world,
+    world_size,
+)
 
 _TIMEOUT = timedelta(minutes=10)
 
@@ -54,18 +63,19 @@ def init_distributed(
     """Join the process group given by `rank` and `world_size`, or by RANK and WORLD_SIZE as torchrun sets them.
 
     Without either, joins a group of one rank, which opens no port. Does nothing if there is a process group already or
-    `dist_init_required` is False. The backend is NCCL for GPUs and gloo for CPUs; another `dist_backend` causes a
-    warning.
+    `dist_init_required` is False. The backend is NCCL for GPUs. CPU ranks of one machine read each other's memory, or
+    use gloo where they may not; with `dist_backend="gloo"` they use gloo, and with "shm" it is an error if they may
+    not. Another `dist_backend` causes a warning.
     """
     if is_joined() or dist_init_required is False:
         return
     device = own_device()
-    _warn_of_backend(dist_backend, device)
+    settings = WorldSettings(timeout=timeout, comm=_comm(dist_backend, device))
     env_rank, env_world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank >= 0 and world_size >= 1:
-        _join(init_method or "env://", rank, world_size, device, timeout)
+        _join(init_method or "env://", rank, world_size, device, settings)
     elif env_rank is not None and env_world is not None:
-        _join(init_method or "env://", int(env_rank), int(env_world), device, timeout)
+        _join(init_method or "env://", int(env_rank), int(env_world), device, settings)
     elif _claims_more_ranks():
         raise PlanError(
             f"init_distributed: expected RANK and WORLD_SIZE together, found RANK={env_rank}, WORLD_SIZE={env_world} "
@@ -152,9 +162,9 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def _join(init_method: str, rank: int, world: int, device: torch.device, timeout: timedelta) -> None:
+def _join(init_method: str, rank: int, world: int, device: torch.device, settings: WorldSettings) -> None:
     # The watch that join_world starts is closed: every engine has a separate one, which ends with the engine.
-    join_world(init_method, rank, world, device, WorldSettings(timeout=timeout)).close()
+    join_world(init_method, rank, world, device, settings).close()
 
 
 def _claims_more_ranks() -> bool:
@@ -166,10 +176,13 @@ def _claims_more_ranks() -> bool:
     return "RANK" in os.environ or any(size != "1" for size in sizes)
 
 
-def _warn_of_backend(wanted: str | None, device: torch.device) -> None:
-    ours = "nccl" if device.type == "cuda" else "gloo"
-    if wanted not in (None, ours):
-        warnings.warn(f"init_distributed: dist_backend={wanted!r} has no effect: {ours} on {device}", stacklevel=3)
+def _comm(wanted: str | None, device: torch.device) -> str:
+    """`WorldSettings.comm` for what the script asks for. A warning if it is not there on this device."""
+    here = ("nccl",) if device.type == "cuda" else ("gloo", SHM)
+    if wanted not in (None, *here):
+        told = f"{' or '.join(here)} on {device}"
+        warnings.warn(f"init_distributed: dist_backend={wanted!r} has no effect: {told}", stacklevel=3)
+    return wanted if wanted in ("gloo", SHM) and wanted in here else "auto"
 
 
 def _source(args: Any, config: Any, config_params: Any) -> Any:

@@ -35,7 +35,7 @@ _ADD: dict[Any, Add] = {
 
 def register() -> None:
     """Make the backend known to torch.distributed. Idempotent."""
-    if SHM.upper() not in dist.Backend._plugins:
+    if SHM not in dist.Backend.backend_list:
         dist.Backend.register_backend(SHM, create, devices=["cpu"])
 
 

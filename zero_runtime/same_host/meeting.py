@@ -29,9 +29,8 @@ _PEER = struct.Struct("3i")  # of SO_PEERCRED: pid, uid, gid
 
 
 class _Address(NamedTuple):
-    """Where a rank is found. host: equal for ranks with common pids and sockets. name: its socket's; "" if it has none.
-    address: of `number` in its memory.
-    """
+    """Where a rank is found. host: equal for ranks with common pids and sockets. name: of its socket; empty if it has
+    none. address: of `number` in its memory."""
 
     host: str
     pid: int
@@ -58,17 +57,16 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Meeting
             try:
                 listener = stack.enter_context(_listen(name, size))
             except OSError as error:
-                trouble = f"rank {rank} could not listen for the other ranks: {error}"
-        own = _Address(_host(), os.getpid(), "" if trouble else name, number.data_ptr(), int(number))
+                trouble = f"rank {rank} could not listen at a Unix socket: {error}"
+        own = _Address(_host(), os.getpid(), name if listener else "", number.data_ptr(), int(number))
         found = [
             _Address(*json.loads(one)) for one in _exchange(store, "address", rank, size, json.dumps(own), timeout)
         ]
         trouble = trouble or _elsewhere(found, own)
-        # Whoever sees another host, or a rank without a socket, knows that all ranks see it, and connects to
-        # nobody.
+        # Whoever sees another host, or a rank without a socket, knows that all ranks see it, and connects to nobody.
         links: dict[int, Link] = {}
-        is_one_host = not any(_elsewhere(found, one) for one in found)
-        if is_one_host and listener is not None and all(one.name for one in found):
+        can_connect = not any(_elsewhere(found, one) for one in found) and all(one.name for one in found)
+        if can_connect and listener is not None:
             try:
                 links = _connect(found, rank, listener)
                 trouble = _unreadable(found, rank)
@@ -162,8 +160,8 @@ def _unreadable(found: Sequence[_Address], rank: int) -> str:
             peer_memory.read_into(value, one.pid, one.address)
         except OSError as error:
             return (
-                f"rank {rank} may not read the memory of rank {peer} (process_vm_readv: {error.strerror}); a container "
-                "needs the capability SYS_PTRACE, and a host kernel.yama.ptrace_scope of at most 1"
+                f"rank {rank} may not read the memory of rank {peer} (process_vm_readv: {error.strerror}); "
+                f"{peer_memory.NEEDS}"
             )
         if int(value) != one.number:
             return f"rank {rank} read {int(value)} from the memory of rank {peer}, expected {one.number}"

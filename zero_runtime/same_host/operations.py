@@ -22,9 +22,9 @@ from zero_runtime.same_host import peer_memory
 from zero_runtime.same_host.links import Link, Token
 from zero_runtime.same_host.mailbox import REFUSED, Mailbox, Place
 from zero_runtime.same_host.progress import Steps
+from zero_runtime.same_host.sizes import CHUNK
 from zero_runtime.same_host.what import MESSAGE, NAMES, told
 
-CHUNK = 2**19  # bytes that are summed at a time: what was copied is still in the core's own cache
 SMALL = 2**14  # bytes that every rank sums itself: one meeting of the ranks in place of two
 Add = Callable[..., torch.Tensor]  # a binary function of torch with `out`
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:  # a command asks for `trouble` without torch
+    import torch
 
+NEEDS = "a container needs the capability SYS_PTRACE, and a host kernel.yama.ptrace_scope of at most 1"
 _SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)  # of prctl(2); the first is "Yama" in ASCII
 
 
@@ -32,9 +34,13 @@ def trouble() -> str:
 
 def read_into(tensor: torch.Tensor, pid: int, address: int) -> None:
     """Fill the contiguous CPU tensor from the memory of a process. Raises OSError, with the kernel's reason."""
-    copy = _function("process_vm_readv")
+    read(tensor.data_ptr(), tensor.nbytes, pid, address)
+
+
+def read(start: int, total: int, pid: int, address: int) -> None:
+    """Fill `total` bytes of this process from the memory of another. Raises OSError, with the kernel's reason."""
+    copy, done = _function("process_vm_readv"), 0
     assert copy is not None, "see `trouble`"
-    start, total, done = tensor.data_ptr(), tensor.nbytes, 0
     while done < total:  # one call copies at most 2 GiB, and may stop at a page
         own, theirs = _Region(start + done, total - done), _Region(address + done, total - done)
         copied = copy(pid, ctypes.byref(own), 1, ctypes.byref(theirs), 1, 0)
@@ -61,4 +67,5 @@ _LIBC = _load()
 
 
 def _function(name: str) -> Any:
+    """A function of the C library; None where it has none of this name."""
     return None if _LIBC is None else getattr(_LIBC, name, None)

@@ -63,6 +63,10 @@ class Scene:
         """The number of ranks of a node."""
         return self.local_world or -(-self.ranks(resources) // resources.nodes)
 
+    def nodes(self, resources: Resources) -> int:
+        """The number of machines that the ranks are on."""
+        return resources.nodes if self.world is None else -(-self.world // (self.local_world or self.world))
+
     def device(self, resources: Resources) -> Device:
         """The device: cpu or cuda, where auto is cuda if this machine has a GPU."""
         if resources.device is not Device.auto:

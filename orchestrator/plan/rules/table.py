@@ -26,6 +26,7 @@ from orchestrator.config.strict import Broken
 from orchestrator.machine import children
 from orchestrator.plan.rules import checkpoint as saving_rules
 from orchestrator.plan.rules import cluster as cluster_rules
+from orchestrator.plan.rules import comm as comm_rules
 from orchestrator.plan.rules import data as data_rules
 from orchestrator.plan.rules import hardware as hardware_rules
 from orchestrator.plan.rules import inference as inference_rules
@@ -227,6 +228,9 @@ RULES = (
     Rule(cluster_rules.slurm_is_told_what_to_ask_for, ("resources", "cluster")),
     Rule(cluster_rules.ranks_spread_over_the_nodes, ("resources",)),
     Rule(cluster_rules.the_limit_leaves_time_before_the_signal, ("resources", "cluster")),
+    Rule(comm_rules.comm_is_of_cpu_ranks, ("comm", "resources")),
+    Rule(comm_rules.ranks_that_read_each_other_share_a_node, ("comm", "resources")),
+    Rule(comm_rules.ranks_may_read_each_other, ("comm", "resources", "cluster")),
     *(Rule(one.check, (one.group,)) for one in UNUSED),
     Rule(_batch_divides, ("batch", "resources", "parallel")),
     Rule(data_rules.weights_are_there, ("model",)),

@@ -54,6 +54,7 @@ def environment_of(point: ReportPoint) -> dict[str, str]:
     variables = group_of(made, "variables") or group_of(environment, "variables")
     found = {
         "ranks": f"{result.get('world')} x {result.get('device')}, {result.get('backend')}",
+        "gloo because": result.get("backend_reason") or None,
         "device": chip,
         "threads of a rank": environment.get("threads_per_rank"),
         "host": environment.get("host"),

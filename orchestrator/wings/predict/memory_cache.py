@@ -28,6 +28,7 @@ from orchestrator.plan.predictor import Tell
 from orchestrator.records.cache import read_cached, read_cached_object, write_cached
 from orchestrator.wings.predict import counting_child
 from orchestrator.wings.predict.counting_child import Answer
+from orchestrator.wings.predict.transport import transport
 
 # The groups that a model's units and the optimizer's states depend on, next to unit_numel and ratio in `units_key`.
 DECIDING = ("model", "adapter", "optimizer", "precision", "parallel")
@@ -53,6 +54,8 @@ def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
     parts |= {"kind": str(config.measure.kind)}
     if (matrices := config.optimizer.rule.matrix_patterns) is not None:  # in units of their own
         parts |= {"matrices": matrices}
+    if config.parallel.tp > 1:  # the sums of the layers receive tensors
+        parts |= {"comm": transport(config)}
     parts |= {"cuda": config.resources.device is Device.cuda, "micro": None if any_micro else config.batch.micro}
     return "activations-" + _hash(parts)
 

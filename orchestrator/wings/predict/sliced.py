@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from orchestrator.config.schema import Device, RunConfig
+from orchestrator.config.schema import RunConfig
 from orchestrator.wings.divided import tensor_parallel
 from orchestrator.wings.predict.tensor_messages import TensorMessages
+from orchestrator.wings.predict.transport import GLOO, NCCL, SHM, transport
 from zero_runtime.parallel.sequence.attention import traded_widths
 from zero_runtime.parallel.sequence.axis import AloneInSequence, SequenceAxis
 from zero_runtime.parallel.sequence.division import DividedSequences
@@ -21,6 +22,7 @@ from zero_runtime.parallel.tensor.division import DividedModel, head_of
 from zero_runtime.parallel.tensor.layers import HeadForward
 from zero_runtime.parallel.tensor.plan import SplitPlan, owner_of
 from zero_runtime.parallel.tensor.structure import Kind, linear_sizes
+from zero_runtime.same_host.sizes import terms_bytes
 from zero_runtime.unit_planner import block_modules
 
 
@@ -32,8 +34,7 @@ def divide(config: RunConfig, model: nn.Module) -> HeadForward | None:
     if config.parallel.tp == 1:
         return None
     settings = tensor_parallel(config)
-    on_cuda = config.resources.device is Device.cuda
-    axis = TensorAxis((AloneOnAxis if on_cuda else _Messages)(settings.degree))
+    axis = TensorAxis(_STAND_INS[transport(config)](settings.degree))
     DividedModel(model, settings.plan(model), axis, gathers_logits=settings.gathers_logits)
     return head_of(model)
 
@@ -56,9 +57,23 @@ class _Messages(AloneOnAxis):
     def sum_over_slices_(self, values: torch.Tensor) -> torch.Tensor:
         padded = -(-values.numel() // self.tensor_degree) * self.tensor_degree
         copy = values.new_empty(padded) if padded > values.numel() else None
-        received = [values.new_empty(padded // self.tensor_degree) for _ in range(self.tensor_degree - 1)]
+        received = self._received(values, padded // self.tensor_degree)
         del received, copy
         return values
+
+    def _received(self, values: torch.Tensor, numel: int) -> list[torch.Tensor]:
+        """The tensors with the other ranks' terms of `numel` elements that this rank sums."""
+        return [values.new_empty(numel) for _ in range(self.tensor_degree - 1)]
+
+
+class _Reads(_Messages):
+    """Stands in for CPU ranks that read each other's terms in chunks: see same_host/operations.py."""
+
+    def _received(self, values: torch.Tensor, numel: int) -> list[torch.Tensor]:
+        return [values.new_empty(terms_bytes(numel * values.element_size()) // values.element_size())]
+
+
+_STAND_INS = {NCCL: AloneOnAxis, GLOO: _Messages, SHM: _Reads}
 
 
 def messages_of(config: RunConfig, model: nn.Module) -> TensorMessages:

@@ -20,6 +20,7 @@ from orchestrator.records.cache import read_cached, write_cached
 from orchestrator.wings.predict import memory_cache
 from orchestrator.wings.predict.rough_time import peak_flops_per_s, rough_time
 from orchestrator.wings.predict.step import ConfigMemory, with_micro
+from orchestrator.wings.predict.transport import transport
 from zero_runtime.offload_plan import Tier
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.predict.memory.activation_count import Mark, Trace
@@ -131,6 +132,7 @@ def place_of(config: RunConfig) -> dict[str, Any]:
         "nodes": resources.nodes,
         "threads": resources.threads,
         "device": str(resources.device),
+        "comm": transport(config),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.wings.predict.memory_cache import activations_key, hash_of, recalled, trace_prefix, units_key
 from orchestrator.wings.predict.tensor_messages import TensorMessages, TensorSent, messages_in
+from orchestrator.wings.predict.transport import SHM, transport
 from zero_runtime.flat_layout import FlatLayout, LayoutRules
 from zero_runtime.offload.memory import Moves, host_bytes, nvme_bytes
 from zero_runtime.offload_plan import OffloadBytes, Tier
@@ -352,6 +353,7 @@ def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
         micro_batches=config.batch.accumulation,
         state_bytes=shapes["state_bytes"],
         by_messages=config.resources.device is not Device.cuda and ranks > 1,
+        reads_peers=ranks > 1 and transport(config) == SHM,
         params_in_file=config.offload.params is Tier.NVME,
         reduces_at_boundary=config.zero.reduce_at_boundary,
         wire=config.zero.wire,

@@ -40,7 +40,7 @@ KEYS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "
 AT_START = (TUNABLES, "PYTHONFAULTHANDLER", children.PYTHONPATH)
 
 
-class Meeting:
+class _Meeting:
     """Gives every rank the attempt folder that rank 0 created, through the file system that they share.
 
     Every other rank writes a hello file with a random word, waits for the answer to that word, then removes both files.
@@ -102,7 +102,7 @@ def join(point: Point, entry: str = ENTRY, admission: Admission | None = None) -
     assert rank is not None, "join asks for RANK and WORLD_SIZE"
     # torch reads these variables at import, and the entry imports torch.
     os.environ.update(joined_settings(point.config, os.environ))
-    meeting = Meeting(Path(point.config.output).absolute(), rank.world, os.environ)
+    meeting = _Meeting(Path(point.config.output).absolute(), rank.world, os.environ)
     if rank.rank == 0:
         if rank.world > 1:
             # torchrun sends SIGTERM to all ranks as soon as one has failed. Rank 0 still has to record the failure, and
@@ -133,7 +133,7 @@ def joined_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str
 class _JoinedRanks:
     """The ranks of torchrun or srun, of which this process is rank 0."""
 
-    def __init__(self, rank: RankInfo, meeting: Meeting, entry: str) -> None:
+    def __init__(self, rank: RankInfo, meeting: _Meeting, entry: str) -> None:
         self._rank, self._meeting, self._entry = rank, meeting, entry
 
     def signals(self) -> AbstractContextManager[None]:

@@ -42,6 +42,17 @@ def test_what_triton_needs_to_launch_a_kernel_is_looked_for_where_there_are_gpus
     assert launcher(monkeypatch, tmp_path, gpus=0) == []
 
 
+@pytest.mark.parametrize("reason", ["", "processes may not read each other's memory here"])
+def test_the_way_in_which_cpu_ranks_communicate_is_told_with_the_reason(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "load", lambda _: lambda: reason)
+    found = doctor._cpu_ranks()
+    assert ("gloo" in found.text, "shm" in found.text) == (bool(reason), not reason)
+    assert found.advice.startswith(reason)
+    assert bool(found.advice) == bool(reason)
+
+
 def test_torch_is_named_with_its_build_in_doctor_and_in_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

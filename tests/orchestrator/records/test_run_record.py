@@ -46,6 +46,7 @@ IDS = {
     "measure=train train.max_steps=9 train.eval_every=3": "414307486f",
     "optimizer=onebitadam zero=stage0": "37d06f4485",
     "optimizer=lamb optimizer.correction=rate": "f2dcc26dd8",
+    "comm=gloo": "4a477d7a97",
     "zero=stage3 zero.shard_ranks=2 zero.outer_sharding=optim resources.ranks=4": "38e567d9f6",
 }
 

@@ -11,7 +11,7 @@ import pytest
 from points import make_config
 from stub_worker import make_result
 
-from orchestrator.report import cautions, ranking, sweep_files
+from orchestrator.report import cautions, ranking, summary, sweep_files
 from orchestrator.report.entry import Entry
 from orchestrator.report.narrow import narrowed
 from orchestrator.text.paths import program
@@ -204,6 +204,57 @@ def test_rows_measured_while_other_processes_were_busy_cause_a_warning(
     assert cautions.warnings(ranking.rank(entries)) == told
     rows = csv.DictReader(io.StringIO(sweep_files.results_csv(ranking.rank(entries))))
     assert [row["others_share"] for row in rows] == ["unknown" if one is None else str(one) for one in shares]
+
+
+def made_over(label: str, backend: str, reason: str | None = "", kind: str = "auto", world: int = 2) -> Entry:
+    entry = make_entry(label, 100)
+    assert entry.result is not None
+    entry.result.update({"backend": backend, "world": world, "device": "cpu", "backend_reason": reason})
+    if reason is None:  # a result of an earlier version
+        del entry.result["backend_reason"]
+    return replace(entry, config={**entry.config, "comm": {"kind": kind}})
+
+
+@pytest.mark.parametrize(
+    ("entries", "over", "told"),
+    [
+        ([made_over("a", "shm"), made_over("b", "shm")], None, []),
+        ([made_over("a", "gloo", None), made_over("b", "gloo", None)], None, []),
+        ([made_over("a", "shm", kind="shm"), made_over("b", "gloo", kind="gloo")], ["shm", "gloo"], []),
+        ([made_over("a", "gloo", world=1), made_over("b", "gloo", world=1)], None, []),
+        (
+            [made_over("a", "shm"), made_over("b", "gloo", None)],
+            ["shm", "gloo"],
+            [
+                "ranks with comm=auto sent over gloo, so their speeds do not compare with those of the others: no "
+                "reason is known: b"
+            ],
+        ),
+        (
+            [made_over("a", "gloo", "Yama"), made_over("b", "gloo", "Yama")],
+            None,
+            ["ranks with comm=auto sent over gloo: Yama: a, b"],
+        ),
+    ],
+)
+def test_rows_over_gloo_in_place_of_shared_reads_are_shown_with_the_reason(
+    entries: list[Entry], over: list[str] | None, told: list[str]
+) -> None:
+    ranked = ranking.rank(entries)
+    assert cautions.warnings(ranked) == told
+    table = ranking.table(ranked)
+    assert ("over" in table.header) == (over is not None)
+    if over is not None:
+        place = table.header.index("over")
+        assert sorted(row[place] for row in table.rows) == sorted(over)
+    rows = csv.DictReader(io.StringIO(sweep_files.results_csv(ranked)))
+    assert {row["backend_reason"] for row in rows} <= {"", "Yama"}
+
+
+def test_a_single_run_says_why_it_used_gloo() -> None:
+    result = made_over("a", "gloo", "Yama forbids it").result
+    assert ", gloo because Yama forbids it, torch" in summary.machine_row(result or {}).text
+    assert ", shm, torch" in summary.machine_row(made_over("a", "shm").result or {}).text
 
 
 def test_a_single_run_reports_the_share_that_other_processes_took() -> None:

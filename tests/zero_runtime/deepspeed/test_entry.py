@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from harness.ranks import run_alone, run_ranks
 from harness.seed_loop import initialize_quietly, run_script
 from torch import nn
 from torch.nn import functional as F
+
+from zero_runtime.deepspeed import entry
 
 ROOT = Path(__file__).resolve().parents[3]
 SPEC = TinySpec()
@@ -63,7 +66,7 @@ def test_a_script_for_deepspeed_runs_in_one_process_with_only_its_import_changed
 TORCHRUN_SCRIPT = """
 import torch
 import zero_runtime as deepspeed
-deepspeed.init_distributed(dist_backend="gloo")
+deepspeed.init_distributed(dist_backend=BACKEND)
 torch.manual_seed(0)
 engine, *_ = deepspeed.initialize(model=torch.nn.Linear(10, 10), config={"train_batch_size": 4})
 for _ in range(3):
@@ -72,22 +75,40 @@ for _ in range(3):
     engine.step()
 with engine.runtime.full_params() as whole:
     total = sum(value.sum() for value in whole.values()).item()
-told = f"rank {engine.global_rank} of {engine.world_size}, local {engine.local_rank}: {total!r}"
+place = f"rank {engine.global_rank} of {engine.world_size}, local {engine.local_rank}"
+told = f"{place}, {torch.distributed.get_backend()}: {total!r}"
 open(f"{__file__}.{engine.global_rank}", "w").write(told)
 engine.destroy()
 """
 
 
+@pytest.mark.parametrize(("asked", "comm"), [(None, "auto"), ("gloo", "gloo"), ("shm", "shm"), ("ccl", "auto")])
+def test_a_script_on_cpus_gets_the_backend_that_it_asks_for(
+    asked: str | None, comm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = []
+    monkeypatch.setattr(entry, "is_joined", lambda: False)
+    monkeypatch.setattr(entry, "_join", lambda *args: joined.append(args[-1]))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        entry.init_distributed(asked, rank=0, world_size=2)
+    assert [settings.comm for settings in joined] == [comm]
+    assert [str(one.message) for one in told] == (
+        ["init_distributed: dist_backend='ccl' has no effect: gloo or shm on cpu"] if asked == "ccl" else []
+    )
+
+
 @pytest.mark.full
-def test_a_script_runs_under_torchrun_and_exits_without_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("asked", "used"), [("None", "shm"), ("'gloo'", "gloo")])
+def test_a_script_runs_under_torchrun_and_exits_without_an_error(asked: str, used: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(TORCHRUN_SCRIPT)
+    script.write_text(TORCHRUN_SCRIPT.replace("BACKEND", asked))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert run.returncode == 0, run.stderr
     told = [Path(f"{script}.{rank}").read_text() for rank in range(2)]
-    assert [line.split(":")[0] for line in told] == ["rank 0 of 2, local 0", "rank 1 of 2, local 1"]
+    assert [line.split(":")[0] for line in told] == [f"rank {rank} of 2, local {rank}, {used}" for rank in range(2)]
     assert told[0].split(":")[1] == told[1].split(":")[1]
 
 

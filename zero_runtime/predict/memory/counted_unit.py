@@ -14,6 +14,7 @@ from typing import NamedTuple
 from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.predict.messages import CONVERTED_BYTES, CONVERTED_NUMEL, SIGNS_BYTES, packed_bytes
+from zero_runtime.same_host.sizes import terms_bytes
 from zero_runtime.state_bytes import UnitSize
 from zero_runtime.wire import ERROR_BYTES, EXACT, Wire
 
@@ -36,13 +37,15 @@ class Block:
 class Book:
     """All blocks of a rank. highest: the most bytes at one time since `begin`, with the bytes by component then.
 
-    told: called with each block, and whether it was allocated or freed.
+    terms: bytes that the sum under way takes for a moment, see `pass_sum`. told: called with each block, and whether it
+    was allocated or freed.
     """
 
     now: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COMPONENTS, 0))
     total: int = 0
     highest: int = 0
     at_highest: dict[str, int] = field(default_factory=dict)
+    terms: int = 0
     told: Callable[[Block, bool], None] | None = None
 
     def begin(self) -> None:
@@ -61,6 +64,11 @@ class Book:
         if self.told is not None:
             self.told(block, True)
         return block
+
+    def pass_sum(self) -> None:
+        """A moment in which the sum under way may be made, if ranks read each other's terms: the start of a reduction,
+        or the wait for it or for a gather. Which one it is depends on when the other ranks come."""
+        self.free(self.allocate(TRANSFERS, self.terms))
 
     def relabel(self, block: Block | None, component: str) -> Block | None:
         """Count a block as another component from now on."""
@@ -106,11 +114,12 @@ class CountRules:
 
     shard_count, replica_count: ranks that share one copy of the states, and replicas of each shard. state_bytes: of the
     optimizer's states, per element. by_messages: collectives are messages between CPUs, and a reduction receives the
-    terms of the other ranks in tensors (gloo.py). params_in_file: offloaded parameters are in a scratch file; they are
-    read to the host ahead of a gather, and are copied to the device by the gather. reduces_at_boundary: gradients are
-    reduced in the last micro-batch alone, and kept in full until then (`no_sync`). updating_bytes: of tensors that
-    exist only while the optimizer updates matrices (optim/matrix_owners.py). wire: which collectives are quantised.
-    kept_bytes: per element of the model, what the optimizer keeps on every rank besides its states.
+    terms of the other ranks in tensors (gloo.py), or with reads_peers reads them in chunks (same_host/).
+    params_in_file: offloaded parameters are in a scratch file; they are read to the host ahead of a gather, and are
+    copied to the device by the gather. reduces_at_boundary: gradients are reduced in the last micro-batch alone, and
+    kept in full until then (`no_sync`). updating_bytes: of tensors that exist only while the optimizer updates matrices
+    (optim/matrix_owners.py). wire: which collectives are quantised. kept_bytes: per element of the model, what the
+    optimizer keeps on every rank besides its states.
     """
 
     plan: ZeroPlan
@@ -124,6 +133,7 @@ class CountRules:
     updating_bytes: int = 0
     wire: Wire = EXACT
     kept_bytes: float = 0.0
+    reads_peers: bool = False
 
     @property
     def group_ranks(self) -> int:
@@ -230,6 +240,7 @@ class CountedUnit:
 
     def _end_gather(self) -> None:
         if self._in_gather:
+            self._book.pass_sum()
             rounded = None
             if self._gathered and self._casts:  # each shard is rounded to the parameters' dtype first
                 rounded = self._book.allocate(GATHERED, self._shard * self._param)
@@ -312,7 +323,11 @@ class CountedUnit:
 
     def _receive(self, ranks: int, numel: int) -> Block | None:
         """The tensors that receive the other ranks' terms of a reduce-scatter of `numel` elements."""
-        received = (ranks - 1) * (numel // ranks) * self._reduce if self._rules.by_messages else 0
+        rules, nbytes = self._rules, numel // ranks * self._reduce
+        if rules.reads_peers and ranks > 1:
+            self._book.terms = terms_bytes(nbytes)
+            self._book.pass_sum()
+        received = (ranks - 1) * nbytes if rules.by_messages and not rules.reads_peers else 0
         return self._book.allocate(TRANSFERS, received)
 
     @property
@@ -328,9 +343,11 @@ class CountedUnit:
             total = self._book.allocate(TRANSFERS, self._shard * ERROR_BYTES)
             self._convert()
             self._book.free(total)
+        self._book.pass_sum()
         ranks = self._rules.group_ranks
         if ranks > 1:  # then the sums of the groups are summed
             self._book.free(self._receive(self._rules.group_count, self._numel // ranks))
+        self._book.terms = 0
         self._book.free(received)
         if self._plan.keeps_full_grads:
             self._book.free(cast)

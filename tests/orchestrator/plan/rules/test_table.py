@@ -15,6 +15,7 @@ from orchestrator.config.schema import AskedConfig, Device, Model, to_dict
 from orchestrator.config.strict import Broken, build_parts
 from orchestrator.machine import hardware
 from orchestrator.machine.hardware import Hardware
+from orchestrator.plan.rules import comm as comm_rules
 from orchestrator.plan.rules import data as data_rules
 from orchestrator.plan.rules import table as rules
 from orchestrator.plan.rules.optimizer import momentum_can_cycle
@@ -31,6 +32,7 @@ LOGIN_NODE = Scene(Hardware(cores=4, cpu="cpu", slurm=True))
 PLANNED = replace(LAPTOP, plan_only=True)
 A100S = Scene(Hardware(cores=16, cpu="cpu", gpus=4, gpu="A100-SXM4-80GB"))
 SLURM = "cluster=slurm resources.device=cpu resources.ranks=4"
+FORBIDDEN = "comm=shm resources.ranks=2"  # where processes may not read each other
 OUTER = "zero=stage3 zero.shard_ranks=2 zero.outer_sharding=optim"
 
 
@@ -236,6 +238,11 @@ BROKEN = [
     (LAPTOP, "data.tokenizer=model", "data.tokenizer=model needs a model.path with a tokenizer"),
     (LAPTOP, "data=synthetic data.tokenizer=model", "data=synthetic makes tokens and reads no text"),
     (LAPTOP, "adapter=lora", "adapter=lora needs the package peft"),
+    (SERVER, "comm=gloo", "comm=gloo is for ranks on CPUs: GPUs use NCCL"),
+    (SERVER, "comm=shm", "comm=shm is for ranks on CPUs: GPUs use NCCL"),
+    (LOGIN_NODE, f"{SLURM} comm=shm resources.nodes=2", "comm=shm is for ranks of one node, which have one memory"),
+    (JOINED, "comm=shm resources.device=cpu", "comm=shm is for ranks of one node, which have one memory"),
+    (LAPTOP, FORBIDDEN, "comm=shm needs ranks that may read each other's memory"),
     (LAPTOP, "adapter=lora checkpoint.weights=bf16", "checkpoint.weights gathers a whole model"),
 ]
 
@@ -251,6 +258,7 @@ def test_a_broken_rule_is_reported_and_each_of_its_fixes_resolves_it(
     (tmp_path / "fast").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(data_rules, "is_installed", lambda _: line != "adapter=lora")
+    monkeypatch.setattr(comm_rules, "load", lambda _: lambda: "a reason" if line == FORBIDDEN else "")
     broken = problems(line, scene)
     assert len(broken) == 1
     assert told in broken[0].rule
@@ -261,6 +269,7 @@ def test_a_broken_rule_is_reported_and_each_of_its_fixes_resolves_it(
 
 def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_rules, "is_installed", lambda _: False)
+    monkeypatch.setattr(comm_rules, "load", lambda _: lambda: "a reason")
     cases = [(scene, build_parts(AskedConfig, plain_config(line))[0]) for scene, line, _ in BROKEN]
     assert len(rules.RULES) <= len(cases)
     for rule in rules.RULES:

@@ -90,6 +90,7 @@ def drawn(seed: int) -> tuple[StepMemory, StatesReplay]:
     linear = LinearTrace.between((2, small), (9, large))
     assert linear is not None
     rules = rules_of(draw.choice(PLANS), 2, draw.choice((1, 2, 5)), by_messages=draw.random() < 0.5)
+    rules = replace(rules, reads_peers=rules.by_messages and draw.random() < 0.5)
     units = [(unit, draw.choice(KINDS)) for unit in sizes(*(8 * draw.randrange(1, 60) for _ in range(UNITS)))]
     states = replay_states(linear.trace, units, rules, prefetch=draw.randrange(3))
     return StepMemory(linear, StepPeaks.of(linear, states), draw.randrange(4), draw.randrange(50)), states
