@@ -81,7 +81,7 @@ def jobs(config: RunConfig) -> list[TimingJob]:
 
 
 def _copies(config: RunConfig) -> TimingJob:
-    return TimingJob("copies", _key("copies", place_of(config)), config)
+    return TimingJob("copies", _key("copies", _cores_of(config)), config)
 
 
 def _segments(config: RunConfig, micro: int | None = None) -> TimingJob:
@@ -121,18 +121,22 @@ def anchored(config: RunConfig) -> RunConfig:
 def _update(config: RunConfig) -> TimingJob:
     groups = {name: plain(getattr(config, name)) for name in ("optimizer", "precision", "offload")}
     del groups["optimizer"]["lr"]  # a step takes as long with each
-    return TimingJob("update", _key("update", {**groups, **place_of(config)}), config)
+    return TimingJob("update", _key("update", {**groups, **_cores_of(config)}), config)
 
 
 def place_of(config: RunConfig) -> dict[str, Any]:
-    """The ranks that compute at the same time, and with what."""
+    """The ranks that compute at the same time, with what, and what they communicate over."""
+    return {**_cores_of(config), "comm": transport(config)}
+
+
+def _cores_of(config: RunConfig) -> dict[str, Any]:
+    """The same, without their communication, which no copy or update waits for."""
     resources = config.resources
     return {
         "ranks": resources.ranks,
         "nodes": resources.nodes,
         "threads": resources.threads,
         "device": str(resources.device),
-        "comm": transport(config),
     }
 
 
