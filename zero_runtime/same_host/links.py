@@ -7,7 +7,6 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Collection
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -48,18 +47,18 @@ class Link:
         self._unsent: deque[bytes] = deque()
         self._sending = threading.RLock()  # a token must not be sent by two threads; a collection may close the link
         self._owner = os.getpid()
-        self._process = -1
+        self.process = -1  # its descriptor
         if hasattr(os, "pidfd_open"):
             # A process that the peer has forked keeps the connection open; its own descriptor tells of its end.
             try:
-                self._process = os.pidfd_open(pid)
+                self.process = os.pidfd_open(pid)
             except OSError:  # a sandbox may not know the call: then the connection alone tells
-                self._process = -1
+                self.process = -1
 
     @property
     def descriptors(self) -> list[int]:
         """What poll(2) is to watch: the connection, and the peer's process."""
-        return [] if self.fault else [self._connection.fileno(), *([self._process] if self._process >= 0 else [])]
+        return [] if self.fault else [self._connection.fileno(), *([self.process] if self.process >= 0 else [])]
 
     @property
     def is_sending(self) -> bool:
@@ -84,14 +83,14 @@ class Link:
                     return
                 self._unsent.popleft()
 
-    def receive(self, ended: Collection[int] = ()) -> list[Token]:
-        """The tokens that have come. Sets `fault` if none can come any more. ended: descriptors of ended processes."""
+    def receive(self, *, ended: bool = False) -> list[Token]:
+        """The tokens that have come. Sets `fault` if none can come any more; `ended`: since the process has ended."""
         found: list[Token] = []
         while not self.fault:
             try:
                 data = self._connection.recv(_FORM.size)
             except BlockingIOError:
-                if self._process in ended:
+                if ended:
                     self._close("has ended")
                 break
             except ConnectionResetError:
@@ -118,5 +117,5 @@ class Link:
             with suppress(OSError):  # the peer may have gone
                 self._connection.shutdown(socket.SHUT_RDWR)  # a forked child may have the connection too
         self._connection.close()
-        if self._process >= 0:
-            os.close(self._process)
+        if self.process >= 0:
+            os.close(self.process)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from typing import NamedTuple
 
 from zero_runtime.same_host.links import Link, Token
@@ -30,9 +29,9 @@ class Mailbox:
         self._read: dict[int, dict[int, Token]] = {rank: {} for rank in ranks}  # answers to own messages, by number
         self._refused: dict[int, list[Token]] = {}  # by number of a collective
 
-    def receive(self, link: Link, ended: Collection[int]) -> None:
-        """Take the tokens that have come over the link. ended: see `Link.receive`."""
-        for token in link.receive(ended):
+    def receive(self, link: Link, *, ended: bool) -> None:
+        """Take the tokens that have come over the link. ended: its process has."""
+        for token in link.receive(ended=ended):
             if token.what != MESSAGE and token.phase == REFUSED:
                 self._refused.setdefault(token.number, []).append(token)
             elif token.what != MESSAGE:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -21,8 +21,13 @@ from zero_runtime.errors import PeerError
 from zero_runtime.same_host.links import Link
 
 _NO_MODES = nullcontext()
-Receive = Callable[[Link, Collection[int]], None]  # takes the tokens out of a link, see `Mailbox.receive`
 Steps = Iterator[frozenset[int]]  # of an operation: it yields the ranks of its group that it waits for
+
+
+class Receiver(Protocol):
+    """Takes the tokens out of a link, and must not block: `Mailbox.receive`."""
+
+    def __call__(self, link: Link, /, *, ended: bool) -> None: ...
 
 
 class Operation:
@@ -120,23 +125,30 @@ class Progress:
         self._lock = threading.Condition()
         self._has_leader = False
         self._running: list[Operation] = []
-        self._receivers: dict[Link, Receive] = {}
+        self._links: dict[int, tuple[Link, Receiver]] = {}  # by descriptor
+        self._asked = select.poll()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
+        self._asked.register(self._wake_read, select.POLLIN)
         self._behind: list[Operation] = []  # that the thread of its own waits for
         self._thread: threading.Thread | None = None
 
-    def add_links(self, links: Iterable[Link], receive: Receive) -> None:
+    def add_links(self, links: Iterable[Link], receive: Receiver) -> None:
         """Watch connections; `receive` takes a link's tokens out of it and must not block."""
-        with self._lock:
-            self._receivers.update(dict.fromkeys(links, receive))
-            self._wake()
-
-    def remove_links(self, links: Iterable[Link]) -> None:
-        # Without a lock: a garbage collection may come here in any thread. The call is one step of the interpreter.
         for link in links:
-            self._receivers.pop(link, None)
+            for descriptor in link.descriptors:
+                self._links[descriptor] = (link, receive)
+                self._asked.register(descriptor, select.POLLIN)
+        self._wake()
+
+    def remove_links(self, links: Collection[Link]) -> None:
+        # Without a lock: a garbage collection may come here in any thread. Each line is one step of the interpreter.
+        for descriptor, (link, _) in list(self._links.items()):
+            if link in links:
+                self._links.pop(descriptor, None)
+                with suppress(KeyError):
+                    self._asked.unregister(descriptor)
         self._wake()
 
     def start(self, operation: Operation) -> Operation:
@@ -186,13 +198,13 @@ class Progress:
         try:
             with self._lock:
                 if self._has_leader:
-                    if operation is not None:
+                    if operation is not None and not operation.ended:
                         self._lock.wait(seconds)
                     return
                 self._has_leader = leads = True  # in one step, so that no KeyboardInterrupt comes between
-            self._advance_all()
+            self._advance_all(0.0)
             if operation is not None and not operation.ended:
-                self._advance_all(self._sleep(seconds))
+                self._advance_all(seconds)
         finally:
             if leads:
                 self._end_turn()
@@ -211,35 +223,36 @@ class Progress:
         for one in ended:
             one.tell_end()
 
-    def _advance_all(self, ended: Collection[int] = ()) -> None:
+    def _advance_all(self, seconds: float) -> None:
+        """Sleep so long at most, until a token comes, a process ends, or another thread has begun something; then take
+        the tokens and let all operations go on."""
+        full = [one for one, (link, _) in list(self._links.items()) if link.is_sending and one != link.process]
+        for descriptor in full:
+            self._asked.register(descriptor, select.POLLIN | select.POLLOUT)
+        happened = self._asked.poll(max(0.0, seconds) * 1000)
+        for descriptor in full:
+            self._asked.register(descriptor, select.POLLIN)
         with self._busy:
+            for descriptor, _ in happened:
+                self._take_from(descriptor)
             with self._lock:
-                running, receivers = list(self._running), list(self._receivers.items())
-            for link, receive in receivers:
-                link.flush()
-                receive(link, ended)
+                running = list(self._running)
             for one in running:
                 if not one.ended:
                     one.advance()
 
-    def _sleep(self, seconds: float) -> list[int]:
-        """Sleep until a token comes, a process ends, or another thread has begun something; returns the descriptors of
-        what has happened."""
-        with self._lock:
-            links = list(self._receivers)
-        asked = select.poll()
-        asked.register(self._wake_read, select.POLLIN)
-        for link in links:
-            for place, descriptor in enumerate(link.descriptors):
-                if descriptor >= 0:  # another thread may be closing it
-                    asked.register(
-                        descriptor, select.POLLIN | (select.POLLOUT if link.is_sending and place == 0 else 0)
-                    )
-        found = [descriptor for descriptor, _ in asked.poll(max(0.0, seconds) * 1000)]
-        with suppress(BlockingIOError):
-            while os.read(self._wake_read, 4096):
-                pass
-        return found
+    def _take_from(self, descriptor: int) -> None:
+        if descriptor == self._wake_read:
+            with suppress(BlockingIOError):
+                os.read(descriptor, 4096)
+            return
+        if (known := self._links.get(descriptor)) is None:
+            return  # the group was left meanwhile
+        link, receive = known
+        link.flush()
+        receive(link, ended=link.process == descriptor)
+        if link.fault:
+            self.remove_links([link])
 
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # full: it wakes anyway
