@@ -83,6 +83,7 @@ IMPORTERS = {
         "zero_runtime/gloo.py",
         "zero_runtime/own_device.py",
         "zero_runtime/same_host/group.py",
+        "zero_runtime/same_host/work.py",
         "zero_runtime/same_host/meeting.py",
         "zero_runtime/world.py",
     },

@@ -17,6 +17,7 @@ from zero_runtime.same_host.meeting import Meeting, meet
 from zero_runtime.same_host.operations import Add, Call
 from zero_runtime.same_host.progress import Operation, Steps, progress
 from zero_runtime.same_host.what import MESSAGE, NAMES, number_of
+from zero_runtime.same_host.work import SharedWork
 from zero_runtime.wings import SHM_MESSAGES, load
 from zero_runtime.world import SHM
 
@@ -53,68 +54,7 @@ def reason() -> str:
     return "" if isinstance(dist.group.WORLD, SharedGroup) or dist.get_world_size() == 1 else _reasons[-1]
 
 
-# torch's own declarations of these classes differ from version to version.
-_Work: Any = dist.Work
-_ProcessGroup: Any = dist.ProcessGroup
-
-
-class SharedWork(_Work):  # type: ignore[misc]
-    """One operation, or several that were issued together, as torch sees them."""
-
-    def __init__(self, started: Sequence[Operation], timeout: timedelta, output: Any = None) -> None:
-        super().__init__()
-        self._started, self._timeout, self._output = started, timeout, output
-        self._source: list[int] = []
-        self._future: torch.futures.Future[Any] | None = None
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the result is there; raises PeerError. A timeout of 0 is the group's."""
-        for one in self._started:
-            progress().wait(one, (timeout or self._timeout).total_seconds())
-        return True
-
-    def is_completed(self) -> bool:
-        progress().poke()
-        return all(one.ended for one in self._started)
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> BaseException | None:
-        return next((one.error for one in self._started if one.error is not None), None)
-
-    def result(self) -> Any:
-        return self._output
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def source_rank(self) -> int:
-        return self._source[0]
-
-    _source_rank = source_rank
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future that a thread of its own completes."""
-        if self._future is None:
-            future: torch.futures.Future[Any] = torch.futures.Future()
-            self._future = future
-            left = len(self._started)
-
-            def end(_: Operation) -> None:
-                nonlocal left
-                left -= 1
-                if left == 0:
-                    error = self.exception()
-                    if error is None:
-                        future.set_result(self._output)
-                    else:
-                        future.set_exception(error)
-
-            for one in self._started:
-                progress().go_behind(one)
-                one.afterwards(end)
-        return self._future
+_ProcessGroup: Any = dist.ProcessGroup  # its declaration differs from version to version of torch
 
 
 class SharedGroup(_ProcessGroup):  # type: ignore[misc]
@@ -368,7 +308,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         name = f"a message from rank {' or '.join(map(str, peers))} of a group of {self._size} ranks"
         operation = Operation(name, operations.receive(call, flat, peers, source.append), self._links, (flat,))
         work = self._work([self._returning(back, self._progress.start(operation))], tensors)
-        work._source = source
+        work.sources = source
         return work
 
     def _message(self, number: int, tensor: torch.Tensor, tag: int) -> Call:

@@ -280,7 +280,7 @@ def test_what_a_peer_sent_before_it_left_or_ended_is_received() -> None:
     assert one.fault == "has ended or left the group"
     late, peer = _linked()
     peer.send(_token(4))
-    assert [token.number for token in late.receive(late.descriptors)] == [4]
+    assert [token.number for token in late.receive(ended=True)] == [4]
     assert late.fault == "has ended"
 
 
