@@ -12,8 +12,9 @@ copy out of it (process_vm_readv), so a byte is copied once and nothing is alloc
 - peer_memory.py: copies from another process; the permission for it.
 - meeting.py: how the ranks of a group find out that they share a host, and connect; links.py: the connection of two.
 - operations.py: the collectives, each as a generator that yields the ranks it waits for.
-- mailbox.py: the tokens that have come; progress.py: runs the operations of this process, whose threads sleep in poll(2)
-  while they wait, until a token comes or a process ends.
+- mailbox.py: the tokens that have come.
+- progress.py: runs the operations of this process; a waiting thread sleeps in poll(2) until a token comes or a process
+  ends.
 - group.py and work.py: torch's interface, under the name "shm"; messages.py: the runtime's own.
 
 There is no shared memory, file or name that could be left behind; other users cannot read a rank (the kernel's rule for
