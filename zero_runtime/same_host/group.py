@@ -35,7 +35,8 @@ _ADD: dict[Any, Add] = {
 
 
 def register() -> None:
-    """Make the backend known to torch.distributed. Idempotent."""
+    """Make the backend known to torch.distributed, before the default group is made with it. Idempotent."""
+    _reasons.clear()
     if SHM not in dist.Backend.backend_list:
         dist.Backend.register_backend(SHM, create, devices=["cpu"])
 
@@ -51,7 +52,9 @@ def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 def reason() -> str:
     """Why the ranks of the default group do not read each other; empty if they do."""
-    return "" if isinstance(dist.group.WORLD, SharedGroup) or dist.get_world_size() == 1 else _reasons[-1]
+    if isinstance(dist.group.WORLD, SharedGroup) or dist.get_world_size() == 1:
+        return ""
+    return next(iter(_reasons), "the default group was made with another backend")
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # its declaration differs from version to version of torch
