@@ -231,7 +231,7 @@ class Unit:
     @property
     def reduces_in_place(self) -> bool:
         """Whether a reduction under way holds no memory that would be freed at its end."""
-        return self.gradients.reduces_in_place and self.parameters.location is ON_DEVICE
+        return self.gradients.holds_nothing and self.parameters.location is ON_DEVICE
 
     def wait_reduce(self) -> None:
         """Block until grad_shard holds the sum over the ranks; frees the full gradient if the plan shards gradients."""

@@ -85,6 +85,9 @@ class UnitGradients:
         # because it outlives the input.
         self._keeps_full = plan.keeps_full_grads
         self._reduces_in_place = plan.keeps_full_grads or collectives.shard_count == 1
+        # Whether a reduction reads and writes unsharded_grad alone, which stays.
+        casts = self.grad_dtype != self._reduce_dtype
+        self.holds_nothing = self._keeps_full and not casts and self.coded is None and collectives.sums_in_place
         self._filled: set[int] = set()  # parameters (by index) with a gradient in unsharded_grad
         # Each parameter's elements of unsharded_grad. One call makes all views, in less time than a slice for each.
         self._flats: Sequence[torch.Tensor] = ()
@@ -156,12 +159,6 @@ class UnitGradients:
         assert self.unsharded_grad is not None
         for start, stop in self.layout.gaps:
             self.unsharded_grad[start:stop].zero_()  # padding takes part in the reduction and in the norm
-
-    @property
-    def reduces_in_place(self) -> bool:
-        """Whether a reduction reads and writes unsharded_grad alone, which stays."""
-        casts = self.grad_dtype != self._reduce_dtype
-        return self._keeps_full and not casts and self.coded is None and self._collectives.sums_in_place
 
     # ---- the sum over the ranks --------------------------------------------------------------------------------------
 

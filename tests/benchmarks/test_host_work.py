@@ -16,7 +16,7 @@ CALL, USE = 13, 5  # the hooks of a module's call in forward; one use of a unit
 GATHER, RELEASE = 37, 9  # from the schedule through the collective to the guard of the parameters, and back
 LEFT_OPEN = 2  # the end of the forward asks each unit again whether it is released
 GRADIENT = 5  # for each parameter: the hook, the copy into the flat gradient, and the question whether it was the last
-CALL_BACKWARD, REDUCTION = 14, 37
+CALL_BACKWARD, REDUCTION = 14, 38
 UPDATE = 19  # the norm, the update, the end of the gradients
 GATHER_BEGUN = 22  # rows that keep full parameters begin the gather in the step
 

@@ -21,6 +21,7 @@ from zero_runtime.same_host.work import SharedWork
 from zero_runtime.wings import SHM_MESSAGES, load
 from zero_runtime.world import SHM
 
+SMALL = 2**14  # bytes of a tensor that every rank sums itself
 _reasons: list[str] = []  # why groups of this process are gloo's
 _ADD: dict[Any, Add] = {
     dist.ReduceOp.SUM: torch.add,
@@ -157,9 +158,8 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         add, by = self._addition("all_reduce", op)
         self.observe("all_reduce", tensor, tensor)
         flat, back = _flat(tensor)
-        return self._returning(
-            back, self.start("all_reduce", flat, lambda call: operations.all_reduce(call, flat, add, by))
-        )
+        reduced = operations.all_reduce_small if flat.nbytes <= SMALL else operations.all_reduce
+        return self._returning(back, self.start("all_reduce", flat, lambda call: reduced(call, flat, add, by)))
 
     def reduce(self, tensors: Any, opts: Any) -> SharedWork:
         tensor = _only(tensors)

@@ -25,7 +25,6 @@ from zero_runtime.same_host.progress import Steps
 from zero_runtime.same_host.sizes import CHUNK
 from zero_runtime.same_host.what import MESSAGE, NAMES, told
 
-SMALL = 2**14  # bytes that every rank sums itself: one meeting of the ranks in place of two
 Add = Callable[..., torch.Tensor]  # a binary function of torch with `out`
 
 
@@ -163,26 +162,28 @@ def reduce_scatter(call: Call, total: torch.Tensor, parts: Sequence[torch.Tensor
 
 
 def all_reduce(call: Call, tensor: torch.Tensor, add: Add, divide_by: int = 1) -> Steps:
-    """Sum the flat contiguous tensor over the ranks, in place."""
-    if tensor.nbytes <= SMALL:
-        for peer in call.links:
-            call.tell(peer, tensor)
-        total = torch.empty_like(tensor)
-        yield from _sum(call, call.links, total, tensor, add)
-        for peer in call.links:
-            call.say_read(peer)
-        yield from call.until_read(call.links)
-        _divide(total, divide_by)
-        tensor.copy_(total)
-        return
-    # Each rank sums one part in place, which the others do not read before they are told of its sum.
+    """Sum the flat contiguous tensor over the ranks, in place: each rank sums a part, which the others copy."""
     parts = tensor.tensor_split(len(call.links) + 1)
     for peer in call.links:
         call.tell(peer, parts[peer])
+    # The others do not read this part before they are told of its sum.
     yield from _sum(call, call.links, parts[call.rank], parts[call.rank], add)
     _divide(parts[call.rank], divide_by)
     # A rank that is ready in phase 1 has read what it needed in phase 0, so its part of this tensor may be written.
     yield from all_gather(call, parts, parts[call.rank], phase=1)
+
+
+def all_reduce_small(call: Call, tensor: torch.Tensor, add: Add, divide_by: int = 1) -> Steps:
+    """The same in one meeting of the ranks: each sums all of the tensor, aside until the others have read it."""
+    for peer in call.links:
+        call.tell(peer, tensor)
+    total = torch.empty_like(tensor)
+    yield from _sum(call, call.links, total, tensor, add)
+    for peer in call.links:
+        call.say_read(peer)
+    yield from call.until_read(call.links)
+    _divide(total, divide_by)
+    tensor.copy_(total)
 
 
 def reduce(call: Call, tensor: torch.Tensor, add: Add, root: int) -> Steps:
