@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -17,19 +18,7 @@ FEW = 16  # numbers, such as losses and counts: messages of so many elements are
 NAMESPACES = ("c10d", "_c10d_functional")
 # The collectives by the first words of their operators' names; others go by their own. A rank of a group of n sends so
 # many elements for each of the larger side's, times (n-1)/n, in a ring (see zero_runtime/ledger.py).
-KINDS = {
-    "allreduce": ("all_reduce", 2),
-    "all_reduce": ("all_reduce", 2),
-    "_allgather": ("all_gather", 1),
-    "allgather": ("all_gather", 1),
-    "all_gather": ("all_gather", 1),
-    "_reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "reduce": ("reduce", 1),
-    "broadcast": ("broadcast", 1),
-    "alltoall": ("all_to_all", 1),
-    "all_to_all": ("all_to_all", 1),
-}
+KINDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "reduce": 1, "broadcast": 1, "all_to_all": 1}
 SEND = "send"  # from rank to rank: all of it is sent
 UNSENT = ("recv", "wait_tensor", "barrier", "monitored_barrier")  # a receive is the send of another rank
 
@@ -58,11 +47,12 @@ class MessageCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         tensors = list(_tensors(args))
         if not tensors or name.startswith(UNSENT):
             return
-        words = [word for word in KINDS if name.startswith(word)]
-        kind, times = KINDS[max(words, key=len)] if words else (name, 1)
+        # c10d joins some words: allreduce_, _allgather_base_, alltoall_.
+        words = re.sub("^_?all(?=reduce|gather)", "all_", name).replace("alltoall", "all_to_all").lstrip("_")
+        kind = max((kind for kind in KINDS if words.startswith(kind)), key=len, default=name)
         ranks = _ranks(args)
         larger, dtype = _larger(kind, args, ranks), tensors[0].dtype
-        sent = larger if name == SEND else times * (ranks - 1) * larger // ranks
+        sent = larger if name == SEND else KINDS.get(kind, 1) * (ranks - 1) * larger // ranks
         # Objects are gathered as bytes in lists of tensors, as no engine sends its weights or gradients.
         if larger <= self._few or (name == "allgather_" and dtype == torch.uint8):
             self.ledger.control.add(sent, dtype.itemsize)

@@ -46,7 +46,7 @@ LONG = (
     ),
     *rows(Work("llama", "fp16", **ACCUMULATED), [one for one in EVERY if one != "deepspeed"]),  # fp16 on GPUs alone
     *(Row("fsdp2", stage, Work("tied", **ACCUMULATED), shard_ranks=1) for stage in (2, 3)),
-    Row("fsdp2", 3, Work("tied", **ACCUMULATED), offload=True),
+    *(Row("fsdp2", 3, Work("tied", **ACCUMULATED), offload=True, shard_ranks=shards) for shards in (None, 1)),
 )
 FAULTY = tuple(
     Row(engine, stage, Work("tied", **ACCUMULATED), fault=fault)
