@@ -171,6 +171,7 @@ def test_fp32_losses_norms_and_weights_are_those_of_one_process() -> None:
 
 
 @needs_deepspeed
+@pytest.mark.full
 def test_bf16_begins_with_the_fp32_masters_of_one_process_and_stays_beside_it() -> None:
     words = "precision=bf16 batch.accumulation=2 optimizer.clip_norm=1.0"
     configs = [config_of(words, stage) for stage in (1, 2, 3)] + [
@@ -214,6 +215,7 @@ def test_each_stage_holds_its_shards_between_backward_and_step() -> None:
 
 
 @needs_deepspeed
+@pytest.mark.full
 def test_fp16_has_the_loss_scales_of_the_points_rule() -> None:
     config = config_of("precision=fp16 precision.initial_scale_power=30 precision.loss_scale_window=3", 2)
     found = run_ranks(by_deepspeed, 2, [config], True)[0][0]

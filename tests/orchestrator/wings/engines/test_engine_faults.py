@@ -35,7 +35,7 @@ class Bf16States(DdpEngine):
         from orchestrator.wings.engines import materialise
 
         whole = materialise.whole
-        with mock.patch.object(materialise, "whole", lambda task: whole(task).to(torch.bfloat16)):
+        with mock.patch.object(materialise, "whole", lambda task, *_: whole(task).to(torch.bfloat16)):
             super().__init__(task)
 
 

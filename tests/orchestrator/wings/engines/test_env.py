@@ -171,6 +171,7 @@ def test_an_engine_that_is_not_installed_is_a_refused_row_and_the_others_run(
     assert f"needs the package no-such-engine: {python} -m pip install 'no-such-engine'" in problems[0]
 
 
+@pytest.mark.full
 def test_a_rank_imports_no_distribution_that_the_check_of_its_environment_does_not_know() -> None:
     program = """
 import sys, importlib.metadata as metadata
