@@ -54,7 +54,7 @@ def _part(composed: Composed, key: str, value: str) -> str:
     if key in SELF_NAMED:
         return _clean(value)
     if key == "engine.python":
-        return _environment(value)
+        return environment_name(value)
     last = key.rpartition(".")[2]
     last = key if last in composed.choices else last
     if re.fullmatch(r"\d+\.\d{6,}(e[+-]?\d+)?", value):
@@ -62,7 +62,7 @@ def _part(composed: Composed, key: str, value: str) -> str:
     return _clean(f"{last}{value}" if re.match(r"^[\d.]", value) else f"{last}_{value}")
 
 
-def _environment(python: str) -> str:
+def environment_name(python: str) -> str:
     """The name of the environment of an interpreter, ds198 for /a/ds198/bin/python, or of what holds its .venv."""
     folders = [
         name for name in python.strip("'\"").split("/")[:-1] if name not in ("", ".", "..", "bin", ".venv", "venv")

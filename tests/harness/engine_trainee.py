@@ -272,8 +272,8 @@ class Order:
     """One of the ways in which plain PyTorch may compute the same work.
 
     backwards: ranks and micro-batches are summed from the last to the first. together: all of a step is one batch.
-    autocast: a 16-bit precision casts fp32 weights for each operation, and does not hold 16-bit weights. exact: in
-    fp64, whatever the precision.
+    autocast: a 16-bit precision casts fp32 weights for each operation, and holds none in 16 bits but what is frozen, as
+    users of PEFT load it. exact: in fp64, whatever the precision.
     """
 
     backwards: bool = False
@@ -297,6 +297,8 @@ def plain(work: Work, order: Order) -> Trace:
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     masters = named if narrow is None else {name: one.detach().clone() for name, one in named.items()}
     model.to(narrow)
+    for param in model.parameters() if order.autocast else ():
+        param.data = param.data if param.requires_grad else param.data.to(TORCH_DTYPE[work.precision])
     optimizer = _optimizer(list(masters.values()))
     trace = Trace()
     for step in range(STEPS):

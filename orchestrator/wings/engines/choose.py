@@ -103,7 +103,7 @@ def main(words: Sequence[str], runs: int | None, *, as_json: bool) -> int:
             tables[AT_ITS_LIMIT] = (larger, ways.measured(larger))
     chosen = {name: one for name, (tried, rows) in tables.items() if (one := best_of(tried, rows)) is not None}
     if not chosen:
-        complain("error: no run ended with a result, or none did the work of the reference")
+        complain("error: no row has a place, as is said above      fix: measure=standard, if it has too few rounds")
         return FAILED
     _show(tables, chosen, screen, as_json=as_json)
     return OK

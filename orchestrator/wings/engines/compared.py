@@ -8,6 +8,7 @@ from typing import Any
 
 from orchestrator import wings
 from orchestrator.compose import arguments
+from orchestrator.compose.labels import environment_name
 from orchestrator.compose.line import composed
 from orchestrator.config.schema import MOST_THREADS, RunConfig, to_dict
 from orchestrator.config.strict import Broken
@@ -18,6 +19,7 @@ from orchestrator.wings.engines import environments
 from orchestrator.wings.engines.contract import EngineModule
 from orchestrator.wings.engines.equality import REFERENCE, STEPS, work_key
 
+PYTHON = "engine.python"
 # Groups that decide where and how a point is trained, which a plain run has no part in.
 NOT_THE_WORK = {
     **dict.fromkeys(("offload", "recompute", "parallel", "checkpoint"), "none"),
@@ -80,7 +82,8 @@ def _references(points: Sequence[Point | Refused], scene: Scene) -> list[Point |
     for one in words:
         # Composed anew, so that its words repeat it.
         judged, _ = judged_points(composed(arguments.split(one)), scene)
-        label = "-".join([REFERENCE, *(word.partition("=")[2] for word in one if word not in common)])
+        told = [word.partition("=")[::2] for word in one if word not in common]
+        label = "-".join([REFERENCE, *(environment_name(value) if key == PYTHON else value for key, value in told)])
         references += [replace(point, label=label) for point in judged]
     return references
 
@@ -104,7 +107,7 @@ def _reference_words(point: Point) -> list[str]:
         "measure.profile": "false",
         **NOT_THE_WORK,
     }
-    kept = [word for word in point.overrides if not _is_of(word, tuple(own))]
+    kept = [word for word in point.overrides if _is_of(word, (PYTHON,)) or not _is_of(word, tuple(own))]
     return [*kept, *(f"{key}={value}" for key, value in own.items())]
 
 
@@ -117,10 +120,11 @@ def _is_of(word: str, names: Sequence[str]) -> bool:
 def _distinct(points: Sequence[Point | Refused]) -> list[Point | Refused]:
     """Points whose configurations are equal by now are one."""
     found: list[Point | Refused] = []
+
+    def meant(point: Point | Refused) -> RunConfig | Refused:
+        return point.config if isinstance(point, Point) else point
+
     for point in points:
-        same = [
-            one for one in found if isinstance(one, Point) and isinstance(point, Point) and one.config == point.config
-        ]
-        if point not in found and not same:
+        if meant(point) not in map(meant, found):
             found.append(point)
     return found

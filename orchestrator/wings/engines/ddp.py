@@ -10,10 +10,10 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.schema import AdapterKind, RunConfig
+from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.contract import Task, Updated
-from orchestrator.wings.engines.limits import common_problems, replicated, unknown_keys
+from orchestrator.wings.engines.limits import broken_keys, common_problems, replicated
 from zero_runtime.limits import as_typed
 from zero_runtime.offload_plan import Tier
 from zero_runtime.precision import ITEMSIZE_BYTES
@@ -30,7 +30,7 @@ HOOKS = (None, "bf16_compress_hook", "fp16_compress_hook")  # of what is sent, b
 
 
 def problems_of(config: RunConfig) -> list[Broken]:
-    found = [*common_problems(config, "DDP"), *unknown_keys(config, settings_of)]
+    found = [*common_problems(config, "DDP"), *broken_keys(config, settings_of)]
     if (hook := settings_of(config)["comm_hook"]) not in HOOKS:
         rule = f"engine.ddp.comm_hook must be one of {', '.join(map(as_typed, HOOKS))}"
         found.append(Broken(rule, str(hook), ("engine.ddp.comm_hook=bf16_compress_hook",)))
@@ -41,12 +41,10 @@ def problems_of(config: RunConfig) -> list[Broken]:
 
 def notes_of(config: RunConfig) -> list[str]:
     found = ["DDP replicates all model states, so every zero.stage is this row"]
-    if config.precision.dtypes.param != "fp32" and config.adapter.kind is not AdapterKind.none:
-        found.append("frozen weights are fp32 too, and cast in each forward: a base in 16 bits would be smaller")
     if config.precision.dtypes.param != "fp32":
         found.append(
             "DDP keeps fp32 weights and casts them for each operation (torch.autocast), so its weights and gradients "
-            "are fp32, and norms, softmax and losses are computed in fp32"
+            "are fp32, and norms, softmax and losses are computed in fp32; what is frozen is held in 16 bits"
         )
     return found
 
@@ -86,21 +84,22 @@ class DdpEngine:
         from torch.nn.parallel import DistributedDataParallel
 
         from orchestrator.wings.engines import materialise, torch_optimizer
+        from zero_runtime.dtypes import TORCH_DTYPE
 
-        self._model = materialise.whole(task)
-        on_gpu, settings = task.device.type == "cuda", settings_of(task.config)
-        hook = settings.pop("comm_hook")
-        known = inspect.signature(DistributedDataParallel).parameters
-        if "forward_sync_buffers" not in known:  # torch before 2.13
-            settings["broadcast_buffers"] = settings.pop("forward_sync_buffers")
-            del settings["batched_grad_copy"]
-        self.module = DistributedDataParallel(self._model, device_ids=[task.device] if on_gpu else None, **settings)
-        if hook is not None:
-            self.module.register_comm_hook(None, getattr(default_hooks, hook))
         param = task.config.precision.dtypes.param
         self._computes_in_half = param != "fp32"
+        self._model = materialise.whole(task, TORCH_DTYPE[param])  # as users of adapters have their frozen base
+        settings = settings_of(task.config) | {"device_ids": [task.device] if task.device.type == "cuda" else None}
+        hook = settings.pop("comm_hook")
+        if "forward_sync_buffers" not in inspect.signature(DistributedDataParallel).parameters:  # torch before 2.13
+            settings["broadcast_buffers"] = settings.pop("forward_sync_buffers")
+            del settings["batched_grad_copy"]
+        self.module = DistributedDataParallel(self._model, **settings)
+        if hook is not None:
+            self.module.register_comm_hook(None, getattr(default_hooks, hook))
         if self._computes_in_half:
-            materialise.run_in_autocast(self.module, task.device, param)
+            autocast = torch.autocast(task.device.type, TORCH_DTYPE[param])
+            self.module.forward = autocast(self.module.forward)  # type: ignore[method-assign]  # of this module alone
         trained = ((name, one) for name, one in self._model.named_parameters() if one.requires_grad)
         self._update = torch_optimizer.Update(task.config, trained)
         self._world = torch.distributed.get_world_size()
@@ -115,9 +114,10 @@ class DdpEngine:
         return self._update.step(rates)
 
     def held(self) -> Mapping[str, Sequence[torch.Tensor]]:
-        weights = [param.detach() for param in self._model.parameters()]
-        name = "master" if self._computes_in_half else "params"
-        return {name: weights, "grads": self._update.grads(), **self._update.states()}
+        weights = [param.detach() for param in self._model.parameters() if not param.requires_grad]
+        masters = [param.detach() for param in self._update.params]
+        own = {"params": weights, "master": masters} if self._computes_in_half else {"params": [*masters, *weights]}
+        return {**own, "grads": self._update.grads(), **self._update.states()}
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, param.detach()) for name, param in self._model.named_parameters())

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.schema import Device, RunConfig
-from orchestrator.config.strict import Broken, nearest
+from orchestrator.config.strict import Broken
 from orchestrator.wings.engines import deepspeed_bytes
 from orchestrator.wings.engines.contract import Task, Updated
+from orchestrator.wings.engines.deepspeed_keys import broken_keys, by_bf16_optimizer, without_unused_norm
 from orchestrator.wings.engines.limits import common_problems, computed_as_param, merged
-from zero_runtime.deepspeed.keys import TOP
 from zero_runtime.limits import values_of
 from zero_runtime.offload_plan import Tier
 from zero_runtime.predict.memory.peers import PeerMemory, PeerModel
@@ -39,19 +39,16 @@ def problems_of(config: RunConfig) -> list[Broken]:
         (zero.shard_ranks is None, "shards over all ranks", "zero.shard_ranks", "zero.shard_ranks=null"),
     )
     found = [Broken(f"DeepSpeed in these runs {rule}", one, (fix,)) for holds, rule, one, fix in asked if not holds]
-    for key in sorted(config.engine.native.keys() - TOP.keys()):  # DeepSpeed would ignore it
-        fix = (f"engine.deepspeed.{near}",) if (near := nearest(key, TOP)) else ()
-        found.append(Broken("engine.deepspeed has the keys of DeepSpeed's configuration", key, fix))
-    return common_problems(config, "DeepSpeed") + found
+    return [*common_problems(config, "DeepSpeed"), *found, *broken_keys(config.engine.native)]
 
 
 def notes_of(config: RunConfig) -> list[str]:
-    stage, param = config.zero.stage, config.precision.dtypes.param
-    wrapper = stage == 1 and param == "bf16" and config.offload.optimizer is Tier.DEVICE
+    stage, param, keys = config.zero.stage, config.precision.dtypes.param, settings_of(config)
+    wrapper, clips = by_bf16_optimizer(config), keys["gradient_clipping"] or config.precision.scales_loss
     told = (
-        (stage == 0 and param == "bf16", "stage 0 in bf16 is torch_autocast over fp32 weights, since it would sum "
-         "gradients of 16-bit weights in 16 bits"),
+        (stage == 0 and param == "bf16", "stage 0 in bf16 is torch_autocast over fp32 weights: else it sums in bf16"),
         (stage == 0 and config.optimizer.clip_norm, "stage 0 clips without telling the norm"),
+        (not clips and keys["zero_optimization"].get("compute_grad_norm", stage), "the norm is computed, but not used"),
         (True, "the optimizer is torch's, fused, in the place of FusedAdam and DeepSpeedCPUAdam"),
         (wrapper, "stage 1 in bf16 (BF16_Optimizer) all-reduces fp32 gradients, and keeps all of them on every rank"),
         (stage in (1, 2) and not wrapper, "gradients are all-reduced in buckets, of which each rank keeps its part"),
@@ -91,7 +88,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
         # Like the others, it skips no step, and keeps no 16-bit gradient that was added to the fp32 sum.
         bf16 = {"bf16": {"enabled": True, "check_grad_overflow": False, "immediate_grad_update": True}}
         given |= bf16 if stage > 0 else {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    return merged(given, config.engine.native)
+    return without_unused_norm(config, merged(given, config.engine.native))
 
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
@@ -125,9 +122,12 @@ class DsEngine:
         # A start on a CPU would compile messages in shared memory, which training does not use.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self._deepspeed, self._torch, self._settings = deepspeed, torch, settings_of(task.config)
+        if "compute_grad_norm" not in deepspeed.runtime.zero.config.DeepSpeedZeroConfig.model_fields:
+            self._settings["zero_optimization"].pop("compute_grad_norm", None)  # an older version
         self._linear, self._tools, self._states_of = torch.nn.functional.linear, materialise, torch_optimizer.states_of
         self._half = next((TORCH_DTYPE[key] for key in ("bf16", "fp16") if key in self._settings), None)
-        self._model, masters = task.model, self._take_first_values(task)
+        frozen = TORCH_DTYPE[task.config.precision.dtypes.param]
+        self._model, masters = task.model, self._take_first_values(task, frozen)
         trained = [(name, param) for name, param in self._model.named_parameters() if param.requires_grad]
         self._optimizer = torch_optimizer.optimizer_of(task.config, trained)
         self.module, *_ = deepspeed.initialize(model=task.model, optimizer=self._optimizer, config=self._settings)
@@ -136,21 +136,21 @@ class DsEngine:
             (set_part if hasattr(param, "ds_tensor") else set_whole)(param, masters.pop(name))
         self._share = torch.distributed.get_world_size() if self.module.gradient_average else 1
 
-    def _take_first_values(self, task: Task) -> dict[str, torch.Tensor]:
-        """Fills the model. Returns the first values by name, as they were before they were rounded to 16 bits; at stage
-        3 this rank's part, and there each parameter is partitioned before the next one is made."""
+    def _take_first_values(self, task: Task, frozen: torch.dtype) -> dict[str, torch.Tensor]:
+        """Fills the model; `frozen` is the dtype of what is not trained. Returns the first values of what is, by name,
+        as they were before they were rounded to 16 bits; at stage 3 this rank's part, and there each parameter is
+        partitioned before the next one is made."""
         made, values, ranks = {}, dict[str, Any](), self._torch.distributed
         for name, param in list(task.model.named_parameters()):
-            value = task.first_value(name, param)
-            own: Any = self._torch.nn.Parameter(value.to(task.device, self._half), requires_grad=param.requires_grad)
+            value, trains = task.first_value(name, param), param.requires_grad
+            own: Any = self._torch.nn.Parameter(value.to(task.device, self._half if trains else frozen), trains)
             if self._settings["zero_optimization"]["stage"] == 3:
                 self._deepspeed.zero.Init(self._torch.nn.ParameterList([own]), config_dict_or_path=self._settings)
                 size = own.ds_tensor.numel()
                 padding = value.new_zeros(size * ranks.get_world_size() - value.numel())
                 value = self._torch.cat([value.flatten(), padding])[size * ranks.get_rank() :][:size].clone()
-            made[id(param)], values = own, {**values, **({name: value} if self._half else {})}
-        self._tools.replace(task.model, made)
-        task.model.to(task.device)  # the buffers
+            made[id(param)], values = own, {**values, **({name: value} if self._half and trains else {})}
+        self._tools.replace(task.model, made, task.device)
         return values
 
     def before_micro_batch(self, *, last: bool) -> None:
@@ -164,8 +164,7 @@ class DsEngine:
             group["lr"] = rates.lr
         scale = float(getattr(self.module.optimizer, "loss_scale", 1.0))
         self.module.step()
-        norm = self.module.get_global_grad_norm()
-        return Updated(norm, not self.module.was_step_applied(), scale)
+        return Updated(self.module.get_global_grad_norm(), not self.module.was_step_applied(), scale)
 
     def held(self) -> Mapping[str, Sequence[torch.Tensor]]:
         model, zero, optimizer = list(self._model.parameters()), vars(self.module.optimizer), self._optimizer
@@ -177,8 +176,9 @@ class DsEngine:
         weights = [getattr(one, "ds_tensor", one) for one in model]
         weights += [one for one in model if getattr(one, "ds_persist", False)]
         copies = [] if self.module.optimizer is optimizer else masters
-        own = {"master": weights} if "torch_autocast" in self._settings else {"params": weights, "master": copies}
-        every = {**own, "grads": grads, **self._states_of(optimizer)}
+        if "torch_autocast" in self._settings:  # its fp32 weights are the masters
+            weights, copies = ([one for one in model if one.requires_grad is trained] for trained in (False, True))
+        every = {"params": weights, "master": copies, "grads": grads, **self._states_of(optimizer)}
         return {name: self._tools.apart(tensors) for name, tensors in every.items()}
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orchestrator.report.entry import Entry
-from orchestrator.wings.engines.equality import bounds, verdicts
+from orchestrator.wings.engines.equality import bounds, relative, verdicts
 
 WHAT = ("loss", "norm")
 
@@ -46,11 +46,5 @@ def distances_of(entries: Sequence[Entry]) -> dict[str, dict[str, Distance]]:
 
 def _distance(own: Mapping[str, Any], basis: Mapping[str, Any], config: Mapping[str, Any], what: str) -> Distance:
     pairs = list(zip(own["steps"], basis["steps"], strict=False))
-    far = tuple(_relative(one.get(what), other.get(what)) for one, other in pairs)
+    far = tuple(relative(one.get(what), other.get(what)) for one, other in pairs)
     return Distance(far, tuple(bounds(config, basis, what)[: len(pairs)]))
-
-
-def _relative(one: float | None, other: float | None) -> float | None:
-    if one is None or other is None:
-        return None
-    return abs(one - other) / abs(other) if other else abs(one)

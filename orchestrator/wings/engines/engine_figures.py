@@ -106,8 +106,8 @@ def _peak_bar(point: ReportPoint, peaks: Sequence[float], parts: int) -> Bar:
     predicted = length(((point.result or {}).get("memory") or {}).get("peak_predicted_bytes")) or None
     predicted = predicted or length(point.predicted.get("needed")) or None
     lengths = (*peaks, *[0.0] * parts)[:parts]
-    if not peaks:
+    if peaks:
+        note = size(peaks[0]) + (f", {difference(peaks[0], predicted)}" if predicted else "")
+    else:
         note = f"{point.entry.state}{f', needs {size(predicted)}' if predicted else ''}"
-        return Bar(label, lengths, point.number, outline=predicted, note=note, lacking=True)
-    note = size(peaks[0]) + (f", {difference(peaks[0], predicted)}" if predicted else "")
-    return Bar(label, lengths, point.number, outline=predicted, note=note)
+    return Bar(label, lengths, point.number, outline=predicted, note=note, lacking=not peaks)

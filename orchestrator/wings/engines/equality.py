@@ -47,10 +47,11 @@ PARTED = 0.05  # relative distance of norms from which they are not judged
 GROWTH = 16  # of the distance of two equal trainings in the steps after; that of llama_tiny in fp32 grows 15-fold by 20
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 STATES = ("params", "grads", "master")  # the components of result["dtypes"] that are not moments or messages
-# Settings that decide what is computed. Those of other groups decide where and how.
+# Settings that decide what is computed. Those of other groups decide where and how, but for the interpreter: another
+# torch rounds otherwise, so each has a reference of its own.
 GROUPS = ("seed", "model", "adapter", "data", "optimizer", "scheduler")
 KEYS = (("batch", "global_size"), ("batch", "seq"), ("measure", "kind"), ("measure", "warmup_steps"),
-        ("measure", "steps"))  # fmt: skip
+        ("measure", "steps"), ("engine", "python"))  # fmt: skip
 DTYPES = ("tf32", "param", "reduce", "accumulate", "master", "loss_scale", "initial_scale_power", "keep_dtype")
 
 
@@ -89,7 +90,7 @@ def verdicts(entries: Sequence[Entry]) -> dict[str, WorkVerdict]:
 
 
 def work_key(config: Mapping[str, Any]) -> str:
-    """Equal for two configurations exactly if their runs must do the same work."""
+    """Equal for two configurations exactly if their runs must do the same work, which is judged together."""
     precision = config.get("precision", {})
     parts = [
         [config.get(name) for name in GROUPS],
@@ -176,13 +177,18 @@ def _too_far(
     """The first step whose number is not within its limit of the other's. An engine that does not clip may know no
     norm."""
     for step, (one, two, limit) in enumerate(zip(own, other, limits, strict=False), start=1):
-        if one[what] is None or two[what] is None:
-            continue
-        apart = abs(one[what] - two[what]) / abs(two[what]) if two[what] else abs(one[what])
-        if not apart <= limit:  # also if it is not a number
+        apart = relative(one[what], two[what])
+        if apart is not None and not apart <= limit:  # also if it is not a number
             amount = f"{apart:.0e}".replace("e-0", "e-") if math.isfinite(apart) else "everything"
             yield f"{what} off by {amount} at step {step}"
             return
+
+
+def relative(one: float | None, other: float | None) -> float | None:
+    """How far a number is from another; None if one of them is not known."""
+    if one is None or other is None:
+        return None
+    return abs(one - other) / abs(other) if other else abs(one)
 
 
 # ---- dtypes ------------------------------------------------------------------------------------------------------

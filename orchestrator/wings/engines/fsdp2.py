@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.contract import Task, Updated
-from orchestrator.wings.engines.limits import common_problems, computed_as_param, unknown_keys
+from orchestrator.wings.engines.limits import broken_keys, common_problems, computed_as_param
 from zero_runtime.offload_plan import Tier
 from zero_runtime.plan import Partition
 from zero_runtime.precision import ITEMSIZE_BYTES
@@ -31,7 +31,7 @@ def problems_of(config: RunConfig) -> list[Broken]:
     # What it sums before it reduces, over micro-batches, is summed in the dtype that it reduces.
     sums = config.batch.accumulation > 1 and (not keys["requires_gradient_sync"] or shards < ranks)
     divides = isinstance(reshard, bool) or (isinstance(reshard, int) and 1 < reshard < shards and shards % reshard == 0)
-    found = [*common_problems(config, "FSDP2"), *unknown_keys(config, settings_of)]
+    found = [*common_problems(config, "FSDP2"), *broken_keys(config, settings_of, "reshard_after_forward")]
     if config.zero.plan.optimizer is Partition.REPLICATED:
         found.append(Broken("FSDP2 shards", "zero=stage0", ("engine=ddp", "zero=stage1")))
     if sums and reduce != "fp32":
@@ -131,18 +131,17 @@ class Fsdp2Engine:
 
     def _mesh(self, task: Task) -> tuple[Any, list[Any]]:
         """The ranks, as groups that shard; and how each parameter is placed on them."""
-        from torch.distributed import new_group
-        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Replicate, Shard
 
-        kind, ranks, shards = task.device.type, task.config.ranks, task.config.zero.shard_ranks
-        if shards not in (None, ranks):
-            mesh = init_device_mesh(kind, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
-            return mesh, [Replicate(), Shard(0)]
-        if self._keys["offload"] and kind == "cuda":  # the norm of what is offloaded is summed in host memory
-            group: Any = new_group(backend="cpu:gloo,cuda:nccl")
-            return DeviceMesh.from_group(group, kind), [Shard(0)]
-        return init_device_mesh(kind, (ranks,)), [Shard(0)]
+        kind, ranks = task.device.type, task.config.ranks
+        shards = task.config.zero.shard_ranks or ranks
+        names = ("replicate", "shard") if shards < ranks else ("shard",)
+        sizes = (ranks // shards, shards)[-len(names) :]
+        # The norm of what is offloaded is summed in host memory, which NCCL does not send.
+        both: Any = dict.fromkeys(names, "cpu:gloo,cuda:nccl") if self._keys["offload"] and kind == "cuda" else None
+        mesh = init_device_mesh(kind, sizes, mesh_dim_names=names, backend_override=both)
+        return mesh, [Replicate(), Shard(0)][-len(names) :]
 
     def _shard(self, mesh: Any) -> None:
         import torch

@@ -9,7 +9,7 @@ from typing import Any
 from orchestrator.config.engine import EngineChoice
 from orchestrator.config.schema import CheckpointKind, LossKind, MeasureKind, RunConfig
 from orchestrator.config.state_groups import Zero
-from orchestrator.config.strict import Broken, nearest
+from orchestrator.config.strict import Broken, Limits, nearest
 from zero_runtime.limits import as_typed
 from zero_runtime.offload_plan import Tier
 from zero_runtime.wire import EXACT
@@ -19,6 +19,12 @@ OPTIMIZERS = ("adam", "adamw", "sgd", "torch")
 # without such a key and without "moe" in their name.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 WITH_EXPERTS = ("mixtral", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "gpt_oss", "jamba", "llama4_text")
+SettingsOf = Callable[[RunConfig], Mapping[str, Any]]
+# What a setting of an engine must be, by the type of its default.
+VALUES: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("a number above 0", lambda value: type(value) in (int, float) and value > 0),
+}
 EXACT_WORDS = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
 
 
@@ -54,11 +60,16 @@ def common_problems(config: RunConfig, engine: str) -> list[Broken]:
     return [Broken(f"{engine} in these runs {rule}", found, (fix,)) for holds, rule, found, fix in asked if not holds]
 
 
-def unknown_keys(config: RunConfig, settings_of: Callable[[RunConfig], Mapping[str, Any]]) -> list[Broken]:
-    """A broken rule for each of the engine's own settings that is not one of those that it has without them."""
+def broken_keys(config: RunConfig, settings_of: SettingsOf, judged: str = "") -> list[Broken]:
+    """A broken rule for each of the engine's own settings that is not one of those that it has without them, or whose
+    value is of another kind than theirs. judged: a key whose values the engine judges itself."""
     kind, native = config.engine.kind, config.engine.native
     known = settings_of(replace(config, engine=EngineChoice(kind)))
-    return [
+    limits = Limits(native, f"engine.{kind}", known)
+    for key in native.keys() - {judged}:
+        if (needed := VALUES.get(type(known.get(key)))) is not None:
+            limits.must(key, needed[1], needed[0])
+    return limits.broken + [
         Broken(
             f"engine.{kind} has the settings {', '.join(known)}",
             key,

@@ -1,9 +1,8 @@
-"""Gives a model on the meta device its first values, runs a module's forward in autocast, and tells tensors apart."""
+"""Gives a model on the meta device its first values, and tells tensors apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -11,33 +10,25 @@ from torch import nn
 from orchestrator.wings.engines.contract import Task
 
 
-def whole(task: Task) -> nn.Module:
-    """The task's model with all its values on its device, parameters in fp32. Parameters that are one stay one."""
+def whole(task: Task, frozen: torch.dtype = torch.float32) -> nn.Module:
+    """The task's model with all its values on its device: trained parameters in fp32, and frozen ones in their dtype.
+    Parameters that are one stay one."""
     made: dict[int, nn.Parameter] = {}
     for name, param in list(task.model.named_parameters()):
-        value = task.first_value(name, param).to(task.device, torch.float32)
+        value = task.first_value(name, param).to(task.device, torch.float32 if param.requires_grad else frozen)
         made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
-    replace(task.model, made)
-    return task.model.to(task.device)  # the buffers
+    replace(task.model, made, task.device)
+    return task.model
 
 
-def replace(model: nn.Module, made: dict[int, nn.Parameter]) -> None:
-    """Puts other parameters in the place of those with these ids, wherever a module uses them."""
+def replace(model: nn.Module, made: dict[int, nn.Parameter], device: torch.device) -> None:
+    """Puts other parameters, which are on the device, in the place of those with these ids, wherever a module uses
+    them, and moves the buffers to it."""
     for module in model.modules():
         for key, param in list(module._parameters.items()):
             if param is not None and id(param) in made:
                 module._parameters[key] = made[id(param)]
-
-
-def run_in_autocast(module: nn.Module, device: torch.device, dtype: str) -> None:
-    """Lets the module's forward compute in a 16-bit dtype, with weights that stay as they are."""
-    forward: Callable[..., Any] = module.forward
-
-    def in_autocast(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device.type, getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype])):
-            return forward(*args, **kwargs)
-
-    module.forward = in_autocast
+    model.to(device)
 
 
 def apart(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator.report.entry import Entry
 from orchestrator.report.summary import Table
 from orchestrator.report.sweep_files import markdown as table_in_markdown
 from orchestrator.wings.engines import work_tables
@@ -29,23 +30,23 @@ BYTES = "What one rank holds between the backward of a step and its update; of o
 
 def section(points: Sequence[ReportPoint]) -> str:
     """The section of the page; empty without another engine."""
-    if not compares([point.entry for point in points]):
+    entries = [point.entry for point in points]
+    if not compares(entries):
         return ""
-    return rendered(
-        Path(__file__).with_name("section.html"), parts=_parts(points), figures=figures(points), told=_told(points)
-    )
+    told, file = work_tables.settings(entries), Path(__file__).with_name("section.html")
+    return rendered(file, parts=_parts(entries), figures=figures(points), told=told)
 
 
 def markdown(points: Sequence[ReportPoint], folder: str) -> list[str]:
     """The parts of report.md."""
-    if not compares([point.entry for point in points]):
+    entries, found = [point.entry for point in points], list[str]()
+    if not compares(entries):
         return []
-    found = []
-    for title, text, table in _parts(points):
+    for title, text, table in _parts(entries):
         found += [f"## {title}", *([text] if text else []), table_in_markdown(table)]
     for figure in figures(points):
         found += [f"![{figure.picture.title}]({folder}/{figure.name}.svg)", figure.caption]
-    for name, lines in _told(points).items():
+    for name, lines in work_tables.settings(entries).items():
         found += [f"## Engine {name}", "\n".join(f"- {line}" for line in lines)]
     return found
 
@@ -55,20 +56,10 @@ def figures(points: Sequence[ReportPoint]) -> list[Figure]:
     return figures_of(points) if compares([point.entry for point in points]) else []
 
 
-def _parts(points: Sequence[ReportPoint]) -> list[tuple[str, str, Table]]:
-    entries = [point.entry for point in points]
+def _parts(entries: Sequence[Entry]) -> list[tuple[str, str, Table]]:
     found = (
         ("The same work", WORK, work_tables.work(entries)),
         ("Messages of a step", MESSAGES, work_tables.messages(entries)),
-        (
-            "Bytes by dtype",
-            BYTES,
-            work_tables.dtypes(entries),
-        ),
+        ("Bytes by dtype", BYTES, work_tables.dtypes(entries)),
     )
     return [(title, text, table) for title, text, table in found if table.rows]
-
-
-def _told(points: Sequence[ReportPoint]) -> dict[str, list[str]]:
-    """By engine: its versions, what it was told in its own words, and what it does otherwise than others."""
-    return work_tables.settings([point.entry for point in points])

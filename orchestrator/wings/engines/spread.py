@@ -31,13 +31,10 @@ def spread_of(run: RankRun, steps: Sequence[Mapping[str, Any]]) -> dict[str, lis
     skipped = [not step["updates"] for step in steps]
     alike = [reports for reports in found if [one.skipped for one in reports] == skipped]
     by_step = list(zip(*alike, strict=True)) if alike else [()] * len(steps)
+    both = list(zip(steps, by_step, strict=True))
     return {
-        "loss": [
-            _farthest(step["loss"], [one.loss for one in ones]) for step, ones in zip(steps, by_step, strict=True)
-        ],
-        "norm": [
-            _farthest(step["norm"], [one.grad_norm for one in ones]) for step, ones in zip(steps, by_step, strict=True)
-        ],
+        "loss": [_farthest(step["loss"], [one.loss for one in ones]) for step, ones in both],
+        "norm": [_farthest(step["norm"], [one.grad_norm for one in ones]) for step, ones in both],
     }
 
 

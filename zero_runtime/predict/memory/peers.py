@@ -232,9 +232,11 @@ def _deepspeed_replicated(model: PeerModel, settings: DeepSpeedSettings, weights
     is. `allreduce_bucket` sends a flat copy of a bucket of gradients, once they are all there."""
     trained, bucket = model.trained_numel, min(settings.reduce_bucket_size, model.trained_numel)
     state = OPTIMIZER if settings.autocast else PARAMS  # fp32 weights that compute in 16 bits are masters
-    yield PeerTerm(f"parameters, {weights}P", weights * model.numel, state=state)
+    yield PeerTerm(f"parameters, {weights}T", weights * trained, state=state)
+    frozen = (model.numel - trained) * (HALF if settings.autocast else weights)
+    yield PeerTerm("frozen parameters", frozen, state=PARAMS)
     if settings.autocast:
-        yield PeerTerm("16-bit copies of the weights, 2P", HALF * model.numel, Moment.COMPUTE)
+        yield PeerTerm("16-bit copies of the weights, 2T", HALF * trained, Moment.COMPUTE)
     yield from _weights(model, weights, trained, "T")
     yield PeerTerm(f"gradients, {weights}T", weights * trained, Moment.GRADIENTS, GRADS)
     if weights == SINGLE:
@@ -253,14 +255,17 @@ def _deepspeed_full_params(
     Each group of the optimizer is one flat tensor, padded to a multiple of 2N (`nccl_start_alignment_factor`).
     `setup_buckets` allocates the bucket that gradients are copied to, two with overlap_comm; `step` flattens the rank's
     averaged gradients and converts the flat tensor to fp32. BF16_Optimizer has no bucket: it allocates the flat fp32
-    gradients once, adds each backward's 16-bit gradients to them, and `allreduce_bucket` (engine.py) sends a copy.
-    After the last backward `_clear_param_grad_only` leaves the gradients of the rank's own part alone, whatever
-    is sharded; a parameter that is in the parts of two ranks leaves all of its gradient, if that is not converted.
+    gradients once, adds each backward's 16-bit gradients to them, and `allreduce_bucket` (engine.py) sends a copy. With
+    offload the rank's gradients go to flat fp32 tensors on the host, which stay; fp32 sums of 16-bit gradients are flat
+    on the device first, and at stage 1 those of other parts stay views of the bucket until the step. After the last
+    backward `_clear_param_grad_only` leaves the gradients of the rank's own part alone, whatever is sharded; a
+    parameter that is in the parts of two ranks leaves all of its gradient, if that is not converted.
     """
     shard = model.group_shard(world, 2 * world)
     flat, frozen = shard * world, model.numel - model.trained_numel
     grad_bytes = SINGLE if settings.fp32_gradients else weights
-    keeps_fp32 = weights == HALF and settings.fp32_gradients and plan.grads is Partition.REPLICATED
+    sums_apart = weights == HALF and settings.fp32_gradients
+    keeps_fp32 = sums_apart and plan.grads is Partition.REPLICATED
     by_bf16_optimizer = keeps_fp32 and settings.bf16 and not settings.optimizer_on_host
     yield PeerTerm(f"parameters, {weights}P", weights * (flat + frozen), state=PARAMS)
     if by_bf16_optimizer:
@@ -269,7 +274,8 @@ def _deepspeed_full_params(
             yield PeerTerm("16-bit gradients, 2T", HALF * model.trained_numel, Moment.GRADIENTS, GRADS)
         yield PeerTerm("copy of a bucket of gradients", SINGLE * min(settings.reduce_bucket_size, flat), Moment.STEP)
     else:
-        yield PeerTerm(f"gradients, {grad_bytes}T/N", grad_bytes * shard, Moment.GRADIENTS, GRADS)
+        if sums_apart or not settings.optimizer_on_host:
+            yield PeerTerm(f"gradients, {grad_bytes}T/N", grad_bytes * shard, Moment.GRADIENTS, GRADS)
         if plan.grads is Partition.REPLICATED and settings.accumulates:
             whole = grad_bytes * (model.trained_numel - shard)
             yield PeerTerm("whole gradients of earlier micro-batches", whole, Moment.COMPUTE)
@@ -278,14 +284,19 @@ def _deepspeed_full_params(
         size = max(settings.reduce_bucket_size, model.largest)
         size = min(size, max(model.trained_numel, model.largest))
         each = SINGLE if keeps_fp32 else weights  # `_gradient_reduction_buffer_dtype`
-        yield PeerTerm(f"{buckets} reduce bucket(s)", buckets * each * size, Moment.COMPUTE)
+        kept = (Moment.ALWAYS, GRADS) if keeps_fp32 and settings.optimizer_on_host else (Moment.COMPUTE, "")
+        yield PeerTerm(f"{buckets} reduce bucket(s)", buckets * each * size, *kept)
     # In fp32 too there are masters: the flat parameters are cloned.
     yield from _on(settings.optimizer_on_host, _weights(model, HALF, shard, "T/N"))
     if settings.optimizer_on_host:
-        yield PeerTerm("fp32 gradients and copies of the parameters", (SINGLE + weights) * shard, on_host=True)
+        yield PeerTerm("fp32 gradients, 4T/N", SINGLE * shard, state=GRADS, on_host=True)
+        copies = 1 + (settings.accumulates and not sums_apart)
+        yield PeerTerm("copies of parameters and of earlier gradients", copies * weights * shard, on_host=True)
+        yield from (PeerTerm("buffer of a gradient", weights * model.largest, on_host=host) for host in (True, False))
     elif not by_bf16_optimizer:
-        converted = SINGLE if grad_bytes == HALF else 0
-        yield PeerTerm("flat and fp32 gradients", (grad_bytes + converted) * shard, Moment.STEP)
+        yield PeerTerm(
+            "flat and fp32 gradients", (HALF + SINGLE if grad_bytes == HALF else SINGLE) * shard, Moment.STEP
+        )
 
 
 def _deepspeed_sharded_params(
@@ -321,7 +332,9 @@ def _deepspeed_sharded_params(
         yield PeerTerm(f"gathered weights kept for backward, {weights}P", kept, Moment.COMPUTE)
     gradients = PeerTerm(f"gradients, {grad_bytes}T/N", grad_bytes * trained, state=GRADS)
     yield from _on(settings.optimizer_on_host, [gradients, *_weights(model, HALF, trained, "T/N")])
-    if not settings.optimizer_on_host:
+    if settings.optimizer_on_host:  # `_offload_grad_partition_at_boundary`
+        yield PeerTerm("fp32 gradients of the sub-groups, 4T/N", SINGLE * trained, state=GRADS, on_host=True)
+    else:
         converted = SINGLE if grad_bytes == HALF else 0
         group = min(settings.sub_group_size, trained)
         yield PeerTerm("flat and fp32 gradients of a sub-group", (grad_bytes + converted) * group, Moment.STEP)
@@ -407,19 +420,20 @@ def ddp(model: PeerModel, *, weights: int = HALF, views: bool = True) -> PeerMem
 
     Sources: torch's documentation of DistributedDataParallel (views: with `gradient_as_bucket_view` the gradients are
     views of the buckets, which stay; without it the buckets are a second copy of them, 4T) and of autocast (16-bit
-    copies of the weights are cached until the end of forward, 2P).
+    copies of the trained weights are cached until the end of forward, 2T; the others are held in 16 bits).
     """
     trained = model.trained_numel
     autocast = weights == HALF  # fp32 weights that compute in 16 bits are masters
     terms = [
-        PeerTerm("fp32 parameters, 4P", SINGLE * model.numel, state=OPTIMIZER if autocast else PARAMS),
+        PeerTerm("fp32 parameters, 4T", SINGLE * trained, state=OPTIMIZER if autocast else PARAMS),
+        PeerTerm("frozen parameters", weights * (model.numel - trained), state=PARAMS),
         PeerTerm("optimizer's states", round(model.state_bytes * trained), state=OPTIMIZER),
         PeerTerm("buckets of gradients, 4T", SINGLE * trained, state=GRADS if views else ""),
     ]
     if not views:
         terms.append(PeerTerm("gradients, 4T", SINGLE * trained, Moment.GRADIENTS, GRADS))
     if autocast:
-        terms.append(PeerTerm("16-bit copies of the weights, 2P", HALF * model.numel, Moment.COMPUTE))
+        terms.append(PeerTerm("16-bit copies of the weights, 2T", HALF * trained, Moment.COMPUTE))
     return PeerMemory("DDP with autocast" if autocast else "DDP", tuple(terms))
 
 

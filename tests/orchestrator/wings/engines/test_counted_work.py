@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,19 @@ def test_without_a_plain_run_rows_are_compared_with_ours_and_the_verdict_says_so
     found = verdicts(rows)
     assert {label: one.basis for label, one in found.items()} == {"theirs": "ours", "ours": "", "others": "ours"}
     assert [label for label, one in found.items() if not one.is_equal] == ["others"]
+
+
+def test_a_row_is_judged_by_the_plain_run_of_its_own_interpreter() -> None:
+    rows = [_row(f"{kind} {python}", kind, loss=loss) for python, loss in (("old", 4.0), ("new", 8.0))
+            for kind in ("plain", "ddp")]  # fmt: skip
+    rows = [replace(row, config={**row.config, "engine": {**row.config["engine"], "python": row.label.split()[1]}})
+            for row in rows]  # fmt: skip
+    found = verdicts(rows)
+    assert {label: one.basis for label, one in found.items() if one.basis} == {
+        "ddp old": "plain old",
+        "ddp new": "plain new",
+    }
+    assert all(one.is_equal for one in found.values())
 
 
 def test_work_that_was_not_counted_is_not_equal() -> None:

@@ -171,6 +171,7 @@ def test_fp32_losses_norms_and_weights_are_those_of_one_process() -> None:
 
 
 @needs_deepspeed
+@pytest.mark.full
 def test_bf16_begins_with_the_fp32_masters_of_one_process_and_stays_beside_it() -> None:
     words = "precision=bf16 batch.accumulation=2 optimizer.clip_norm=1.0"
     configs = [config_of(words, stage) for stage in (1, 2, 3)] + [
@@ -214,6 +215,7 @@ def test_each_stage_holds_its_shards_between_backward_and_step() -> None:
 
 
 @needs_deepspeed
+@pytest.mark.full
 def test_fp16_has_the_loss_scales_of_the_points_rule() -> None:
     config = config_of("precision=fp16 precision.initial_scale_power=30 precision.loss_scale_window=3", 2)
     found = run_ranks(by_deepspeed, 2, [config], True)[0][0]
@@ -243,9 +245,68 @@ def test_what_it_cannot_do_is_refused_with_the_nearest_thing(words: str) -> None
     assert {fix for rule in deepspeed.problems_of(config_of(words, stage)) for fix in rule.fix} == fixes
 
 
-def test_a_key_that_deepspeed_would_ignore_is_refused() -> None:
-    (rule,) = deepspeed.problems_of(config_of("", 2, gradient_cliping=1.0))
-    assert (rule.found, rule.fix) == ("gradient_cliping", ("engine.deepspeed.gradient_clipping",))
+ZERO = "engine.deepspeed.zero_optimization"
+KEYS: dict[str, tuple[dict[str, Any], str, str]] = {  # the native keys; the rule and what is found; the fix
+    "misspelt": (
+        {"gradient_cliping": 1.0},
+        "engine.deepspeed has the keys of DeepSpeed's configuration, found gradient_cliping",
+        "engine.deepspeed.gradient_clipping",
+    ),
+    "misspelt in a section": (
+        {"zero_optimization": {"overlap_com": True}},
+        f"{ZERO} has the keys of DeepSpeed's configuration, found overlap_com",
+        f"{ZERO}.overlap_comm",
+    ),
+    "of another section": (
+        {"overlap_comm": True},
+        "engine.deepspeed has the keys of DeepSpeed's configuration, found overlap_comm",
+        f"{ZERO}.overlap_comm",
+    ),
+    "in the third level": (
+        {"zero_optimization": {"offload_optimizer": {"pin_memry": True}}},
+        f"{ZERO}.offload_optimizer has the keys of DeepSpeed's configuration, found pin_memry",
+        f"{ZERO}.offload_optimizer.pin_memory",
+    ),
+    "of another kind": (
+        {"zero_optimization": {"overlap_comm": "yes"}},
+        f"{ZERO}.overlap_comm must be true or false, found yes",
+        f"~{ZERO}.overlap_comm",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_keys_that_deepspeed_has_not_are_refused_before_its_ranks_start(case: str) -> None:
+    native, told, fix = KEYS[case]
+    (rule,) = deepspeed.problems_of(config_of("", 2, **native))
+    assert str(rule) == f"{told}      fix: {fix}"
+
+
+def test_keys_that_deepspeed_has_are_not_refused() -> None:
+    native = {"zero_optimization": {"stage3_max_live_parameters": 1e6, "round_robin_gradients": True, "zenflow": {}}}
+    more = {"timers": {"throughput": {"enabled": True}}, "torch_autocast": {"enabled": False}, "steps_per_print": 10}
+    assert deepspeed.problems_of(config_of("", 2, **native, **more)) == []
+
+
+NORMS = {  # of words and stage: whether DeepSpeed is asked for a norm; None: it has no say
+    ("precision=fp32 optimizer.clip_norm=null", 1): False,
+    ("precision=bf16 optimizer.clip_norm=null", 2): False,
+    ("precision=bf16 optimizer.clip_norm=1.0", 2): None,
+    ("precision=bf16 optimizer.clip_norm=null", 1): None,  # BF16_Optimizer
+    ("precision=bf16 optimizer.clip_norm=null", 3): None,
+    ("precision=bf16 optimizer.clip_norm=null offload.optimizer=cpu", 2): None,
+    ("precision=fp16 optimizer.clip_norm=null", 2): None,
+}
+
+
+@pytest.mark.parametrize(("words", "stage"), NORMS)
+def test_a_norm_that_nothing_uses_is_left_out_or_noted(words: str, stage: int) -> None:
+    config = config_of(words, stage)
+    assert deepspeed.settings_of(config)["zero_optimization"].get("compute_grad_norm") is NORMS[words, stage]
+    unused = "null" in words and "fp16" not in words and NORMS[words, stage] is None
+    assert ("the norm is computed, but not used" in deepspeed.notes_of(config)) is unused
+    clips = config_of(words, stage, gradient_clipping=1.0)  # DeepSpeed refuses to clip without a norm
+    assert "compute_grad_norm" not in deepspeed.settings_of(clips)["zero_optimization"]
 
 
 def test_defaults_that_are_not_the_configurations_are_set_and_native_keys_replace_them() -> None:
@@ -267,6 +328,7 @@ def test_defaults_that_are_not_the_configurations_are_set_and_native_keys_replac
             "contiguous_gradients": True,
             "overlap_comm": True,
             "reduce_bucket_size": 1000,
+            "compute_grad_norm": False,
         },
         "bf16": {"enabled": True, "check_grad_overflow": False, "immediate_grad_update": True},
     }

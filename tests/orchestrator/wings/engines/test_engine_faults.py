@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 from work_runs import STEPS, Run, Work, config_of, entries_of, reference_of, rows
 
+from orchestrator import wings
 from orchestrator.wings.engines.ddp import DdpEngine
 from orchestrator.wings.engines.equality import verdicts
 
@@ -35,7 +36,7 @@ class Bf16States(DdpEngine):
         from orchestrator.wings.engines import materialise
 
         whole = materialise.whole
-        with mock.patch.object(materialise, "whole", lambda task: whole(task).to(torch.bfloat16)):
+        with mock.patch.object(materialise, "whole", lambda task, *_: whole(task).to(torch.bfloat16)):
             super().__init__(task)
 
 
@@ -223,6 +224,16 @@ WORKS = [
 ENGINES = {"zero": (0, 1, 2, 3), "ddp": (0,), "fsdp2": (1, 2, 3), "deepspeed": (0, 1, 2, 3)}
 
 
+def _problems(run: Run) -> list[str]:
+    """Why the engine cannot train the row here."""
+    kind = run.config.engine.kind
+    return (
+        []
+        if run.config.engine.is_own
+        else [str(one) for one in wings.load(wings.ENGINES[kind]).problems_of(run.config)]
+    )
+
+
 @pytest.mark.full
 def test_no_row_of_equal_work_is_refused(tmp_path: Path) -> None:
     """Forty rows and more: of each engine that is installed at all its stages, in works that differ in precision,
@@ -231,7 +242,11 @@ def test_no_row_of_equal_work_is_refused(tmp_path: Path) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         print("left out: DeepSpeed's rows, as deepspeed is not installed (pip install zero-lab[deepspeed])")
         del engines["deepspeed"]
-    found = entries_of(tmp_path, list(rows(WORKS, engines)), timeout_s=3000)
+    every = list(rows(WORKS, engines))
+    cannot = {run.label: problems for run in every if (problems := _problems(run))}
+    print(*(f"left out: {label}, as {one}" for label, problems in cannot.items() for one in problems), sep="\n")
+    assert all(label.startswith("deepspeed") and "fp16" in label for label in cannot), cannot  # on a CPU
+    found = entries_of(tmp_path, [run for run in every if run.label not in cannot], timeout_s=3000)
     judged = verdicts(list(found.values()))
     assert len(judged) >= 40
     assert {label: one for label, one in judged.items() if not one.is_equal} == {}

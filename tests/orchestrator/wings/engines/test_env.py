@@ -94,6 +94,15 @@ def test_two_versions_of_a_package_are_two_points_with_short_labels_and_the_seco
     }
     assert found["ddp-new"].python == new, "a relative path would be another one from another folder"
     assert len(asked) == 2
+    # Each environment has a reference, whose words repeat it: another torch rounds otherwise.
+    references = {one.label: one for one in points if isinstance(one, Point) and one.config.engine.kind == "plain"}
+    assert {label: one.config.engine.python for label, one in references.items()} == {
+        "plain-old": old,
+        "plain-new": new,
+    }
+    ((again,), _) = judged(compose.compose(arguments.split(list(references["plain-new"].overrides))), SCENE)
+    assert isinstance(again, Point)
+    assert again.config == references["plain-new"].config
 
 
 def test_points_of_a_comparison_have_the_versions_of_their_packages() -> None:
@@ -162,6 +171,7 @@ def test_an_engine_that_is_not_installed_is_a_refused_row_and_the_others_run(
     assert f"needs the package no-such-engine: {python} -m pip install 'no-such-engine'" in problems[0]
 
 
+@pytest.mark.full
 def test_a_rank_imports_no_distribution_that_the_check_of_its_environment_does_not_know() -> None:
     program = """
 import sys, importlib.metadata as metadata

@@ -48,7 +48,7 @@ CASES = {
     # Last: DeepSpeed's autocast stays on for later engines of a process.
     "deepspeed_0": "engine=deepspeed zero=stage0 precision=bf16 batch.accumulation=2",
 }
-SHORT = ("ddp", "fsdp2_2", "deepspeed_3")
+SHORT = ("fsdp2_2",)
 
 
 def write_what_the_user_has(folder: Path, config: RunConfig) -> None:

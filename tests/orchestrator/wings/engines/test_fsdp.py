@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from orchestrator.config.engine import EngineChoice, EngineKind
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.state_groups import Offload, Precision, Zero
 from orchestrator.wings.engines import ddp, fsdp2, plain
+from orchestrator.wings.engines.contract import Task
 from orchestrator.wings.engines.torch_optimizer import Update
 from zero_runtime.offload_plan import Tier
 from zero_runtime.optim.loss_scaler import LossScaleRule
@@ -77,6 +79,18 @@ REFUSED = {
         "engine.ddp.comm_hook must be one of null, bf16_compress_hook, fp16_compress_hook, found bf16      "
         "fix: engine.ddp.comm_hook=bf16_compress_hook",
     ),
+    "ddp kind": (
+        point("ddp", engine=native("ddp", static_graph="yes")),
+        "engine.ddp.static_graph must be true or false, found yes      fix: engine.ddp.static_graph=false",
+    ),
+    "ddp number": (
+        point("ddp", engine=native("ddp", bucket_cap_mb=True)),
+        "engine.ddp.bucket_cap_mb must be a number above 0, found True      fix: engine.ddp.bucket_cap_mb=25",
+    ),
+    "fsdp2 kind": (
+        point("fsdp2", engine=native("fsdp2", offload=1)),
+        "engine.fsdp2.offload must be true or false, found 1      fix: engine.fsdp2.offload=false",
+    ),
     "ddp offload": (
         point("ddp", offload=HOST),
         "DDP offloads nothing, found group offload      fix: offload=none   or   engine=fsdp2",
@@ -128,6 +142,32 @@ def test_a_stage_is_three_settings_of_fsdp2(case: str) -> None:
     keys = ("reshard_after_forward", "reshard_after_backward", "requires_gradient_sync")
     assert tuple(found[key] for key in keys) == wanted
     assert not fsdp2.problems_of(config)
+
+
+BOTH = "cpu:gloo,cuda:nccl"
+
+
+@pytest.mark.parametrize(
+    ("device", "offload", "shard_ranks", "backends"),
+    [
+        ("cuda", True, None, {"shard": BOTH}),
+        ("cuda", True, 4, {"replicate": BOTH, "shard": BOTH}),
+        ("cuda", False, 4, None),
+        ("cpu", True, 4, None),
+    ],
+)
+def test_groups_of_a_gpu_whose_shards_are_offloaded_send_from_host_memory_too(
+    device: str, offload: bool, shard_ranks: int | None, backends: dict[str, str] | None
+) -> None:
+    """Two GPUs are needed to see it; here, what torch is asked for."""
+    engine, config = object.__new__(fsdp2.Fsdp2Engine), point("fsdp2", ranks=8, zero=Zero(3, shard_ranks=shard_ranks))
+    engine._keys = {"offload": offload}
+    task = Task(config, torch.nn.Module(), lambda name, param: param, torch.device(device))
+    with mock.patch("torch.distributed.device_mesh.init_device_mesh") as made:
+        _, placements = engine._mesh(task)
+    assert made.call_args.args == (device, (8,) if shard_ranks is None else (2, 4))
+    assert made.call_args.kwargs["backend_override"] == backends
+    assert len(placements) == len(made.call_args.kwargs["mesh_dim_names"])
 
 
 def test_fp16_skips_an_update_that_overflows_and_lowers_the_scale() -> None:

@@ -31,7 +31,7 @@ def rows(work: Work, engines: Iterable[str] = EVERY, stages: Iterable[int] = (0,
 
 SHORT = (
     *rows(Work("tied", **ACCUMULATED)),
-    *rows(Work("lora", "bf16"), stages=(3,)),
+    *rows(Work("lora", "bf16"), stages=(1, 2, 3)),
     *rows(Work("t5"), ("fsdp2", "zero"), (2,)),
 )
 MODELS = ("llama", "tied", "lora", "neox", "t5")
@@ -46,7 +46,7 @@ LONG = (
     ),
     *rows(Work("llama", "fp16", **ACCUMULATED), [one for one in EVERY if one != "deepspeed"]),  # fp16 on GPUs alone
     *(Row("fsdp2", stage, Work("tied", **ACCUMULATED), shard_ranks=1) for stage in (2, 3)),
-    Row("fsdp2", 3, Work("tied", **ACCUMULATED), offload=True),
+    *(Row("fsdp2", 3, Work("tied", **ACCUMULATED), offload=True, shard_ranks=shards) for shards in (None, 1)),
 )
 FAULTY = tuple(
     Row(engine, stage, Work("tied", **ACCUMULATED), fault=fault)
@@ -92,23 +92,25 @@ ALONE = ("plain", "deepspeed")  # plain is one process, and DeepSpeed replaces p
 
 
 def trace_of(row: Row, table: tuple[Row, ...]) -> Trace:
-    return _traces(table, row.work, row.engine if row.engine in ALONE else "")[row]
+    return _traces(table, None if table is SHORT else row.work, row.engine if row.engine in ALONE else "")[row]
 
 
 @cache
-def _traces(table: tuple[Row, ...], work: Work, alone: str) -> dict[Row, Trace]:
-    """All rows of the table that do this work and can share processes."""
-    mine = [one for one in table if one.work == work and (one.engine if one.engine in ALONE else "") == alone]
+def _traces(table: tuple[Row, ...], work: Work | None, alone: str) -> dict[Row, Trace]:
+    """All rows of the table that do this work, or any, and can share processes: each start imports an engine anew."""
+    mine = [one for one in table if work in (None, one.work) and (one.engine if one.engine in ALONE else "") == alone]
     return run_ranks(train_all, 1 if alone == "plain" else RANKS, mine)[0]
 
 
 @cache
-def _loops(work: Work, autocast: bool) -> list[Trace]:
-    orders = orders_of(autocast)
+def _loops(work: Work) -> dict[Order, Trace]:
+    """The plain loops of a work, with and without autocast."""
+    ways = (False,) if work.precision == "fp32" else (False, True)
+    orders = dict.fromkeys(order for autocast in ways for order in orders_of(autocast))
     found: dict[tuple[Work, Order], Trace] = {}
     for own in run_ranks(plain_all, RANKS, [(work, order) for order in orders]):
         found |= own
-    return [found[work, order] for order in orders]
+    return {order: found[work, order] for order in orders}
 
 
 def far(found: Sequence[float], wanted: Sequence[float]) -> float:
@@ -127,7 +129,8 @@ def distances(found: Trace, exact: Trace) -> dict[str, float]:
 
 def differences(row: Row, found: Trace) -> list[str]:
     """What is not equal, in words with numbers."""
-    *plain, exact = _loops(row.work, in_autocast(row))
+    loops = _loops(row.work)
+    *plain, exact = (loops[order] for order in orders_of(in_autocast(row)))
     first, unequal = plain[0], list[str]()
     own = distances(found, exact)
     bounds = {name: MOST * max(distances(one, exact)[name] for one in plain) for name in own}

@@ -43,10 +43,11 @@ MODEL = (
     "batch.seq=8 batch.micro=1 optimizer=adamw resources.device=cpu data=synthetic"
 )
 LORA = "adapter=lora adapter.rank=3"
+BUCKET = "engine.deepspeed.zero_optimization.reduce_bucket_size=20000"  # a rank keeps it, of whatever size it is
 SMALL_KEPT = "engine.deepspeed.zero_optimization.stage3_param_persistence_threshold=1000"
 CASES = [
     *(("ddp", f"zero=stage0 precision={precision}") for precision in ("fp32", "bf16")),
-    ("ddp", f"zero=stage0 precision=fp32 {LORA}"),
+    *(("ddp", f"zero=stage0 precision={precision} {LORA}") for precision in ("fp32", "bf16")),
     ("ddp", "zero=stage0 precision=fp32 engine.ddp.gradient_as_bucket_view=false"),
     ("ddp", "zero=stage0 precision=fp32 optimizer=sgd optimizer.momentum=0.9"),
     *(("fsdp2", f"zero=stage{stage} precision={precision}") for stage in (1, 2, 3) for precision in ("fp32", "bf16")),
@@ -57,7 +58,12 @@ CASES = [
         for stage in (0, 1, 2, 3)
         for precision in ("fp32", "bf16")
     ),
-    *(("deepspeed", f"zero=stage{stage} precision=bf16 {LORA}") for stage in (2, 3)),
+    *(("deepspeed", f"zero=stage{stage} precision=bf16 {LORA}") for stage in (0, 2, 3)),
+    *(
+        ("deepspeed", f"zero=stage{stage} precision={precision} offload.optimizer=cpu")
+        for stage, precision in ((1, "fp32"), (1, f"bf16 {BUCKET}"), (2, "bf16"), (3, "fp32"), (3, "bf16"))
+    ),
+    ("deepspeed", "zero=stage2 precision=bf16 offload.optimizer=cpu batch.accumulation=2"),
     ("deepspeed", f"zero=stage3 precision=bf16 {SMALL_KEPT}"),
 ]
 ALONE = [("plain", f"zero=stage0 precision={precision}") for precision in ("fp32", "bf16", f"bf16 {LORA}")]
