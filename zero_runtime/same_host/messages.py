@@ -48,6 +48,7 @@ class SharedMessages:
 
     def all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Start summing every rank's `tensor` in place. Returns a function that waits for the result."""
+        self._group.observe("all_reduce", tensor, tensor)
         return self._waiting(
             self._group.start("all_reduce", tensor, lambda call: operations.all_reduce(call, tensor, torch.add))
         )
