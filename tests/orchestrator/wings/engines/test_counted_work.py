@@ -23,6 +23,7 @@ from orchestrator.plan.rules.scene import Scene
 from orchestrator.report.entry import Entry
 from orchestrator.wings.engines.checksums import AT_ONCE, checksum, hexadecimal
 from orchestrator.wings.engines.equality import LEAST, MULTIPLE, WorkVerdict, bounds, verdicts, work_key
+from zero_runtime.same_host import probe
 
 STEPS = 8
 LINE = (
