@@ -323,7 +323,8 @@ def _conclusion(rows: Sequence[Ranked]) -> str:
     least = [label for label, held in states.items() if held == min(states.values())]
     smallest = f"; {least[0]} has the smallest model states" if len(least) == 1 else ""
     hidden = max(row.hidden for row in placed if row.tied and row.place == 1)
-    unseen = f"; a difference of up to {100 * hidden:.0f} % would not show" if round(100 * hidden) > 100 * EQUAL else ""
+    least_seen = f"a difference of up to {100 * hidden:.0f} %" if hidden <= 1 else "with so few rounds any difference"
+    unseen = f"; {least_seen} would not show" if round(100 * hidden) > 100 * EQUAL else ""
     return f"{word}: a tie of {names}{smallest}{unseen}"
 
 
