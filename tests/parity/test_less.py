@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 from harness.allocations import allocated_peak
-from harness.ranks import run_ranks
+from harness.ranks import COMM, run_ranks
 from points import config_of
 
+from orchestrator.config.comm import Comm, CommKind
 from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.schema import Precision, ResolvedBatch, RunConfig
 from orchestrator.config.state_groups import Zero
@@ -35,6 +37,7 @@ def configured(stage: int, rule: OptimizerConfig, wire: Wire = EXACT, param: str
     config = config_of(STEPS, every=None, stage=stage, ranks=WORLD)
     return replace(
         config,
+        comm=Comm(CommKind(os.environ.get(COMM, "auto"))),
         batch=ResolvedBatch(micro=2, accumulation=1, global_size=2 * WORLD, seq=SEQ),
         zero=Zero(stage=stage, wire=wire),
         precision=Precision(MixedPrecision(param), compute="fp32"),  # type: ignore[arg-type]  # a word
