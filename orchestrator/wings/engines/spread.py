@@ -39,14 +39,19 @@ def spread_of(run: RankRun, steps: Sequence[Mapping[str, Any]]) -> dict[str, lis
 
 
 def variants(config: RunConfig) -> list[RunConfig]:
-    """The same mathematics with other roundings: in micro-batches of another size, in fp32 throughout, and with fp32
+    """The same mathematics with other roundings: in micro-batches of other sizes, in fp32 throughout, and with fp32
     weights that are cast for each operation (autocast, which is DDP on one rank)."""
     # As the reference, see PlainEngine: a norm is computed where nothing is clipped.
     config = replace(config, optimizer=with_norm(config.optimizer))
     size = config.batch.global_size
-    micro = next(one for one in range(1, size + 1) if size % one == 0 and (one != config.batch.micro or size == 1))
-    batch = replace(config.batch, micro=micro, accumulation=size // micro)
-    found = [replace(config, batch=batch)]
+    # The smallest and the largest that a row on several ranks can have: in 16 bits a gradient of more sequences is a sum
+    # of more terms that were not rounded in between.
+    own = config.batch.micro
+    sizes = {next(one for one in range(1, size + 1) if size % one == 0 and (one != own or size == 1))}
+    sizes |= {size // 2} - {own} if size % 2 == 0 and config.precision.dtypes.param != "fp32" else set()
+    found = [
+        replace(config, batch=replace(config.batch, micro=micro, accumulation=size // micro)) for micro in sorted(sizes)
+    ]
     if config.precision.dtypes.param != "fp32":
         found.append(replace(config, precision=Precision(MixedPrecision(), compute="fp32")))
         cast = replace(config, engine=replace(config.engine, kind=EngineKind.ddp))
