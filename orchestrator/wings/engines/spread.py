@@ -48,11 +48,12 @@ def variants(config: RunConfig) -> list[RunConfig]:
     # of more terms that were not rounded in between.
     own = config.batch.micro
     sizes = {next(one for one in range(1, size + 1) if size % one == 0 and (one != own or size == 1))}
-    sizes |= {size // 2} - {own} if size % 2 == 0 and config.precision.dtypes.param != "fp32" else set()
+    is_fp32 = config.precision.dtypes.param == "fp32"
+    sizes |= set() if is_fp32 or size % 2 else {size // 2} - {own}
     found = [
         replace(config, batch=replace(config.batch, micro=micro, accumulation=size // micro)) for micro in sorted(sizes)
     ]
-    if config.precision.dtypes.param != "fp32":
+    if not is_fp32:
         found.append(replace(config, precision=Precision(MixedPrecision(), compute="fp32")))
         cast = replace(config, engine=replace(config.engine, kind=EngineKind.ddp))
         found += [] if ddp.problems_of(cast) else [cast]
