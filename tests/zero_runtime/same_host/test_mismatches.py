@@ -15,6 +15,10 @@ from harness.ranks import run_ranks
 from zero_runtime.errors import PeerError
 from zero_runtime.gloo import messages_over
 
+# torch 2.13 renamed these two; 2.12 has only the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 LIMIT = timedelta(seconds=120)  # of the groups here: an error that comes long before it was not caused by it
 SOON_S = 60.0  # what a busy machine may need for an error that is issued at once
 
@@ -123,9 +127,9 @@ def _unequal_parts() -> list[str]:
         lambda one: message(four),
         lambda one: message(ints),
         lambda one: dist.all_gather([three.clone(), four.clone()], one),
-        lambda one: dist.all_gather_single(torch.empty(7), one),
-        lambda one: dist.all_gather_single(torch.empty(6, dtype=torch.bfloat16), one),
-        lambda one: dist.reduce_scatter_single(torch.empty(4), torch.empty(6)),
+        lambda one: all_gather_single(torch.empty(7), one),
+        lambda one: all_gather_single(torch.empty(6, dtype=torch.bfloat16), one),
+        lambda one: reduce_scatter_single(torch.empty(4), torch.empty(6)),
     ]
     return [_issued(issue, three, [0, 1]) for issue in cases]
 

@@ -16,6 +16,10 @@ from harness.ranks import run_ranks
 from zero_runtime.gloo import Messages, messages_over
 from zero_runtime.same_host.group import SharedGroup, register
 
+# torch 2.13 renamed these two; 2.12 has only the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 ADDED = (
     *(torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.complex64, torch.complex128, torch.int64),
     *(torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -82,16 +86,16 @@ def gathers(case: Case) -> Pairs:
     dist.all_gather(listed, case.own())
     yield from zip(listed, case.parts(), strict=True)
     whole = case.empty(case.world)
-    dist.all_gather_single(whole, case.own())
+    all_gather_single(whole, case.own())
     yield whole, torch.cat(case.parts())
     own, *_ = whole[case.rank * case.numel :].split(max(1, case.numel))  # its own slice of the output
     whole.copy_(torch.cat([case.part(case.rank)] * case.world))
-    dist.all_gather_single(whole, own)
+    all_gather_single(whole, own)
     yield whole, torch.cat(case.parts())
     wholes = [case.empty(case.world), case.empty(case.world)]
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as both:
         for to, one in enumerate(wholes):
-            dist.all_gather_single(one, case.own(to))
+            all_gather_single(one, case.own(to))
     both.wait()
     yield from ((one, torch.cat(case.parts(to))) for to, one in enumerate(wholes))
     at_root = [case.empty() for _ in range(case.world)] if case.rank == root else None
@@ -160,12 +164,12 @@ def sums(case: Case) -> Pairs:
     dist.reduce_scatter(scattered, [case.own(to) for to in range(case.world)])
     yield scattered, case.total(case.rank)
     whole = case.laid(torch.cat([case.part(case.rank, to) for to in range(case.world)]))
-    dist.reduce_scatter_single(scattered, whole)
+    reduce_scatter_single(scattered, whole)
     yield scattered, case.total(case.rank)
     pairs = [(case.empty(), case.laid(whole)) for _ in range(2)]
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as both:
         for one, given in pairs:
-            dist.reduce_scatter_single(one, given)
+            reduce_scatter_single(one, given)
     both.wait()
     yield from ((one, case.total(case.rank)) for one, _ in pairs)
 
