@@ -43,17 +43,12 @@ def main() -> None:
     parser.add_argument("--sweep", type=Path, action="append", help="the folder of a sweep that has run")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="the parts of one precision alone")
     parser.add_argument("--at-limit", choices=("true", "false"), help="the parts of one of the two tables alone")
-    parser.add_argument("--comm", choices=("shm", "gloo"), help="kept beside the results; README's table stays")
     asked = parser.parse_args()
     parts = [part for part in PARTS if asked.precision in (None, part[0]) and asked.at_limit in (None, part[1])]
-    given = [*asked.overrides, *([f"comm={asked.comm}"] if asked.comm else [])]
-    sweeps = asked.sweep or [run([*given, f"precision={one}", f"batch.at_limit={at}"]) for one, at in parts]
+    sweeps = asked.sweep or [run([*asked.overrides, f"precision={one}", f"batch.at_limit={at}"]) for one, at in parts]
     results = [(sweep, rows_of(sweep)) for sweep in sweeps]
     rows = [row for _, own in results for row in own]
-    kept = keep(results, ROOT / "benchmarks" / "results", f"_{asked.comm}" if asked.comm else "")
-    if asked.comm:
-        print("\n".join(table(rows)), f"written: {kept}", sep="\n\n")
-        return
+    kept = keep(results, ROOT / "benchmarks" / "results")
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
     readme.write_text(with_table(text, table(rows)), encoding="utf-8")
@@ -78,10 +73,10 @@ def run(overrides: Sequence[str]) -> Path:
     return max((output / "sweeps").glob("*_engines"))
 
 
-def keep(sweeps: Sequence[tuple[Path, Sequence[Row]]], results: Path, suffix: str = "") -> Path:
+def keep(sweeps: Sequence[tuple[Path, Sequence[Row]]], results: Path) -> Path:
     """Copies report.md, results.csv and the pictures of each sweep into a folder by the day of the measurement."""
     day = max(row["measured_at"] for _, rows in sweeps for row in rows)[:10] or time.strftime("%Y-%m-%d")
-    folder = results / f"engines_{day}{suffix}"
+    folder = results / f"engines_{day}"
     shutil.rmtree(folder, ignore_errors=True)
     for sweep, rows in sweeps:
         named = [row for row in rows if row["engine"] in ENGINES]

@@ -229,8 +229,8 @@ class Unit:
             self.gradients.reduce()
 
     @property
-    def reduces_in_place(self) -> bool:
-        """Whether a reduction under way holds no memory that would be freed at its end."""
+    def waits_late(self) -> bool:
+        """Whether a reduction may be waited for at the end of a backward: it holds no memory that would be freed."""
         return self.gradients.holds_nothing and self.parameters.location is ON_DEVICE
 
     def wait_reduce(self) -> None:

@@ -50,7 +50,7 @@ class FakeUnit:
     def reshard(self, after: Phase) -> None:
         self.log.append(f"reshard {self.name} {after.value}")
 
-    reduces_in_place: bool = False
+    waits_late: bool = False
 
     def begin_backward(self) -> None: ...
 
@@ -205,6 +205,18 @@ def test_every_unit_is_released_after_its_last_use_by_the_end_of_backward() -> N
             assert f"reshard {name} backward" in last[last.index(f"use {name}") :]
             assert last[-1] in (f"reshard {name} backward", f"reduce {name}")
         rehearsal.log.clear()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_reductions_that_hold_memory_are_waited_for_before_the_next_and_others_at_the_end(late: bool) -> None:
+    rehearsal = Rehearsal(1, 1)
+    for unit in rehearsal.units:
+        unit.waits_late = late
+    rehearsal.forward()
+    rehearsal.backward()
+    begun, ended = ([f"{verb} {name}" for name in "cba"] for verb in ("reduce", "reduced"))
+    in_turn = [line for both in zip(begun, ended, strict=True) for line in both]
+    assert rehearsal.said("reduce", "reduced") == (begun + ended if late else in_turn)
 
 
 def test_after_step_reshards_every_unit() -> None:

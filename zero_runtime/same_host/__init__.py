@@ -1,4 +1,4 @@
-"""A process group of CPU ranks on one host, which read each other's tensors in place: `dist.init_process_group("shm")`.
+"""A process group of CPU ranks on one host, which read each other's tensors in place: the backend "shm".
 
 gloo sends every byte through the loopback of the network. Here a rank tells the others where its tensor lies, and they
 copy out of it (process_vm_readv), so a byte is copied once and nothing is allocated:

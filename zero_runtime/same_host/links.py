@@ -50,10 +50,8 @@ class Link:
         self.process = -1  # its descriptor
         if hasattr(os, "pidfd_open"):
             # A process that the peer has forked keeps the connection open; its own descriptor tells of its end.
-            try:
+            with suppress(OSError):  # a sandbox may not know the call: then the connection alone tells
                 self.process = os.pidfd_open(pid)
-            except OSError:  # a sandbox may not know the call: then the connection alone tells
-                self.process = -1
 
     @property
     def descriptors(self) -> list[int]:

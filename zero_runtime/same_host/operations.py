@@ -286,7 +286,7 @@ def receive(call: Call, tensor: torch.Tensor, peers: Sequence[int], found: Calla
                 call.links[peer].send(refusal)
                 raise PeerError(f"rank {call.rank} expects a {expected} from rank {peer}, which sends a {sent}")
             call.read(token, peer, tensor)
-            call.links[peer].send(token._replace(what=MESSAGE, is_read=True))
+            call.links[peer].send(token._replace(is_read=True))
             found(peer)
             return
         yield frozenset(peers)

@@ -246,8 +246,10 @@ class Progress:
             with suppress(BlockingIOError):
                 os.read(descriptor, 4096)
             return
-        if (known := self._links.get(descriptor)) is None:
-            return  # the group was left meanwhile
+        if (known := self._links.get(descriptor)) is None:  # the group was left meanwhile
+            with suppress(KeyError):
+                self._asked.unregister(descriptor)  # else a closed descriptor would end each sleep at once
+            return
         link, receive = known
         link.flush()
         receive(link, ended=link.process == descriptor)

@@ -19,14 +19,18 @@ from orchestrator.worker.listeners import RankRun
 from orchestrator.worker.loop import Loop
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.step_report import StepReport
+from zero_runtime.watch.failure import is_out_of_memory
 
 
 def spread_of(run: RankRun, steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """The largest relative distance of a variant's loss and norm from those of the reference run, at each of its steps.
 
-    The variants are trained one after the other in this process, from the same weights and on the same samples.
+    The variants are trained one after the other in this process, from the same weights and on the same samples. Those
+    that do not fit in memory are left out; empty if none fits.
     """
-    found = [_trained(run, config, len(steps)) for config in variants(run.config)]
+    found = [one for config in variants(run.config) if (one := _trained(run, config, len(steps)))]
+    if not found:
+        return {}
     # A variant that skipped other steps (fp16) has trained otherwise, which is no rounding.
     skipped = [not step["updates"] for step in steps]
     alike = [reports for reports in found if [one.skipped for one in reports] == skipped]
@@ -44,8 +48,8 @@ def variants(config: RunConfig) -> list[RunConfig]:
     # As the reference, see PlainEngine: a norm is computed where nothing is clipped.
     config = replace(config, optimizer=with_norm(config.optimizer))
     size = config.batch.global_size
-    # The smallest and the largest that a row on several ranks can have: in 16 bits a gradient of more sequences is a sum
-    # of more terms that were not rounded in between.
+    # The smallest and the largest that a row on several ranks can have: in 16 bits a gradient of more sequences is a
+    # sum of more terms before it is rounded.
     own = config.batch.micro
     sizes = {next(one for one in range(1, size + 1) if size % one == 0 and (one != own or size == 1))}
     is_fp32 = config.precision.dtypes.param == "fp32"
@@ -61,14 +65,20 @@ def variants(config: RunConfig) -> list[RunConfig]:
 
 
 def _trained(run: RankRun, config: RunConfig, steps: int) -> list[StepReport]:
-    """The reports of the first steps of another run of this process."""
-    built = foreign_runtime.build(config, run.runtime.device, None)
-    loop, found = Loop(config, built, run.data), list[StepReport]()
-    for _ in range(steps):
-        report, _ = loop.step(run.measurement)
-        loop.advance()
-        found.append(report)
-    built.runtime.close()
+    """The reports of the first steps of another run of this process; none if it does not fit in memory."""
+    found = list[StepReport]()
+    try:
+        built = foreign_runtime.build(config, run.runtime.device, None)
+        loop = Loop(config, built, run.data)
+        for _ in range(steps):
+            report, _ = loop.step(run.measurement)
+            loop.advance()
+            found.append(report)
+        built.runtime.close()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return []
     return found
 
 

@@ -23,7 +23,6 @@ from orchestrator.wings.engines.probe import Probe
 from orchestrator.worker.listeners import Listener, RankRun
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.ledger import Ledger
-from zero_runtime.watch.failure import is_out_of_memory
 
 UPCAST = "16-bit weights are converted to fp32 for each operation, because this processor has no 16-bit products"
 SPREAD = "orchestrator.wings.engines.spread:spread_of"
@@ -107,18 +106,7 @@ class CountedWork(Listener):
             "control_bytes": self._ledger.control.bytes,
         }
         if run.config.engine.kind == "plain":
-            self._work["spread"] = self._spread(steps)
-
-    def _spread(self, steps: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-        """Of the reference. Its variants need their memory beside its own: where that is missing, rows are judged
-        without a spread."""
-        try:
-            found: dict[str, list[float]] = wings.load(SPREAD)(self.run, steps)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return {}
-        return found
+            self._work["spread"] = wings.load(SPREAD)(run, steps)
 
     def _values(self, number: int) -> dict[str, float | None]:
         """The loss and the norm of a step, from 0."""

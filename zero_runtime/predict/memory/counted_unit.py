@@ -331,7 +331,7 @@ class CountedUnit:
         return self._book.allocate(TRANSFERS, received)
 
     @property
-    def reduces_in_place(self) -> bool:
+    def waits_late(self) -> bool:
         return False  # the bytes are the same, whenever such a reduction ends
 
     def wait_reduce(self) -> None:

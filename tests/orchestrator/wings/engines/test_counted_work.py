@@ -23,6 +23,7 @@ from orchestrator.plan.rules.scene import Scene
 from orchestrator.report.entry import Entry
 from orchestrator.wings.engines.checksums import AT_ONCE, checksum, hexadecimal
 from orchestrator.wings.engines.equality import LEAST, MULTIPLE, WorkVerdict, bounds, verdicts, work_key
+from orchestrator.wings.engines.spread import variants
 from zero_runtime.same_host import probe
 
 STEPS = 8
@@ -230,6 +231,17 @@ def test_bounds_follow_the_spread_and_are_never_below_those_of_fp32() -> None:
     assert bounds(config, basis, "loss")[-1] == pytest.approx(MULTIPLE * 0.3)
     # Without a spread the first steps are judged, by roundings of bf16.
     assert bounds(config, {"steps": [{}] * 7}, "loss") == [2.0**-8] * 5 + [2.0**-4] * 2
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("fp32", {1}), ("bf16", {1, GLOBAL_SIZE // RANKS})])
+def test_the_spread_has_the_largest_micro_batch_of_a_row_in_16_bits(precision: str, expected: set[int]) -> None:
+    """A row at its limit sums more sequences in 16 bits than the reference does, and all such rows were refused."""
+    config = config_of(Work(precision), "plain", ranks=1)
+    own = next(size for size in range(2, GLOBAL_SIZE) if GLOBAL_SIZE % size == 0 and size not in expected)
+    batch = replace(config.batch, micro=own, accumulation=GLOBAL_SIZE // own)
+    found = variants(replace(config, batch=batch))
+    assert {one.batch.micro for one in found} - {own} == expected
+    assert all(one.batch.micro * one.batch.accumulation == GLOBAL_SIZE for one in found)
 
 
 # ---- references --------------------------------------------------------------------------------------------------
