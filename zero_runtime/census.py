@@ -80,7 +80,15 @@ class ActivationCensus:
         # Weak references reserve the addresses: no new storage gets the address of a freed one.
         self._there: list[StorageWeakRef] = []
         self._saved: list[torch.Tensor] = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        saved = self._saved
+
+        # A method of this object would be a cycle with the hooks: until Python collects it, the states that the object
+        # was given would stay alive, among them the gradients of its step.
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
     def __enter__(self) -> ActivationCensus:
         held = held_by(self._runtime)
@@ -101,10 +109,6 @@ class ActivationCensus:
         self.bytes = sum(size for key, size in left.items() if key not in seen and size > ONE_NUMBER_BYTES)
         self._saved.clear()
         self._there.clear()
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._saved.append(tensor)
-        return tensor
 
 
 def _count_new(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
