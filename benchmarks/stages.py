@@ -1,6 +1,6 @@
 """Compares a training step of each ZeRO stage with the machine's limits. sweeps/engines.yaml compares engines.
 
-A row should take (forward + backward alone) + (its collectives alone) + (its optimizer alone). All are measured in the
+A row should take (forward + backward alone) + (each of its parts alone), see PARTS. All are measured in the
 same processes and from equal states (stages_contestants.py), stepped in turn, so that a drifting host affects them
 equally. --memory runs each row in separate processes and measures the peak memory and the page faults of its steady
 steps.
@@ -109,7 +109,7 @@ def rank_main(rank: int, measure: Callable[..., Any], task: Task, what: str) -> 
 def measure_time(task: Task, _what: str, device: torch.device, watch: RankWatch) -> dict[str, Any]:
     """Per row, one per round: seconds of the slower rank after the warm-up, and losses from the first step on.
 
-    `seconds` also has an entry for each part of a row, named `<row> collectives` and `<row> optimizer`.
+    `seconds` also has an entry for each part of a row, named `<row> <part>` with one of PARTS.
     """
     whole = {name: whole_step(name, task, device, watch) for name in (LIMIT, *ROWS)}
     parts = {

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from benchmarks.gpt import Gpt, draw_tokens, loss_of
 from benchmarks.stages_task import LIMIT, ROWS, Task
 from zero_runtime.collectives import Collectives
+from zero_runtime.kernels import ops
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -66,11 +67,13 @@ def row_step(runtime: ZeroRuntime, task: Task) -> Step:
 
 
 def parts_alone(stage: int, task: Task, device: torch.device, watch: RankWatch) -> dict[str, Callable[[Batch], Any]]:
-    """The row's collectives and its optimizer, each alone, on one copy of the row; see [Note: equal states]."""
+    """The row's collectives, its gradients' flat copies and its optimizer, each alone, on one copy of the row; see
+    [Note: equal states]."""
     runtime = make_runtime(stage, task, device, watch)
     batch = batch_of(task, 0, device)
     return {
         "collectives": collectives_alone(runtime, row_step(runtime, task), batch),
+        "gradients": gradients_alone(runtime),
         "optimizer": optimizer_alone(runtime, batch, task),
     }
 
@@ -95,6 +98,25 @@ def collectives_alone(runtime: ZeroRuntime, row: Step, batch: Batch) -> Callable
             for _ in range(gathers):
                 alone.all_gather(param, shard).wait()
             alone.reduce(grad, summed).wait()
+
+    return step
+
+
+def gradients_alone(runtime: ZeroRuntime) -> Callable[[Batch], None]:
+    """What a step does with gradients besides summing them over the ranks: each is copied into the unit's flat
+    gradient, in its dtype, and the squares of this rank's part are added up for the norm."""
+    units = []
+    for unit in runtime.units:
+        flat = torch.zeros(unit.layout.padded_numel, device=runtime.device)
+        grads = [torch.zeros(one.numel, dtype=half_or_not(runtime.precision.param)) for one in unit.layout.segments]
+        pairs = [(one.of(flat), grad.to(runtime.device)) for one, grad in zip(unit.layout.segments, grads, strict=True)]
+        units.append((pairs, unit.layout.shard_of(flat, runtime.collectives.shard_rank)))
+
+    def step(_batch: Batch) -> None:
+        for pairs, own in units:
+            for into, grad in pairs:
+                into.copy_(grad)
+            ops.sum_of_squares(own)
 
     return step
 

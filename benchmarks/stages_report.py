@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT)]
 
 from benchmarks.drift import drift_of, drift_verdict  # noqa: E402
 from benchmarks.gpt import GptSize, starting_loss  # noqa: E402
-from benchmarks.stages_task import LIMIT, ROWS, SETTLED, STEADY, TITLES  # noqa: E402
+from benchmarks.stages_task import LIMIT, PARTS, ROWS, SETTLED, STEADY, TITLES  # noqa: E402
 
 Found = dict[str, Any]  # a result file: the measurements, the machine and the task
 
@@ -46,9 +46,9 @@ def of_limit(found: Found, name: str) -> list[float]:
 
 
 def of_parts(found: Found, name: str) -> list[float]:
-    """(forward + backward + collectives + optimizer, each alone) / row, by round."""
+    """(forward + backward + every other part, each alone) / row, by round."""
     seconds = found["seconds"]
-    parts = (seconds[LIMIT], seconds[f"{name} collectives"], seconds[f"{name} optimizer"])
+    parts = (seconds[LIMIT], *(seconds[f"{name} {part}"] for part in PARTS))
     return ratios([sum(one) for one in zip(*parts, strict=True)], seconds[name])
 
 
@@ -90,6 +90,7 @@ def report_lines(found: Found) -> list[str]:
     expected, allowed = starting_loss(GptSize(**task["size"]), tokens_of(task))
     losses = {name: found["losses"][name] for name in trained(found)}
     first, last = ([one[index] for one in losses.values()] for index in (0, -1))
+    alone = [f"{part} alone, ms" for part in PARTS]
     lines = [
         f"# A step of each stage in {task['precision']}, {found['date']}",
         "",
@@ -105,11 +106,11 @@ def report_lines(found: Found) -> list[str]:
         "",
         "Times are of the slower rank; medians with quartiles in brackets; shares and ratios are taken within a round.",
         "Of forward + backward: their time alone, at the first weights, over the row's. Of the parts: (forward +",
-        "backward alone + the row's collectives alone + its optimizer alone) / row. Drift: the median of the last",
-        "third of the rounds over that of the first.",
+        "backward + the row's collectives + its gradients' copies into flat tensors and squares + its optimizer, each",
+        "alone) / row. Drift: the median of the last third of the rounds over that of the first.",
         "",
-        "| row | ms | of forward + backward | collectives alone, ms | optimizer alone, ms | of the parts | drift |",
-        "|---|---|---|---|---|---|---|",
+        f"| row | ms | of forward + backward | {' | '.join(alone)} | of the parts | drift |",
+        "|---" * (5 + len(PARTS)) + "|",
         *(time_row(found, name) for name in (LIMIT, *trained(found))),
     ]
     if found["memory"]:
@@ -121,10 +122,10 @@ def time_row(found: Found, name: str) -> str:
     own = found["seconds"][name]
     cells = [TITLES[name], spread(own, 1e3, ".0f"), "" if name == LIMIT else percent(of_limit(found, name))]
     if name in ROWS:
-        cells += [spread(found["seconds"][f"{name} {part}"], 1e3, ".0f") for part in ("collectives", "optimizer")]
+        cells += [spread(found["seconds"][f"{name} {part}"], 1e3, ".0f") for part in PARTS]
         cells.append(percent(of_parts(found, name)))
     else:
-        cells += [""] * 3
+        cells += [""] * (1 + len(PARTS))
     drift = drift_of(own)
     cells.append("not judged" if drift is None else str(drift))
     return f"| {' | '.join(cells)} |"

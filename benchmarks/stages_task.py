@@ -8,6 +8,7 @@ from benchmarks.gpt import GptSize
 
 ROWS = {f"stage{stage}": stage for stage in (0, 1, 2, 3)}
 LIMIT = "forward+backward"
+PARTS = ("collectives", "gradients", "optimizer")  # of a row, besides; each is measured alone
 TITLES = {LIMIT: "forward + backward alone", **{name: f"stage {stage}" for name, stage in ROWS.items()}}
 WARMUP = 2
 SETTLED, STEADY = 6, 4  # steps until the heap has settled, and later steps whose peak and page faults count
