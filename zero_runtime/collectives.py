@@ -117,7 +117,6 @@ class Collectives(CollectiveIssuer):
             self._messages = {group: messages_over(group) for group in self.groups if group is not None}
         # Whether a reduction allocates nothing. (NCCL's streams need no other order of waits.)
         self.sums_in_place = bool(self._messages) and not any(one.holds_terms for one in self._messages.values())
-        self._settles = 0  # the journal's number of the last gather that settles late
         self.places: dict[str, int] = {}  # of the units by name, from 1, the same on all ranks; see gloo.py
         self._side_streams: dict[str, torch.cuda.Stream] = {}  # see `_behind`
         self.ledger = Ledger()
@@ -143,13 +142,11 @@ class Collectives(CollectiveIssuer):
         *,
         lasting: bool = True,
         after: Pending | None = None,
-        settles_late: bool = False,
     ) -> Pending:
         """Fill `full` [P] from the `shard` [P / G] of every rank of the shard group, which may be its own slice of it.
 
         lasting: `full` is not a temporary tensor, so the watch may hold it until the device has completed the gather.
         after: the gather that fills `shard`. A host that must wait for it starts this gather when it waits for that.
-        settles_late: the caller keeps `shard` as it is until it calls `settle`.
         """
         if self.group_ranks == 1:
             if after is not None:
@@ -160,18 +157,10 @@ class Collectives(CollectiveIssuer):
         if after is not None and not _on_cuda(full):
             return Pending(after.wait, then=lambda: self.all_gather(full, shard, unit, lasting=lasting).wait())
         self.ledger.record("all_gather", unit, (self.group_ranks - 1) * shard.numel(), shard.dtype)
-        place = self.places.get(unit, 0)
-        start = self.all_gather_over(full, shard, self.groups.gather, place, settles_late=settles_late)
+        start = self.all_gather_over(full, shard, self.groups.gather, self.places.get(unit, 0))
         if after is not None:
             start = self._behind("gather", after.wait, start, full.device)
-        sequence, wait = self._start("all_gather", unit, full, start, polled=lasting)
-        self._settles = sequence if settles_late and self._messages else self._settles
-        return Pending(partial(self._blocking, sequence, wait))
-
-    def settle(self) -> None:
-        """Wait until the other ranks have read what gathers sent that have ended here and settle late."""
-        if self._settles:
-            self._blocking(self._settles, self._messages[self.groups.gather].settle)
+        return Pending(self.issue("all_gather", unit, full, start, polled=lasting))
 
     def gather_across(self, held: torch.Tensor, shard: torch.Tensor, unit: str = "") -> Pending:
         """Fill `held` [P / G] from the `shard` [P / N] of every rank at this position of a shard group, which is that
@@ -332,17 +321,10 @@ class Collectives(CollectiveIssuer):
         return _starting(dist.all_to_all_single, received, sent, list(counts[0]), list(counts[1]), group=group)
 
     def all_gather_over(
-        self,
-        full: torch.Tensor,
-        shard: torch.Tensor,
-        group: dist.ProcessGroup | None,
-        place: int = 0,
-        *,
-        settles_late: bool = False,
+        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None, place: int = 0
     ) -> Start:
         if group in self._messages:
-            gather = partial(self._messages[group].all_gather, place=place, settles_late=settles_late)
-            return _sending(gather, full, shard)
+            return _sending(partial(self._messages[group].all_gather, place=place), full, shard)
         return _starting(_all_gather, full, shard, group=group)
 
     def reduce_scatter_over(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None) -> Start:

@@ -35,22 +35,16 @@ class Messages:
         self._peers = [rank for rank in range(dist.get_world_size(self._group)) if rank != self._rank]
         self._count = 0
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, place: int = 0, *, settles_late: bool = False
-    ) -> Callable[[], None]:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, place: int = 0) -> Callable[[], None]:
         """Start filling `full` [P] from every rank's `shard` [S], which may be its own slice of `full`.
 
-        place: of the unit, which the messages' tag names. settles_late: `shard` is kept as it is until `settle`, which
-        gains nothing here. Returns a function that waits for the result.
+        place: of the unit, which the messages' tag names. Returns a function that waits for the result.
         """
         slices = full.chunk(len(self._peers) + 1)
         wait = self._exchange(dict.fromkeys(self._peers, shard), {peer: slices[peer] for peer in self._peers}, place)
         if slices[self._rank].data_ptr() != shard.data_ptr():
             slices[self._rank].copy_(shard)
         return wait
-
-    def settle(self) -> None:
-        """Nothing: a wait is for both ends of a message."""
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Callable[[], None]:
         """Start summing this rank's slice of every rank's `full` [P] into `shard` [S].

@@ -275,9 +275,7 @@ class UnitParameters:
         after = None
         if self.group_shard is not None:
             shard, after = self.group_shard.values, self.group_shard.ready()
-        # A shard is not written before the full copy is released, unless that is kept.
-        late = lasting and not self._keeps_full and after is None and self.location is ON_DEVICE
-        return self._collectives.all_gather(full, shard, self.name, lasting=lasting, after=after, settles_late=late)
+        return self._collectives.all_gather(full, shard, self.name, lasting=lasting, after=after)
 
     def end_gather(self) -> None:
         """Block until a gather that is under way has filled unsharded_param; a no-op without one."""
@@ -317,7 +315,6 @@ class UnitParameters:
     def make_stale(self) -> None:
         """Make a current full copy STALE, and free its memory if the plan shards parameters."""
         self.move(DataState.STALE)
-        self._collectives.settle()
         if self._guard is not None:
             self._guard.close()
         if not self._keeps_full:
@@ -339,7 +336,6 @@ class UnitParameters:
         They do if the full copy is current and has no slices.
         """
         self.end_gather()
-        self._collectives.settle()
         sliced = any(segment.name in self._slices.splits for segment in self.layout.segments)
         is_whole = self.state is DataState.UNSHARDED and not sliced
         storage = self.unsharded_param.untyped_storage()  # of fixed size once a checkpoint was written from it

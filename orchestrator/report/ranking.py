@@ -348,8 +348,9 @@ def next_after_sweep(ranked: Sequence[Ranked]) -> str:
     """A useful next command after a sweep: measure the best point longer, or run a failed point alone."""
     if not ranked:
         return program()
-    entry = ranked[0].entry
-    if ranked[0].place == 1 and (own := extras.next_command(entry)):
+    best = next((one for one in ranked if one.place == 1), ranked[0])  # the first table may have no place to give
+    entry = best.entry
+    if best.place == 1 and (own := extras.next_command(entry)):
         return own
     if entry.result is None:
         return run_command(entry.overrides)

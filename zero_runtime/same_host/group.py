@@ -137,12 +137,8 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         number, kind = self._issued, NAMES.index(what)
         size = tensor.numel() if numel is None else numel
         call = Call(self._rank, self._links, self._mailbox, number, kind, size, number_of(tensor.dtype), place)
-        return self.follow(call, steps(call), held=(tensor, *held))
-
-    def follow(self, call: Call, steps: Steps, *, held: tuple[Any, ...]) -> Operation:
-        """Begin further steps of a collective. held: tensors that others may read until they have ended."""
-        name = f"{NAMES[call.what]} number {call.number} of a group of {self._size} ranks"
-        return self._progress.start(Operation(name, call.refusing(steps), self._links, held))
+        name = f"{what} number {number} of a group of {self._size} ranks"
+        return self._progress.start(Operation(name, call.refusing(steps(call)), self._links, (tensor, *held)))
 
     def wait(self, operation: Operation) -> None:
         """Block until an operation of this group has ended."""

@@ -8,8 +8,7 @@ import torch
 
 from zero_runtime.same_host import operations
 from zero_runtime.same_host.group import SharedGroup
-from zero_runtime.same_host.operations import Call
-from zero_runtime.same_host.progress import Operation, Steps
+from zero_runtime.same_host.progress import Operation
 
 
 class SharedMessages:
@@ -20,33 +19,19 @@ class SharedMessages:
     def __init__(self, group: SharedGroup) -> None:
         self._group = group
         self._rank, self._size = group.rank(), group.size()
-        self._unread: list[Operation] = []  # each ends when the other ranks have read the shard of a gather
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, place: int = 0, *, settles_late: bool = False
-    ) -> Callable[[], None]:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, place: int = 0) -> Callable[[], None]:
         """Start filling `full` [P] from every rank's `shard` [S], which may be its own slice of `full`.
 
-        place: of the unit, about which the ranks must agree. settles_late: what waits for the result does not wait
-        until the others have read `shard`, which must be kept as it is until `settle`. So a rank that comes first waits
-        for what the others have begun, not for what they have come to. Returns a function that waits for the result.
+        place: of the unit, about which the ranks must agree. Returns a function that waits for the result.
         """
         self._group.observe("all_gather", full, shard)
         parts = full.chunk(self._size)
-
-        def steps(call: Call) -> Steps:
-            yield from operations.gather_parts(call, parts, shard)
-            if settles_late:
-                self._unread.append(self._group.follow(call, call.until_read(call.links), held=(shard,)))
-            else:
-                yield from call.until_read(call.links)
-
-        return self._waiting(self._group.start("all_gather", full, steps, place=place, held=(shard,)))
-
-    def settle(self) -> None:
-        """Wait until the other ranks have read the shards of all gathers that have ended here and settle late."""
-        while self._unread:
-            self._group.wait(self._unread.pop())
+        return self._waiting(
+            self._group.start(
+                "all_gather", full, lambda call: operations.all_gather(call, parts, shard), place=place, held=(shard,)
+            )
+        )
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Callable[[], None]:
         """Start summing this rank's slice of every rank's `full` [P] into `shard` [S], which may be that slice."""

@@ -138,12 +138,6 @@ class Call:
 
 def all_gather(call: Call, parts: Sequence[torch.Tensor], own: torch.Tensor, *, phase: int = 0) -> Steps:
     """Fill parts[r], contiguous, from every rank r's `own`, which may be parts[rank] itself."""
-    yield from gather_parts(call, parts, own, phase=phase)
-    yield from call.until_read(call.links, phase)
-
-
-def gather_parts(call: Call, parts: Sequence[torch.Tensor], own: torch.Tensor, *, phase: int = 0) -> Steps:
-    """The same, but `own` must be kept as it is until the other ranks have read it."""
     for peer in call.links:
         call.tell(peer, own, phase)
     if parts[call.rank].data_ptr() != own.data_ptr():
@@ -154,6 +148,7 @@ def gather_parts(call: Call, parts: Sequence[torch.Tensor], own: torch.Tensor, *
         call.say_read(peer, phase)
 
     yield from call.until_ready(call.links, phase, read)
+    yield from call.until_read(call.links, phase)
 
 
 def reduce_scatter(call: Call, total: torch.Tensor, parts: Sequence[torch.Tensor], add: Add) -> Steps:

@@ -20,7 +20,6 @@ from harness.patience import HANG_S, wait_until
 from harness.ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_runtime.gloo import messages_over
 from zero_runtime.same_host.links import Link, Token
 from zero_runtime.same_host.mailbox import Mailbox
 from zero_runtime.same_host.progress import Operation, Progress, progress
@@ -148,22 +147,6 @@ def _sent_ahead() -> bool:
     return True
 
 
-def _settled_late() -> bool:
-    """A gather that settles late ends before the others have read its shard, and `settle` after that."""
-    store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    messages = messages_over(dist.group.WORLD)
-    shard, full = _mine(1), torch.empty(world * LARGE)
-    wait = messages.all_gather(full, shard, settles_late=True)
-    if rank:
-        store.wait(["the first rank has gathered"])
-    wait()
-    if rank == 0:
-        store.set("the first rank has gathered", "")
-    messages.settle()
-    shard.fill_(-1)
-    return all(bool((part == number + 1).all()) for number, part in enumerate(full.chunk(world)))
-
-
 class _Counted(TorchDispatchMode):
     """A mode of torch that must not see what operations do."""
 
@@ -235,8 +218,7 @@ def _use_nothing() -> None:
 
 
 CASES: list[Callable[[], bool]] = [
-    *(_waited_backwards, _groups_crosswise, _polled, _in_futures, _in_threads, _sent_ahead, _settled_late),
-    *(_in_modes, _forked),
+    *(_waited_backwards, _groups_crosswise, _polled, _in_futures, _in_threads, _sent_ahead, _in_modes, _forked),
 ]
 
 

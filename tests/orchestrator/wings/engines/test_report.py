@@ -157,6 +157,8 @@ def test_the_next_command_exports_the_winner(tmp_path: Path) -> None:
     command, _, folder = ranking.next_after_sweep(ranked).partition(" export ")
     assert command.endswith("run.py")
     assert Path(folder).absolute() == Path(ranked[0].entry.folder)
+    reference_first = [replace(ranked[0], place=None, apart="the reference"), *ranked]
+    assert ranking.next_after_sweep(reference_first) == f"{command} export {folder}"
 
 
 def test_compare_judges_no_pair_whose_work_differs(tmp_path: Path) -> None:
