@@ -17,9 +17,9 @@ def is_slurm(cluster: Cluster) -> bool:
 
 
 def slurm_is_here(scene: Scene, cluster: Cluster) -> Broken | None:
-    if not is_slurm(cluster) or scene.hardware.slurm:
+    if not is_slurm(cluster) or scene.hardware.slurm or scene.plan_only:
         return None
-    rule = "cluster=slurm needs SLURM's sbatch on the PATH: type this on a login node of the cluster"
+    rule = "cluster=slurm needs SLURM's sbatch on the PATH: type this on a login node, or add --plan"
     return Broken(rule, "none", ("cluster=local",))
 
 

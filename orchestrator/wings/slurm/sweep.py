@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from orchestrator.config.cluster import ClusterError
 from orchestrator.config.schema import Device, RunConfig, from_dict
 from orchestrator.launch.cluster import SentPoints, SweepCluster
 from orchestrator.launch.local_run import record
@@ -35,9 +36,21 @@ class SlurmCluster(SweepCluster):
 
     def __init__(self) -> None:
         self._queue = SlurmQueue()
+        self._unknown = ""  # why SLURM did not tell what nodes it has
 
     def namer(self, hardware: Hardware) -> Callable[[RunConfig], str]:
-        return _node_names()
+        """A plan can be made where no scheduler is; `preflight` asks it again before anything is sent."""
+        told = _node_names()
+
+        def name(config: RunConfig) -> str:
+            if not self._unknown:
+                try:
+                    return told(config)
+                except ClusterError as error:
+                    self._unknown = str(error).partition("\n")[0]
+            return "/".join(filter(None, ["slurm", config.cluster.partition, config.cluster.constraint]))
+
+        return name
 
     def preflight(self, configs: Sequence[RunConfig]) -> list[str]:
         return site.problems(configs)
@@ -46,6 +59,7 @@ class SlurmCluster(SweepCluster):
         """An upper bound, from the time limits of the points."""
         if not configs:
             return []
+        notes = [Row("cluster", f"has not told whether it has these nodes: {self._unknown}")] if self._unknown else []
         node_h = sum(config.resources.nodes * config.resources.time_limit_min for config in configs) / 60
         text = f"at most {node_h:.1f} node-hours"
         if configs[0].resources.device is Device.cuda:
@@ -53,7 +67,7 @@ class SlurmCluster(SweepCluster):
             text += f" = {gpu_h:.1f} GPU-hours"
             price = configs[0].cluster.usd_per_gpu_hour
             text += f" = {gpu_h * price:.2f} USD" if price is not None else ""
-        return [Row("cost", text)]
+        return [*notes, Row("cost", text)]
 
     def send(
         self, sweep: SweepPaths, planned: Sequence[Planned], entry: str = ENTRY, *, detached: bool = True

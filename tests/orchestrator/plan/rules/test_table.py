@@ -323,6 +323,7 @@ def test_a_group_that_cannot_be_built_hides_no_other_broken_rule() -> None:
         (A100S, "hardware=a100_80gb hardware.gpus=4", (Device.cuda, 4, 4, 1, 16)),
         (LOGIN_NODE, "cluster=slurm hardware=h200 resources.nodes=2", (Device.cuda, 16, 1, 1, 64)),
         (LOGIN_NODE, SLURM, (Device.cpu, 4, 1, 1, 16)),
+        (PLANNED, SLURM, (Device.cpu, 4, 1, 1, 16)),
         (LOGIN_NODE, f"{SLURM} cluster.cpus_per_rank=6 resources.device=cuda", (Device.cuda, 4, 6, 1, 16)),
     ],
 )

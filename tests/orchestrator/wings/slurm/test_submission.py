@@ -13,9 +13,11 @@ from orchestrator.config.cluster import Cluster, ClusterError, ClusterKind
 from orchestrator.config.schema import RunConfig
 from orchestrator.launch.environment import GLIBC
 from orchestrator.launch.rank import ENTRY
+from orchestrator.machine.hardware import Hardware
 from orchestrator.records.record_file import read_json
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.wings.slurm import jobs as slurm
+from orchestrator.wings.slurm.sweep import SlurmCluster
 
 SBATCH = """#!/bin/sh
 case "$(cat)" in *nowhere*) echo "sbatch: error: invalid partition specified: nowhere" >&2; exit 1;; esac
@@ -133,3 +135,17 @@ def test_if_one_array_is_refused_the_others_are_cancelled(slurm_tools: Path) -> 
     with pytest.raises(ClusterError, match="sbatch --parsable: sbatch: error: invalid partition specified: nowhere"):
         slurm.submit(sent, slurm_tools / "jobs")
     assert (slurm_tools / "cancelled").read_text() == "--quiet 44111_0 44111_1\n"
+
+
+def test_a_plan_is_made_where_no_scheduler_is_and_nothing_is_sent_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = replace(make_config(tmp_path), cluster=Cluster(ClusterKind.slurm, partition="long"))
+    cluster = SlurmCluster()
+    assert cluster.namer(Hardware(cores=4, cpu="cpu"))(config) == "slurm/long"
+    told = {row.name: row.text for row in cluster.cost([config])}
+    assert told["cluster"].startswith("has not told whether it has these nodes: sinfo: expected it on the PATH")
+    assert told["cost"].startswith("at most ")
+    with pytest.raises(ClusterError, match="sinfo: expected it on the PATH"):
+        cluster.preflight([config])
