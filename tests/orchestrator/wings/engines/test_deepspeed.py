@@ -163,7 +163,10 @@ def test_fp32_losses_norms_and_weights_are_those_of_one_process() -> None:
         assert farthest(found.losses, expected.losses) < 1e-6, (work, stage)
         # A sum of n squares in fp32 is off by about sqrt(n) roundings, each of 2^-24 at most.
         numel = sum(one.numel() for one in expected.weights.values())
-        assert stage == 0 or farthest(found.norms, expected.norms) < numel**0.5 * 2**-24, (work, stage)
+        tells = (
+            stage > 0 and work != "plain"
+        )  # stage 0 clips without telling the norm; one that is not used is not made
+        assert not tells or farthest(found.norms, expected.norms) < numel**0.5 * 2**-24, (work, stage)
         # An update is at most about one learning rate for an element, and where a gradient is about 0 its sign is that
         # of the rounding. No element may miss a whole update.
         for name, weight in expected.weights.items():
