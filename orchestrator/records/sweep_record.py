@@ -244,16 +244,22 @@ def standings(sweep: SweepPaths) -> list[Standing]:
     for event in EventTail(sweep.events, SWEEP_EVENTS).read_new():
         if event["event"] in SWEEP_EVENTS.shapes and "label" in event:
             latest[event["label"]] = event
-    return [_standing(point, latest.get(point.label)) for point in plan_of(sweep)]
+    return [_standing(sweep, point, latest.get(point.label)) for point in plan_of(sweep)]
 
 
-def _standing(planned: Planned, event: Mapping[str, Any] | None) -> Standing:
+def _attempt(sweep: SweepPaths, recorded: str) -> AttemptPaths:
+    """The folder of an attempt: in a copy of the outputs, such as from a cluster, that of the copy."""
+    own = sweep.output.joinpath(*Path(recorded).parts[-4:])  # points/ID/attempts/NUMBER
+    return AttemptPaths(own if own.is_dir() else Path(recorded))
+
+
+def _standing(sweep: SweepPaths, planned: Planned, event: Mapping[str, Any] | None) -> Standing:
     if event is not None and event["event"] == "decided":
         return Standing(planned, RunState(event["state"]), message=event["reason"])
     if event is None or planned.decision is not RunState.queued:
-        kept = AttemptPaths(Path(planned.attempt)) if planned.attempt else None
+        kept = _attempt(sweep, planned.attempt) if planned.attempt else None
         return _with_result(Standing(planned, planned.decision, kept, planned.reason))
-    attempt = AttemptPaths(Path(event["attempt"]))
+    attempt = _attempt(sweep, event["attempt"])
     standing = Standing(planned, RunState.lost, attempt, "", tuple(event["slots"]), event.get("job") or "")
     try:
         current = settled(attempt)

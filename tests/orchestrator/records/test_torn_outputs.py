@@ -13,12 +13,14 @@ import pytest
 from ended_output import FILES, Scene, ended
 from harness.attack_counts import Tally
 from harness.corruptions import CORRUPTIONS
+from made_sweep import write_sweep
 
 from orchestrator import cli
 from orchestrator.commands import verbs
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import read_json
 from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import SweepPaths
 from orchestrator.report import comparison
 
 VERBS = (["list"], ["list", "--json"], ["status"], ["status", "--json"], ["report"], ["watch"], ["logs"])
@@ -68,6 +70,15 @@ def go_on(scene: Scene, file: str, corruption: str, capture: Capture, verbs: lis
     assert states == [RunState.cached] * 3 + [RunState.error]
     assert cli.main(["status", "--output", str(scene.output)]) == 1
     assert {one: read_json(one) for one in results} == results
+
+
+def test_outputs_that_were_moved_or_copied_have_the_same_answers(tmp_path: Path) -> None:
+    """As people take them from a cluster."""
+    sweep = write_sweep(tmp_path / "outputs", 4, failed=[0])
+    told = [(one.state, one.result) for one in sweep_record.standings(sweep)]
+    assert sum(result is not None for _, result in told) == 3
+    moved = (tmp_path / "outputs").rename(tmp_path / "elsewhere") / "sweeps" / sweep.name
+    assert [(one.state, one.result) for one in sweep_record.standings(SweepPaths(moved))] == told
 
 
 @pytest.mark.parametrize("file", FILES)
