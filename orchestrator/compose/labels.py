@@ -34,9 +34,10 @@ def label(composed: Composed, axes: Sequence[str]) -> str:
 
 
 def sweep_name(axes: Iterable[str], overrides: Sequence[str]) -> str:
-    """The name of the sweep file, or the keys that vary ("zero_precision") if there is none."""
+    """The name of the sweep file, or the last words of the keys that vary ("zero_micro") if there is none."""
     chosen = [word.removeprefix("sweeps=") for word in overrides if word.startswith("sweeps=")]
-    return _clean(chosen[-1] if chosen else "_".join(axes) or "sweep")
+    words = "_".join(axis.rpartition(".")[2] for axis in axes)
+    return _clean(chosen[-1] if chosen else words or "sweep", slice(40))
 
 
 def _is_untold(key: str) -> bool:
@@ -70,5 +71,5 @@ def environment_name(python: str) -> str:
     return _clean(folders[-1]) if folders else "this_python" if python == "null" else "other_python"
 
 
-def _clean(text: str) -> str:
-    return re.sub(r"[^\w.+]+", "_", text.strip("'\"")).strip("_")[-40:] or "_"
+def _clean(text: str, kept: slice = slice(-40, None)) -> str:
+    return re.sub(r"[^\w.+]+", "_", text.strip("'\"")).strip("_")[kept] or "_"

@@ -82,6 +82,9 @@ def test_a_sweep_file_needs_no_flag_and_gives_eight_points() -> None:
     assert all("sweeps=stages" not in point.overrides for point in found.points)
     assert sweep_name(found.axes, ["sweeps=stages"]) == "stages"
     assert sweep_name(found.axes, ["zero=stage0,stage1"]) == "zero_precision"
+    long = ["batch.micro", "model.config.hidden_size", "model.config.num_hidden_layers", "zero"]
+    assert sweep_name(long, []) == "micro_hidden_size_num_hidden_layers_zero"
+    assert sweep_name([*long, "precision"], []) == "micro_hidden_size_num_hidden_layers_zero"
 
 
 def test_an_experiment_overrides_the_groups_and_the_command_line_overrides_both() -> None:
