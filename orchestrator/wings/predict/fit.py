@@ -32,6 +32,7 @@ from orchestrator.wings.predict.fit_page import Columns, FitPage, named
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.memory_cache import activations_key, units_key
 from orchestrator.wings.predict.prediction import gpu_bytes_here, overhead_of
+from orchestrator.wings.predict.step import MICRO, given_micro
 from orchestrator.wings.predict.target import target_of
 
 # What is tried of each group that the command line leaves open. Combinations that a rule forbids are left out.
@@ -50,10 +51,9 @@ KEYS = {"ranks": RANKS, "tp": "parallel.tp", "sp": "parallel.sp"}  # that the co
 NOT_COUNTED = "the activations cannot be counted"
 MACHINES = ("hardware", RANKS, NODES)
 FLAGS = ("--multirun", "--plan", "--config-dir", "--max-points")  # that a line of fit may have; all others start runs
-# The keys that fit varies itself, and what to do instead.
+# What depends on the micro-batch that fit finds, and what to do instead.
 OWN_KEYS = {
-    "batch.micro": "fit finds the largest      fix: leave it out, or predict this one: --plan without fit",
-    "batch.global_size": "it varies with the micro-batch      fix: batch.accumulation=N",
+    "batch.global_size": "it varies with the micro-batch      fix: batch.accumulation=N, or give batch.micro too",
 }
 
 
@@ -93,7 +93,7 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None) ->
         answers = answers_for(points, quiet=asked.json)
         counted = _counted(points, answers)
         found = fit_peers.rows_as(asked.engine, counted, answers)
-        code = fit_peers.show(asked.engine, found, len(counted), overrides, asked.explain, as_json=asked.json)
+        code = fit_peers.show(asked.engine, found, counted, overrides, asked.explain, as_json=asked.json)
         return code if len(counted) == len(points) else INCOMPLETE
     points = _points(overrides, over)
     asked_points = points if asked.explain is None else [named(points, asked.explain)]
@@ -171,8 +171,10 @@ def _with_folder(word: str) -> list[str]:
 def _points(overrides: Sequence[str], over: Columns | None) -> list[Point]:
     """The combinations of the settings that the command line leaves open, without those that a rule forbids."""
     given = names(overrides)
-    problems = [f"{key}: {why}" for key, why in OWN_KEYS.items() if key in given]
+    problems = [f"{key}: {why}" for key, why in OWN_KEYS.items() if key in given and MICRO not in given]
     key = over and KEYS[over.name]
+    if over and MICRO in given:
+        problems.append(f"--table shows the largest micro-batch      fix: leave {MICRO} out, or --table")
     if key and (key in given or (key != RANKS and "parallel" in given)):
         problems.append(f"--table varies {key}      fix: leave one of them out")
     if "resources.device=cuda" in overrides and "hardware" not in given and not here().hardware.gpus:
@@ -209,7 +211,8 @@ def _gpus_of_a_node(overrides: Sequence[str]) -> int | None:
 def valid_points(words: Sequence[str], column: str = "") -> list[Point]:
     """The points of the words that no rule refuses, with labels of options only where they are not the plain ones."""
     composition = composed(arguments.split(["--multirun", "--plan", *words]))
-    if own := [f"{key}: {why}" for key, why in OWN_KEYS.items() if key in composition.axes]:  # from a file of sweeps/
+    own = [f"{key}: {why}" for key, why in OWN_KEYS.items() if key in composition.axes]  # from a file of sweeps/
+    if own and MICRO not in {*composition.axes, *names(words)}:
         raise Refusal(own)
     found, problems = judged(composition, replace(here(), plan_only=True, needs_weights=False))
     points = []
@@ -260,12 +263,13 @@ def answers_for(points: Sequence[Point], *, quiet: bool) -> dict[str, Answer]:
 
 
 def _traced_for(points: Sequence[Point]) -> list[RunConfig]:
-    """The smallest and the largest micro-batch that are traced of each family."""
-    return [
-        one
-        for config in step.families([point.config for point in points])
-        for one in step.traced([config], (1, SMALLEST, max(TRACED_TOKENS // config.batch.seq, 2 * SMALLEST)))
-    ]
+    """Of each family the micro-batches that are traced: those that are given, else the smallest and the largest."""
+    found: dict[str, tuple[RunConfig, set[int]]] = {}
+    for point in points:
+        config, given = point.config, given_micro(point.config, point.overrides)
+        micros = (given,) if given else (1, SMALLEST, max(TRACED_TOKENS // config.batch.seq, 2 * SMALLEST))
+        found.setdefault(activations_key(config, any_micro=True), (config, set()))[1].update(micros)
+    return [one for config, micros in found.values() for one in step.traced([config], sorted(micros))]
 
 
 def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
@@ -282,7 +286,15 @@ def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
             raise Refusal(["the memory of the GPU is not known      fix: name the GPU: hardware=a100_80gb"])
         assert memory is not None, "a point that was counted has its shapes"
         group, overhead = _group(point.overrides), overhead_of(point.config)
-        found = fit.fit_of(point.label, point.overrides, memory, target, overhead, group)
+        found = fit.fit_of(
+            point.label,
+            point.overrides,
+            memory,
+            target,
+            overhead,
+            group,
+            given=given_micro(point.config, point.overrides),
+        )
         assert found is not None, "a point that was counted has its traces"
         fits.append(found)
     return fit.order(fits)

@@ -133,7 +133,7 @@ def _moving(fit: Fit) -> Iterator[Part]:
 
 
 def _activations(fit: Fit) -> Iterator[Part]:
-    peak, micro = fit.peak, max(fit.micro, 1)
+    peak, micro = fit.peak, fit.counted
     tokens = micro * fit.config.batch.seq * fit.config.batch.accumulation
     for name, nbytes, what in (
         (BLOCKS, peak.blocks, f"kept for the backward: {micro} x {size(peak.blocks / micro)}"),
@@ -169,7 +169,7 @@ def sent(fit: Fit) -> str:
 
 def _tensor(fit: Fit) -> str:
     """What a rank sends to its tensor- or sequence-parallel group; empty without one."""
-    memory = replace(fit.memory, config=with_micro(fit.config, max(fit.micro, 1)))
+    memory = replace(fit.memory, config=with_micro(fit.config, fit.counted))
     if not (sent := memory.tensor_sent()).calls:
         return ""
     return f"{fit.config.batch.accumulation} x {size(sent.nbytes)} in {words(fit.config, sent)}"

@@ -35,6 +35,7 @@ from zero_runtime.predict.timing.segments import SegmentTable
 from zero_runtime.predict.timing.work import LinearWork, Work
 from zero_runtime.state_bytes import ElementBytes, UnitSize, element_bytes
 
+MICRO = "batch.micro"
 Answers = Mapping[str, Mapping[str, Any]]
 Units = list[tuple[UnitSize, MixedPrecision]]
 
@@ -45,6 +46,11 @@ def with_micro(config: RunConfig, micro: int) -> RunConfig:
     global_size = micro * accumulation * config.batch_ranks
     batch = replace(config.batch, micro=micro, accumulation=accumulation, global_size=global_size)
     return replace(config, batch=batch)
+
+
+def given_micro(config: RunConfig, words: Sequence[str]) -> int:
+    """The micro-batch that the words of a line give; 0 if they leave it open."""
+    return config.batch.micro if any(word.partition("=")[0].lstrip("+") == MICRO for word in words) else 0
 
 
 def with_share(config: RunConfig, micro: int) -> RunConfig:
@@ -365,11 +371,3 @@ def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
 def traced(configs: Sequence[RunConfig], micros: Sequence[int]) -> list[RunConfig]:
     """The configurations to ask memory_cache.answers for, so that these micro-batches are traced for all of them."""
     return [with_micro(config, micro) for config in configs for micro in micros]
-
-
-def families(configs: Sequence[RunConfig]) -> list[RunConfig]:
-    """One configuration of each family, that is, of all those with the same traces."""
-    found: dict[str, RunConfig] = {}
-    for config in configs:
-        found.setdefault(activations_key(config, any_micro=True), config)
-    return list(found.values())
