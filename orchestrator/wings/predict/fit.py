@@ -66,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
         if asked.table or asked.engine or asked.explain or asked.all:
             raise Refusal([f"{fit_estimator.FLAG} prints its own tables: leave out --table, --as, --explain and --all"])
         return fit_estimator.main(asked.estimator, words, as_json=asked.json)
+    if asked.steps and (asked.explain is None or asked.engine):
+        raise Refusal(["--steps is of one row of ours      fix: --explain ROW --steps, without --as"])
     over = _columns(asked.table)
     line = _name_of(words_that_count(words), asked.table, asked.explain)
     with counting_child.started_ahead(needed=memory_cache.stored(line) is None):
@@ -105,7 +107,9 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None) ->
         folder = typed.flags.get("--config-dir")
         flags = [] if folder is None else ["--config-dir", folder]
         page = FitPage(Screen(make_console()), typed.overrides, flags)
-        if asked.explain is not None:
+        if asked.explain is not None and asked.steps:
+            page.ledger(fits[0])
+        elif asked.explain is not None:
             page.explain(fits[0])
         elif over:
             page.by_number(fits, over, show_all=asked.all)
@@ -123,12 +127,17 @@ def parser() -> VerbParser:
         "without a GPU, and without a run. A group or setting that is given is kept, the others are tried.",
     )
     parser.usage = (
-        f"{program()} fit [-h] [group=option | key=value ...] [--all] [--explain ROW] [--table ranks=1,2,4,8] "
-        "[--table tp=1,2,4] [--table sp=1,2,4] [--as ENGINE] [--estimator P,L] [--json]"
+        f"{program()} fit [-h] [group=option | key=value ...] [--all] [--explain ROW [--steps]] "
+        "[--table ranks=1,2,4,8] [--table tp=1,2,4] [--table sp=1,2,4] [--as ENGINE] [--estimator P,L] [--json]"
     )
     parser.epilog = f"example: {program()} fit model=llama2_7b hardware=a100_80gb resources.ranks=8 batch.seq=4096"
     parser.add_argument("--all", action="store_true", help="every row, also those that another row makes needless")
     parser.add_argument("--explain", metavar="ROW", help="the arithmetic of one row of the table, by its label")
+    parser.add_argument(
+        "--steps",
+        action="store_true",
+        help="with --explain: what each step of a note on ZeRO holds and sends, and a step here",
+    )
     parser.add_argument(
         "--table",
         metavar="ranks=N,N,...",

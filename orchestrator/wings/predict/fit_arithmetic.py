@@ -63,6 +63,15 @@ def letters(fit: Fit) -> str:
     return text + (f"; {also:,} frozen parameters are added to the closed form in bytes" if also else "")
 
 
+def bytes_of_parameter(fit: Fit) -> dict[str, float]:
+    """Bytes of a trained parameter by component in the largest unit, before they are sharded; without zeros."""
+    config = fit.config
+    of = BytesPerElement.of(config.zero.plan, kind_of(fit), config.batch.accumulation, **bytes_of_element(config))
+    pairs = (("parameters", of.params), ("optimizer", of.optimizer), ("gradients", of.grads))
+    sums = {name: float(sum(nbytes for nbytes, _ in terms)) for name, terms in pairs}
+    return {name: nbytes for name, nbytes in sums.items() if nbytes}
+
+
 def shard_count(fit: Fit) -> int:
     """The number of ranks that share one copy of the states: all N of them, or fewer (G)."""
     return fit.config.zero.plan.shard_count(fit.config.data_ranks)

@@ -15,7 +15,7 @@ from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, digits, many, significant, size
-from orchestrator.wings.predict import fit_arithmetic
+from orchestrator.wings.predict import fit_arithmetic, note_ledger
 from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.moments import all_moments
@@ -105,6 +105,9 @@ class FitPage:
         at = f"micro-batch {one.counted}{'' if one.micro else ', which does not fit'}"
         self._screen.rows(_head(one))
         self._screen.rows([Row("letters", fit_arithmetic.letters(one))])
+        of = fit_arithmetic.bytes_of_parameter(one)
+        named = ", ".join(f"{nbytes:.10g} of {name}" for name, nbytes in of.items())
+        self._screen.rows([Row("bytes", f"{sum(of.values()):.10g} of a parameter before they are sharded: {named}")])
         self._say(f"{one.label}, {at}: the most bytes exist {one.peak.when}")
         header = ("part", "arithmetic", "closed form", "at that moment")
         parts = [
@@ -119,6 +122,17 @@ class FitPage:
             self._say("outside a step: the most bytes of one rank")
             self._screen.table(moments)
         self._propose_run([one] if one.micro else [])
+
+    def ledger(self, one: Fit) -> None:
+        """The steps of the note on ZeRO beside those of the row."""
+        found = note_ledger.steps(one)
+        self._screen.rows(_head(one))
+        self._say(f"{one.label}, micro-batch {one.counted}: a rank's step")
+        header = ("step", "does", "the note", "its bytes", "here")
+        self._screen.table(Table(header, tuple(note_ledger.rows(found)), names=3))
+        self._screen.console.print()
+        self._screen.rows([Row(*note) for note in note_ledger.notes(one, found)])
+        self._screen.closing([Row("explain", f"{program()} {self._line('--explain', one.label)}")])
 
     def _say(self, text: str) -> None:
         self._screen.console.print()
