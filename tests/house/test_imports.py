@@ -136,7 +136,7 @@ ROOMS = {
         "wings.page": "config records report text wings",
         "wings.pretrained": "config workloads",
         "wings.scripts": "commands config exit_codes launch machine records text",
-        "wings.slurm": "config launch machine records report tracking",
+        "wings.slurm": "config launch machine records report text tracking",
         "wings.torchrun": "commands config launch machine plan records report tracking",
         "wings.transport": "report text",
         "wings.validation": "config launch records report text worker workloads",

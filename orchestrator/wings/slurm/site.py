@@ -10,6 +10,7 @@ from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import nearest
 from orchestrator.wings.slurm.tools import ask, read_limit_min, rows_of
 
+UNKNOWN = "slurm/unknown"  # nodes that SLURM has not named
 SINFO_FIELDS = "%P|%a|%l|%D|%c|%m|%G"
 
 

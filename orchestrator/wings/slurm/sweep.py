@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
+from orchestrator.config.cluster import ClusterError
 from orchestrator.config.schema import Device, RunConfig, from_dict
 from orchestrator.launch.cluster import SentPoints, SweepCluster
 from orchestrator.launch.local_run import record
@@ -20,6 +22,7 @@ from orchestrator.records.run_record import Attempt, AttemptPaths, new_attempt
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, tell
 from orchestrator.report.summary import Row
+from orchestrator.text.streams import complain
 from orchestrator.tracking.feed import start_tracker
 from orchestrator.wings.slurm import jobs, site
 from orchestrator.wings.slurm.jobs import SlurmQueue
@@ -33,13 +36,31 @@ class SlurmCluster(SweepCluster):
     """SLURM as the cluster of a sweep: see SweepCluster. Across all terminals, one update of the records runs at a
     time."""
 
+    _silent: ClassVar[ClusterError | None] = None  # why SLURM did not name the nodes for the last namer
+
     def __init__(self) -> None:
         self._queue = SlurmQueue()
 
     def namer(self, hardware: Hardware) -> Callable[[RunConfig], str]:
-        return _node_names()
+        """Where SLURM does not answer, a plan can be made all the same, and nothing is sent: see `preflight`."""
+        ask, SlurmCluster._silent = _node_names(), None
+
+        def name(config: RunConfig) -> str:
+            if self._silent is None:
+                try:
+                    return ask(config)
+                except ClusterError as error:
+                    SlurmCluster._silent = error
+                    why = "; ".join(str(error).splitlines())
+                    complain(f"warning: the plan is made without the cluster, which does not answer: {why}")
+            return site.UNKNOWN
+
+        return name
 
     def preflight(self, configs: Sequence[RunConfig]) -> list[str]:
+        """As of SweepCluster. ClusterError if SLURM did not name the nodes, whose names are part of what is sent."""
+        if self._silent is not None:
+            raise self._silent
         return site.problems(configs)
 
     def cost(self, configs: Sequence[RunConfig]) -> list[Row]:

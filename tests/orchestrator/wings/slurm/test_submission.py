@@ -13,9 +13,11 @@ from orchestrator.config.cluster import Cluster, ClusterError, ClusterKind
 from orchestrator.config.schema import RunConfig
 from orchestrator.launch.environment import GLIBC
 from orchestrator.launch.rank import ENTRY
+from orchestrator.machine.hardware import detect
 from orchestrator.records.record_file import read_json
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.wings.slurm import jobs as slurm
+from orchestrator.wings.slurm.sweep import SlurmCluster
 
 SBATCH = """#!/bin/sh
 case "$(cat)" in *nowhere*) echo "sbatch: error: invalid partition specified: nowhere" >&2; exit 1;; esac
@@ -51,6 +53,23 @@ def jobs(folder: Path, count: int, **cluster: object) -> list[tuple[AttemptPaths
     for attempt in made:
         attempt.root.mkdir()
     return [(attempt, config) for attempt in made]
+
+
+def test_a_plan_is_made_where_slurm_does_not_answer_and_nothing_is_sent(
+    slurm_tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = jobs(slurm_tools, 1)[0][1]
+    configs, sinfo = [config, replace(config, cluster=Cluster(ClusterKind.slurm, partition="big"))], slurm_tools / "bin"
+    (sinfo / "sinfo").write_text("#!/bin/sh\necho 'no configuration' >&2; exit 1\n")
+    (sinfo / "sinfo").chmod(0o755)
+    name = SlurmCluster().namer(detect())
+    assert [name(one) for one in configs] == ["slurm/unknown"] * 2
+    assert capsys.readouterr().err.count("warning: the plan is made without the cluster") == 1
+    (sinfo / "sinfo").write_text("#!/bin/sh\necho 'big*|up|1:00:00|4|64|512000|(null)'\n")
+    with pytest.raises(ClusterError, match="no configuration"):  # its points have no names of nodes
+        SlurmCluster().preflight(configs)
+    assert SlurmCluster().namer(detect())(configs[1]) == "slurm/big"
+    assert SlurmCluster().preflight(configs) == []
 
 
 def test_an_arrays_script_contains_the_requested_settings_and_starts_every_rank(slurm_tools: Path) -> None:
