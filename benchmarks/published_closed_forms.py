@@ -24,6 +24,7 @@ MEGATRON_VOCABULARY, MEGATRON_MULTIPLE = 50257, 128  # GPT-2's; --make-vocab-siz
 CUBLAS_HANDLES = 2  # torch has one for the main thread and one for autograd's
 CUBLAS_WORKSPACE = 8 * 4096 * 1024  # the tests set CUBLAS_WORKSPACE_CONFIG=:4096:8, which is 8 buffers of 4096 KiB
 ENGINE_WORKSPACE = {"a100": 4 * MIB, "newer": 32 * MIB}  # Transformer Engine, get_cublas_workspace_size_bytes
+OTHER_MODELS = ("gpt3_15b", "grpo", "modelopt_distill")  # of golden rows
 GOLDEN_TOLERANCE = 0.01
 
 
@@ -161,23 +162,30 @@ def deepspeed_estimates() -> Iterator[Comparison]:
 
 
 def megatron_resting() -> Iterator[Comparison | LeftOut]:
-    """Bytes that torch has allocated after a step (`mem-allocated-bytes`) on one GPU."""
+    """Bytes that torch has allocated after a step (`mem-allocated-bytes`) on a GPU, of a slice or of all."""
     for row in table("megatron_golden.csv"):
         case = f"{row['case'].partition('/')[2]} ({row['environment']})"
         if reason := _left_out(row):
             yield LeftOut(case, reason)
             continue
-        model = gpt_shapes(int(row["layers"]), int(row["hidden"]), int(row["seq"]))
-        world = 4 if row["case"].endswith("_1node") else 8
+        slices = int(row["tensor_parallel"])
+        model = gpt_shapes(int(row["layers"]), int(row["hidden"]), int(row["seq"]), slices)
+        world = (4 if row["case"].endswith("_1node") else 8) // slices // instances_of(row["case"])
         memory = megatron(model, world, distributed_optimizer=row["distributed_optimizer"] == "1")
         predicted = memory.resting + workspace_bytes(row["environment"])
         published = int(row["resting_bytes"])
-        yield Comparison(case, predicted, published, abs(predicted / published - 1) <= GOLDEN_TOLERANCE)
+        agrees = abs(predicted / published - 1) <= GOLDEN_TOLERANCE
+        reason = "" if agrees or "_te_" in case else "layers without Transformer Engine, whose workspaces are not known"
+        yield Comparison(case, predicted, published, agrees, reason)
 
 
 def _left_out(row: dict[str, str]) -> str:
-    if row["tensor_parallel"] != "1" or row["pipeline_parallel"] != "1":
-        return "tensor or pipeline parallel: zero-lab has neither"
+    if row["pipeline_parallel"] != "1" or "_pp2_" in row["case"]:
+        return "pipeline parallel: zero-lab has none"
+    if row["fsdp"] == "1":
+        return "Megatron-FSDP: its rule is not modelled"
+    if any(name in row["case"] for name in OTHER_MODELS):
+        return "not GPT-2's shapes, or with buffers of inference: the table does not describe them"
     if row["case"].startswith("t5/"):
         return "T5: the table has no number of layers"
     if not row["case"].startswith("gpt/"):
@@ -185,13 +193,22 @@ def _left_out(row: dict[str, str]) -> str:
     return ""
 
 
-def gpt_shapes(layers: int, hidden: int, seq: int) -> PeerModel:
-    """Megatron's GPT: learned positions, biases, a tied head, the vocabulary padded to a multiple of 128."""
-    vocabulary = -(-MEGATRON_VOCABULARY // MEGATRON_MULTIPLE) * MEGATRON_MULTIPLE
+def instances_of(case: str) -> int:
+    """Into how many groups the ranks are divided, each of which shards the optimizer for itself."""
+    return 2 if "multi_dist_optimizer_instances" in case else 1
+
+
+def gpt_shapes(layers: int, hidden: int, seq: int, slices: int = 1) -> PeerModel:
+    """Megatron's GPT: learned positions, biases, a tied head, the vocabulary padded to a multiple of 128 for each
+    slice. slices: ranks of a tensor-parallel group, which divide all but norms, positions and the biases that are added
+    after a sum over the group."""
+    multiple = MEGATRON_MULTIPLE * slices
+    vocabulary, square = -(-MEGATRON_VOCABULARY // multiple) * multiple, hidden * hidden // slices
     norm = (hidden, hidden)
-    attention = (3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden)
-    mlp = (4 * hidden * hidden, 4 * hidden, 4 * hidden * hidden, hidden)
-    return PeerModel.of_numels((norm + attention + norm + mlp,) * layers, (vocabulary * hidden, seq * hidden, *norm))
+    attention = (3 * square, 3 * hidden // slices, square, hidden)
+    mlp = (4 * square, 4 * hidden // slices, 4 * square, hidden)
+    others = (vocabulary * hidden // slices, seq * hidden, *norm)
+    return PeerModel.of_numels((norm + attention + norm + mlp,) * layers, others)
 
 
 def workspace_bytes(environment: str) -> int:

@@ -30,7 +30,8 @@ from zero_runtime.predict.memory import peers
 from zero_runtime.predict.memory.activation_count import LinearTrace, Trace
 from zero_runtime.predict.memory.activation_trace import trace_step
 from zero_runtime.predict.memory.device_overhead import DeviceOverhead
-from zero_runtime.predict.memory.peers import DeepSpeedSettings, PeerMemory, PeerModel, PeerTerm
+from zero_runtime.predict.memory.peer_deepspeed import DeepSpeedSettings, deepspeed
+from zero_runtime.predict.memory.peers import PeerMemory, PeerModel, PeerTerm
 from zero_runtime.predict.memory.repeated_blocks import linear_with_blocks
 from zero_runtime.predict.memory.short_model import short_copy
 from zero_runtime.unit_planner import UnitRules, block_modules
@@ -100,11 +101,11 @@ def engine_memory(case: Case) -> PeerMemory:
     if case.engine == "nanotron":
         return peers.nanotron(model, plan, case.world)
     if case.engine == "deepspeed":
-        return peers.deepspeed(model, plan, case.world)
+        return deepspeed(model, plan, case.world)
     if case.engine == "deepspeed_optimizer_on_host":
-        return peers.deepspeed(model, plan, case.world, DeepSpeedSettings(optimizer_on_host=True))
+        return deepspeed(model, plan, case.world, DeepSpeedSettings(optimizer_on_host=True))
     if case.engine == "deepspeed_all_on_host":
-        return peers.deepspeed(model, plan, case.world, _auto_settings(case.model))
+        return deepspeed(model, plan, case.world, _auto_settings(case.model))
     if case.engine == "fsdp2":
         return peers.fsdp2(model, case.world)
     if case.engine == "ddp":

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from benchmarks.published_cases import GIB, Comparison, table
 from benchmarks.published_peak import peer_model
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.predict.memory.peers import DeepSpeedSettings, Moment, PeerMemory, PeerTerm, deepspeed
+from zero_runtime.predict.memory.peer_deepspeed import DeepSpeedSettings, deepspeed
+from zero_runtime.predict.memory.peers import Moment, PeerMemory, PeerTerm
 
 MODEL, WORLD = "llama_13b", 8  # the issue says 13B; the resting bytes are those of 13,015,864,320 parameters
 RESTING_TOLERANCE = 0.01

@@ -11,7 +11,8 @@ from benchmarks.published_cases import FOLDER, GIB
 from benchmarks.published_peak import peer_model
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.predict.memory.paper_formulas import deepspeed_zero3_estimate
-from zero_runtime.predict.memory.peers import HALF, deepspeed
+from zero_runtime.predict.memory.peer_deepspeed import deepspeed
+from zero_runtime.predict.memory.peers import HALF
 
 MASTER_AND_MOMENTS = 12  # bytes of an fp32 master weight and both moments
 PARTS = ("parameters", "optimizer", "gradients", "activations", "buffers")

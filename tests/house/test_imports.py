@@ -38,6 +38,8 @@ PURE = (
     "predict.memory.device_overhead",
     "predict.memory.outside_step",
     "predict.memory.paper_formulas",
+    "predict.memory.peer_deepspeed",
+    "predict.memory.peer_reserved",
     "predict.memory.peers",
     "predict.memory.repeated_blocks",
     "predict.memory.reserved",

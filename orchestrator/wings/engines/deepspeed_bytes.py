@@ -8,8 +8,8 @@ from typing import Any
 
 from orchestrator.config.schema import Device, RunConfig
 from zero_runtime.precision import ITEMSIZE_BYTES
-from zero_runtime.predict.memory import peers
-from zero_runtime.predict.memory.peers import SINGLE, DeepSpeedSettings, PeerMemory, PeerModel
+from zero_runtime.predict.memory.peer_deepspeed import DeepSpeedSettings, deepspeed
+from zero_runtime.predict.memory.peers import SINGLE, PeerMemory, PeerModel
 
 KEYS = {
     "reduce_bucket_size": "reduce_bucket_size",
@@ -48,5 +48,7 @@ def memory_of(model: PeerModel, config: RunConfig, given: Mapping[str, Any]) -> 
     if config.resources.device is not Device.cuda:
         written = min(settings.reduce_bucket_size, model.trained_numel)
         settings = replace(settings, reduce_bucket_size=written)
+    if config.precision.dtypes.master == "bf16":
+        settings = replace(settings, half_states=True, fp32_gradients=False)
     weights = SINGLE if settings.autocast else ITEMSIZE_BYTES[config.precision.dtypes.param]
-    return peers.deepspeed(model, config.zero.plan, config.resources.ranks, settings, weights=weights)
+    return deepspeed(model, config.zero.plan, config.data_ranks, settings, weights=weights)

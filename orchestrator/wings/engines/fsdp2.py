@@ -82,9 +82,8 @@ def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
         return None
     return peers.fsdp2(
         model,
-        config.zero.shard_ranks or config.ranks,
-        gather_bytes=ITEMSIZE_BYTES[dtypes.param],
-        reduce_bytes=ITEMSIZE_BYTES[dtypes.reduce],
+        config.zero.shard_ranks or config.data_ranks,
+        *(ITEMSIZE_BYTES[dtype] for dtype in (dtypes.param, dtypes.reduce, dtypes.master)),
         reshards=bool(keys["reshard_after_forward"]),
         keeps_grads=config.batch.accumulation > 1 and not keys["requires_gradient_sync"],
         on_host=keys["offload"],

@@ -33,6 +33,7 @@ from orchestrator.wings.predict import calibrate, choice, fit, speed
 from orchestrator.wings.predict.choice import Candidate, ShortRun
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.prediction import hardware_name
+from orchestrator.wings.predict.step import MICRO, given_micro
 from orchestrator.wings.profile import costs
 
 RUNS = 4  # most real runs
@@ -42,7 +43,6 @@ GAIN = 1.05  # of tokens per second, for which a larger micro-batch is looked at
 LONGEST_S = 2.0  # of a predicted step that a short run makes
 SHOWN = 12
 HEADER = ("row", "micro", "tokens/s, predicted", "tokens/s, measured", "needs/rank", "because")
-MICRO = "batch.micro"
 
 
 class Outcome(NamedTuple):
@@ -124,6 +124,8 @@ def _rows(words: Sequence[str]) -> tuple[list[Fit], int, int | None]:
     left = [word for word in words if word not in given]
     axes = [f"{group}={options}" for group, options in fit.AXES.items() if group not in fit.names(left)]
     points = fit.valid_points([*left, *axes])
+    if any(given_micro(point.config, point.overrides) for point in points):  # by a file of sweeps/
+        raise Refusal([f"choose tries several micro-batches      fix: {MICRO}=4 on the line, not in a sweep"])
     fits = fit.fits_of(points, quiet=True)
     if any(one.config.cluster.kind is ClusterKind.slurm for one in fits):
         raise Refusal(["choose measures on this machine      fix: cluster=local, inside a job of the cluster"])

@@ -32,6 +32,7 @@ from orchestrator.wings.predict.fit_page import Columns, FitPage, named
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.memory_cache import activations_key, units_key
 from orchestrator.wings.predict.prediction import gpu_bytes_here, overhead_of
+from orchestrator.wings.predict.step import MICRO, given_micro
 from orchestrator.wings.predict.target import target_of
 
 # What is tried of each group that the command line leaves open. Combinations that a rule forbids are left out.
@@ -50,10 +51,9 @@ KEYS = {"ranks": RANKS, "tp": "parallel.tp", "sp": "parallel.sp"}  # that the co
 NOT_COUNTED = "the activations cannot be counted"
 MACHINES = ("hardware", RANKS, NODES)
 FLAGS = ("--multirun", "--plan", "--config-dir", "--max-points")  # that a line of fit may have; all others start runs
-# The keys that fit varies itself, and what to do instead.
+# What depends on the micro-batch that fit finds, and what to do instead.
 OWN_KEYS = {
-    "batch.micro": "fit finds the largest      fix: leave it out, or predict this one: --plan without fit",
-    "batch.global_size": "it varies with the micro-batch      fix: batch.accumulation=N",
+    "batch.global_size": "it varies with the micro-batch      fix: batch.accumulation=N, or give batch.micro too",
 }
 
 
@@ -66,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
         if asked.table or asked.engine or asked.explain or asked.all:
             raise Refusal([f"{fit_estimator.FLAG} prints its own tables: leave out --table, --as, --explain and --all"])
         return fit_estimator.main(asked.estimator, words, as_json=asked.json)
+    if asked.steps and (asked.explain is None or asked.engine):
+        raise Refusal(["--steps is of one row of ours      fix: --explain ROW --steps, without --as"])
     over = _columns(asked.table)
     line = _name_of(words_that_count(words), asked.table, asked.explain)
     with counting_child.started_ahead(needed=memory_cache.stored(line) is None):
@@ -93,7 +95,7 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None) ->
         answers = answers_for(points, quiet=asked.json)
         counted = _counted(points, answers)
         found = fit_peers.rows_as(asked.engine, counted, answers)
-        code = fit_peers.show(asked.engine, found, len(counted), overrides, asked.explain, as_json=asked.json)
+        code = fit_peers.show(asked.engine, found, counted, overrides, asked.explain, as_json=asked.json)
         return code if len(counted) == len(points) else INCOMPLETE
     points = _points(overrides, over)
     asked_points = points if asked.explain is None else [named(points, asked.explain)]
@@ -105,7 +107,9 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None) ->
         folder = typed.flags.get("--config-dir")
         flags = [] if folder is None else ["--config-dir", folder]
         page = FitPage(Screen(make_console()), typed.overrides, flags)
-        if asked.explain is not None:
+        if asked.explain is not None and asked.steps:
+            page.ledger(fits[0])
+        elif asked.explain is not None:
             page.explain(fits[0])
         elif over:
             page.by_number(fits, over, show_all=asked.all)
@@ -123,12 +127,17 @@ def parser() -> VerbParser:
         "without a GPU, and without a run. A group or setting that is given is kept, the others are tried.",
     )
     parser.usage = (
-        f"{program()} fit [-h] [group=option | key=value ...] [--all] [--explain ROW] [--table ranks=1,2,4,8] "
-        "[--table tp=1,2,4] [--table sp=1,2,4] [--as ENGINE] [--estimator P,L] [--json]"
+        f"{program()} fit [-h] [group=option | key=value ...] [--all] [--explain ROW [--steps]] "
+        "[--table ranks=1,2,4,8] [--table tp=1,2,4] [--table sp=1,2,4] [--as ENGINE] [--estimator P,L] [--json]"
     )
     parser.epilog = f"example: {program()} fit model=llama2_7b hardware=a100_80gb resources.ranks=8 batch.seq=4096"
     parser.add_argument("--all", action="store_true", help="every row, also those that another row makes needless")
     parser.add_argument("--explain", metavar="ROW", help="the arithmetic of one row of the table, by its label")
+    parser.add_argument(
+        "--steps",
+        action="store_true",
+        help="with --explain: what each step of a note on ZeRO holds and sends, and a step here",
+    )
     parser.add_argument(
         "--table",
         metavar="ranks=N,N,...",
@@ -171,8 +180,10 @@ def _with_folder(word: str) -> list[str]:
 def _points(overrides: Sequence[str], over: Columns | None) -> list[Point]:
     """The combinations of the settings that the command line leaves open, without those that a rule forbids."""
     given = names(overrides)
-    problems = [f"{key}: {why}" for key, why in OWN_KEYS.items() if key in given]
+    problems = [f"{key}: {why}" for key, why in OWN_KEYS.items() if key in given and MICRO not in given]
     key = over and KEYS[over.name]
+    if over and MICRO in given:
+        problems.append(f"--table shows the largest micro-batch      fix: leave {MICRO} out, or --table")
     if key and (key in given or (key != RANKS and "parallel" in given)):
         problems.append(f"--table varies {key}      fix: leave one of them out")
     if "resources.device=cuda" in overrides and "hardware" not in given and not here().hardware.gpus:
@@ -209,7 +220,8 @@ def _gpus_of_a_node(overrides: Sequence[str]) -> int | None:
 def valid_points(words: Sequence[str], column: str = "") -> list[Point]:
     """The points of the words that no rule refuses, with labels of options only where they are not the plain ones."""
     composition = composed(arguments.split(["--multirun", "--plan", *words]))
-    if own := [f"{key}: {why}" for key, why in OWN_KEYS.items() if key in composition.axes]:  # from a file of sweeps/
+    own = [f"{key}: {why}" for key, why in OWN_KEYS.items() if key in composition.axes]  # from a file of sweeps/
+    if own and MICRO not in {*composition.axes, *names(words)}:
         raise Refusal(own)
     found, problems = judged(composition, replace(here(), plan_only=True, needs_weights=False))
     points = []
@@ -260,12 +272,13 @@ def answers_for(points: Sequence[Point], *, quiet: bool) -> dict[str, Answer]:
 
 
 def _traced_for(points: Sequence[Point]) -> list[RunConfig]:
-    """The smallest and the largest micro-batch that are traced of each family."""
-    return [
-        one
-        for config in step.families([point.config for point in points])
-        for one in step.traced([config], (1, SMALLEST, max(TRACED_TOKENS // config.batch.seq, 2 * SMALLEST)))
-    ]
+    """Of each family the micro-batches that are traced: those that are given, else the smallest and the largest."""
+    found: dict[str, tuple[RunConfig, set[int]]] = {}
+    for point in points:
+        config, given = point.config, given_micro(point.config, point.overrides)
+        micros = (given,) if given else (1, SMALLEST, max(TRACED_TOKENS // config.batch.seq, 2 * SMALLEST))
+        found.setdefault(activations_key(config, any_micro=True), (config, set()))[1].update(micros)
+    return [one for config, micros in found.values() for one in step.traced([config], sorted(micros))]
 
 
 def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
@@ -282,7 +295,15 @@ def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
             raise Refusal(["the memory of the GPU is not known      fix: name the GPU: hardware=a100_80gb"])
         assert memory is not None, "a point that was counted has its shapes"
         group, overhead = _group(point.overrides), overhead_of(point.config)
-        found = fit.fit_of(point.label, point.overrides, memory, target, overhead, group)
+        found = fit.fit_of(
+            point.label,
+            point.overrides,
+            memory,
+            target,
+            overhead,
+            group,
+            given=given_micro(point.config, point.overrides),
+        )
         assert found is not None, "a point that was counted has its traces"
         fits.append(found)
     return fit.order(fits)

@@ -63,6 +63,15 @@ def letters(fit: Fit) -> str:
     return text + (f"; {also:,} frozen parameters are added to the closed form in bytes" if also else "")
 
 
+def bytes_of_parameter(fit: Fit) -> dict[str, float]:
+    """Bytes of a trained parameter by component in the largest unit, before they are sharded; without zeros."""
+    config = fit.config
+    of = BytesPerElement.of(config.zero.plan, kind_of(fit), config.batch.accumulation, **bytes_of_element(config))
+    pairs = (("parameters", of.params), ("optimizer", of.optimizer), ("gradients", of.grads))
+    sums = {name: float(sum(nbytes for nbytes, _ in terms)) for name, terms in pairs}
+    return {name: nbytes for name, nbytes in sums.items() if nbytes}
+
+
 def shard_count(fit: Fit) -> int:
     """The number of ranks that share one copy of the states: all N of them, or fewer (G)."""
     return fit.config.zero.plan.shard_count(fit.config.data_ranks)
@@ -133,7 +142,7 @@ def _moving(fit: Fit) -> Iterator[Part]:
 
 
 def _activations(fit: Fit) -> Iterator[Part]:
-    peak, micro = fit.peak, max(fit.micro, 1)
+    peak, micro = fit.peak, fit.counted
     tokens = micro * fit.config.batch.seq * fit.config.batch.accumulation
     for name, nbytes, what in (
         (BLOCKS, peak.blocks, f"kept for the backward: {micro} x {size(peak.blocks / micro)}"),
@@ -169,7 +178,7 @@ def sent(fit: Fit) -> str:
 
 def _tensor(fit: Fit) -> str:
     """What a rank sends to its tensor- or sequence-parallel group; empty without one."""
-    memory = replace(fit.memory, config=with_micro(fit.config, max(fit.micro, 1)))
+    memory = replace(fit.memory, config=with_micro(fit.config, fit.counted))
     if not (sent := memory.tensor_sent()).calls:
         return ""
     return f"{fit.config.batch.accumulation} x {size(sent.nbytes)} in {words(fit.config, sent)}"

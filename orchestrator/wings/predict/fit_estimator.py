@@ -21,7 +21,8 @@ from zero_runtime.predict.memory.paper_formulas import (
     deepspeed_zero2_estimate,
     deepspeed_zero3_estimate,
 )
-from zero_runtime.predict.memory.peers import HALF, DeepSpeedSettings
+from zero_runtime.predict.memory.peer_deepspeed import DeepSpeedSettings
+from zero_runtime.predict.memory.peers import HALF
 
 RANKS, NODES = "resources.ranks", "resources.nodes"
 FLAG = "--estimator"

@@ -15,7 +15,7 @@ from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, digits, many, significant, size
-from orchestrator.wings.predict import fit_arithmetic
+from orchestrator.wings.predict import fit_arithmetic, note_ledger
 from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.moments import all_moments
@@ -23,6 +23,8 @@ from orchestrator.wings.predict.prediction import hardware_name
 from orchestrator.wings.predict.speed import Speed
 from orchestrator.wings.profile import costs
 
+# How a count of torch differs from the tensors that are counted here (device_overhead.py).
+WORKSPACES = "of tensors; torch.cuda.max_memory_allocated also counts cuBLAS's workspaces, 64 MiB on Hopper"
 # Columns in the order in which a narrow terminal leaves them out.
 DROPPED = ("tokens", "activations", "states", "reserved", "largest part", "closed form", "what exists")
 MACHINES = ("resources.ranks=", "resources.nodes=", "parallel.tp=", "parallel.sp=")
@@ -32,6 +34,11 @@ COLUMNS = {
     "sp": "the ranks that hold parts of one sequence (parallel.sp)",
 }
 ROUGH = "~"
+FEW = 12  # rows at a given micro-batch that are all shown
+VERDICTS = {
+    "tight": "the tensors fit; with all that torch's allocator reserves for them they do not",
+    "perhaps": "if CUDA, cuBLAS and NCCL take the least of their range",
+}
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -62,16 +69,19 @@ class FitPage:
     def rows(self, fits: Sequence[Fit], *, show_all: bool) -> None:
         """The rows that fit, and how many are not shown."""
         best = fit.best(fits)
-        shown = list(fits) if show_all else best
+        given = all(one.given for one in fits)
+        shown = list(fits) if show_all or (given and len(fits) <= FEW) else best
         self._screen.rows(_head(fits[0]))
         if shown:
             unit = _unit(max(one.peak.total for one in shown))
             or_one = ", or at 1" if any(not one.micro for one in shown) else ""
-            self._say(f"bytes of one rank in {unit[0]}, at the largest micro-batch that fits{or_one}")
+            at = "at the given micro-batch" if given else f"at the largest micro-batch that fits{or_one}"
+            self._say(f"bytes of one rank in {unit[0]}, {at}")
             table = _table(shown, unit)
             self._screen.table(table)
             if any(ROUGH in cell for row in table.rows for cell in row):
                 self._screen.say(f"tokens/s: of all ranks; {ROUGH} roughly, from the data sheet, see docs/speed.md")
+            self._screen.rows([Row(f"fits {one}", VERDICTS[one]) for one in VERDICTS if one in _verdicts(shown)])
         self._close(fits, best, shown)
 
     def by_number(self, fits: Sequence[Fit], over: Columns, *, show_all: bool) -> None:
@@ -92,9 +102,12 @@ class FitPage:
 
     def explain(self, one: Fit) -> None:
         """The arithmetic of one row: each part of the peak, what libraries take, and what is left."""
-        at = f"micro-batch {one.micro}" if one.micro else "micro-batch 1, which does not fit"
+        at = f"micro-batch {one.counted}{'' if one.micro else ', which does not fit'}"
         self._screen.rows(_head(one))
         self._screen.rows([Row("letters", fit_arithmetic.letters(one))])
+        of = fit_arithmetic.bytes_of_parameter(one)
+        named = ", ".join(f"{nbytes:.10g} of {name}" for name, nbytes in of.items())
+        self._screen.rows([Row("bytes", f"{sum(of.values()):.10g} of a parameter before they are sharded: {named}")])
         self._say(f"{one.label}, {at}: the most bytes exist {one.peak.when}")
         header = ("part", "arithmetic", "closed form", "at that moment")
         parts = [
@@ -109,6 +122,17 @@ class FitPage:
             self._say("outside a step: the most bytes of one rank")
             self._screen.table(moments)
         self._propose_run([one] if one.micro else [])
+
+    def ledger(self, one: Fit) -> None:
+        """The steps of the note on ZeRO beside those of the row."""
+        found = note_ledger.steps(one)
+        self._screen.rows(_head(one))
+        self._say(f"{one.label}, micro-batch {one.counted}: a rank's step")
+        header = ("step", "does", "the note", "its bytes", "here")
+        self._screen.table(Table(header, tuple(note_ledger.rows(found)), names=3))
+        self._screen.console.print()
+        self._screen.rows([Row(*note) for note in note_ledger.notes(one, found)])
+        self._screen.closing([Row("explain", f"{program()} {self._line('--explain', one.label)}")])
 
     def _say(self, text: str) -> None:
         self._screen.console.print()
@@ -132,7 +156,7 @@ class FitPage:
             self._screen.rows(rows)
         if any(one.capped for one in shown):
             self._screen.say("+: the largest that was tried")
-        for one in [one for one in shown if one.most_micro > one.micro][:1]:
+        for one in [one for one in shown if one.most_micro > one.micro and not one.given][:1]:
             self._screen.say(
                 f"{_micro(one)}: {one.most_micro} fits if CUDA, cuBLAS and NCCL take the least of their range"
             )
@@ -206,12 +230,12 @@ def _unit(largest: int) -> tuple[str, int]:
 
 
 def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
-    header: tuple[str, ...] = ("row", "micro", "tokens", "tokens/s", "peak", "states", "activations", "reserved")
-    header += ("host", "scratch", "sent", "largest part")
+    header: tuple[str, ...] = ("row", "micro", "fits", "tokens", "tokens/s", "at rest", "peak", "states", "activations")
+    header += ("reserved", "host", "of node", "scratch", "sent", "largest part")
     hardware = hardware_name(fits[0].config)
     configs = [to_dict(one.config) for one in fits]
     cost = costs.column_name({price.currency for config in configs if (price := costs.price_of(config))})
-    header = (*header[:4], cost, *header[4:])
+    header = (*header[:5], cost, *header[5:])
 
     def sized(nbytes: int) -> str:
         return digits(nbytes / unit[1]) if nbytes else ABSENT
@@ -220,21 +244,25 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
         (
             one.label,
             _micro(one),
+            one.verdict if one.given else ABSENT,
             f"{one.tokens:,}" if one.micro else ABSENT,
             _per_second(speed := one.speed(hardware)),
             _cost(config, speed),
+            sized(one.resting_bytes * bool(one.given)),
             sized(one.peak.total),
             sized(sum(one.peak.states.values())),
             sized(one.peak.activations),
             ABSENT if one.reserved is None else sized(one.reserved.reserved),
             sized(one.host_bytes),
+            sized(one.host_bytes * one.ranks_per_node * bool(one.given)),
             sized(one.scratch_bytes),
             sized(one.sent_bytes),
             one.binds if one.micro else "host memory" if one.host_lacks else one.binds,
         )
         for one, config in zip(fits, configs, strict=True)
     ]
-    for name in ("scratch", "host", "reserved", cost, "tokens/s"):  # without offload, on CPU ranks, or not known
+    # Without offload, on CPU ranks, not known, or no micro-batch was given.
+    for name in ("scratch", "of node", "host", "reserved", "at rest", cost, "tokens/s", "fits"):
         at = header.index(name)
         if all(row[at] == ABSENT for row in rows):
             header = (*header[:at], *header[at + 1 :])
@@ -255,7 +283,13 @@ def _per_second(speed: Speed | None) -> str:
     return f"{ROUGH if speed.rough else ''}{speed.tokens_per_second:,.0f}"
 
 
+def _verdicts(fits: Sequence[Fit]) -> set[str]:
+    return {one.verdict for one in fits if one.given}
+
+
 def _micro(one: Fit) -> str:
+    if one.given:
+        return str(one.given)
     if one.capped:
         return f"{one.micro}+"
     if one.micro == one.most_micro:
@@ -265,19 +299,21 @@ def _micro(one: Fit) -> str:
 
 def _settings(one: Fit) -> list[str]:
     """The words of a run of the row."""
-    return [*(word for word in one.overrides if not word.startswith("-")), f"batch.micro={one.micro}"]
+    words = [word for word in one.overrides if not word.startswith(("-", "batch.micro="))]
+    return [*words, f"batch.micro={one.micro}"]
 
 
 def _after(one: Fit) -> list[Row]:
     """What follows from the peak: the memory in use, the limit, what the next micro-batch needs, other memory."""
     least, most = one.used_bytes
-    rows = []
+    rows = [Row("at rest", f"{size(one.resting_bytes)} between two steps")]
     if one.overhead.most:
         libraries = f"{size(one.overhead.least)} to {size(one.overhead.most)}"
         communicators = many(one.overhead.communicators, "communicator")
         rows.append(Row("libraries", f"{libraries}: CUDA, cuBLAS and {communicators} of NCCL"))
     if one.reserved is not None:
         reserved = size(one.reserved.reserved)
+        rows.append(Row("allocated", f"{size(one.peak.total)} {WORKSPACES}"))
         rows.append(Row("reserved", f"{reserved} by torch's allocator with expandable segments, as in runs"))
     used = dict.fromkeys((size(least), size(most)))
     rows.append(Row("used", " to ".join(used)))

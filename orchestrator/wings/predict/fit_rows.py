@@ -47,7 +47,8 @@ class Fit:
     group: the settings other than those that are compared with each other; rows of different groups do not exclude each
     other. limit_bytes: the memory that a rank may allocate from; overhead: what libraries take of it. micro: the
     largest micro-batch that fits with the most that they take; 0 if none does. most_micro: the largest that may fit,
-    with the least. capped: every traced micro-batch fits. peak: of the worst moment at `micro`, or at 1 if none fits.
+    with the least. given: the only micro-batch that was asked for, if one was. capped: every traced micro-batch fits.
+    peak: of the worst moment at `counted`.
     host_bytes, scratch_bytes: of one rank at that micro-batch, offloaded and for the copy of the last save.
     host_limit_bytes: host memory of a node with `ranks_per_node` ranks; None if it is not known, or is what the ranks
     compute in.
@@ -68,6 +69,25 @@ class Fit:
     sent_bytes: int
     ranks_per_node: int = 1
     host_limit_bytes: int | None = None
+    given: int = 0
+
+    @property
+    def counted(self) -> int:
+        """The micro-batch that the bytes are of: the one that was asked for, else the largest that fits, or 1."""
+        return self.given or max(self.micro, 1)
+
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes of the tensors that exist between two steps."""
+        part = self.memory.part(self.counted)
+        assert part is not None, "a row has the trace of its micro-batch"
+        return part.peaks.between_steps + part.buffers
+
+    @property
+    def verdict(self) -> str:
+        """Whether the micro-batch that was asked for fits: yes, tight (the tensors do, but not all that the allocator
+        reserves for them), perhaps (if libraries take the least), or no."""
+        return verdict_of(self.micro, self.most_micro, self.reserved, self.overhead, self.limit_bytes)
 
     @property
     def config(self) -> RunConfig:
@@ -86,7 +106,7 @@ class Fit:
         every tensor of three steps, so that only rows that are shown should ask."""
         if self.config.resources.device is not Device.cuda:
             return None
-        return self.memory.reserved(max(self.micro, 1))
+        return self.memory.reserved(self.counted)
 
     @property
     def used_bytes(self) -> tuple[int, int]:
@@ -121,7 +141,7 @@ class Fit:
         if self.used_bytes[1] <= self.limit_bytes and (outside := self._outside_reason):
             return outside
         _, largest = max(parts(self.peak), key=lambda part: part[1])
-        used = f"micro-batch 1 uses up to {size(self.used_bytes[1])} of {size(self.limit_bytes)}"
+        used = f"micro-batch {self.counted} uses up to {size(self.used_bytes[1])} of {size(self.limit_bytes)}"
         return f"{used}, most of it {self.binds} ({size(largest)})"
 
     @property
@@ -150,15 +170,19 @@ class Fit:
             "micro": self.micro,
             "micro_at_most": self.most_micro,
             "micro_capped": self.capped,
+            "micro_counted": self.counted,
             "reason": self.reason,
             "limit_bytes": self.limit_bytes,
             "used_bytes_least": self.used_bytes[0],
             "used_bytes_most": self.used_bytes[1],
+            "resting_bytes": self.resting_bytes,
             "peak_bytes": self.peak.total,
+            **({"reserved_bytes": self.reserved and self.reserved.reserved} if self.given else {}),
             "peak_when": self.peak.when,
             "peak_parts_bytes": dict(parts(self.peak)),
             "binds": self.binds,
             "host_bytes_per_rank": self.host_bytes,
+            "host_bytes_per_node": self.host_bytes * self.ranks_per_node,
             "host_limit_bytes_per_node": self.host_limit_bytes,
             "scratch_bytes_per_rank": self.scratch_bytes,
             "sent_bytes_per_step": self.sent_bytes,
@@ -166,6 +190,13 @@ class Fit:
                 moment.name: {"device": moment.device, "host": moment.host} for moment in all_moments(self.memory)
             },
         }
+
+
+def verdict_of(micro: int, most_micro: int, reserved: Reserved | None, overhead: DeviceOverhead, limit: int) -> str:
+    """`Fit.verdict`, from the micro-batches that fit with the most and with the least that libraries take."""
+    if not micro:
+        return "perhaps" if most_micro else "no"
+    return "tight" if reserved is not None and reserved.reserved + overhead.most > limit else "yes"
 
 
 def parts(peak: Peak) -> list[tuple[str, int]]:
@@ -184,10 +215,12 @@ def fit_of(
     target: Target,
     overhead: DeviceOverhead = NO_OVERHEAD,
     group: Sequence[str] = (),
+    *,
+    given: int = 0,
 ) -> Fit | None:
     """How large a micro-batch of the configuration fits; None if its activations could not be counted.
 
-    target.device_bytes must be known.
+    target.device_bytes must be known. given: the only micro-batch that is asked about; 0 for the largest.
     """
     assert target.device_bytes is not None
     limit = target.device_bytes // target.ranks_share
@@ -195,7 +228,10 @@ def fit_of(
     host_limit = target.host_bytes if target.device is Device.cuda else None
     room = _Room(memory, limit, target.ranks_per_node, host_limit, shared=target.device is not Device.cuda)
     micro, most = (room.largest(taken) for taken in (overhead.most, overhead.least))
-    peak = memory.peak(max(micro, 1))
+    if given:  # what fits a larger one fits it too
+        micro, most = (given if one >= given else 0 for one in (micro, most))
+    counted = given or max(micro, 1)
+    peak = memory.peak(counted)
     if peak is None:
         return None
     return Fit(
@@ -207,13 +243,14 @@ def fit_of(
         overhead,
         micro,
         most,
-        micro == memory.highest_traced,
+        not given and micro == memory.highest_traced,
         peak,
-        room.host_bytes(max(micro, 1)),
+        room.host_bytes(counted),
         memory.away().scratch,
-        replace(memory, config=with_micro(memory.config, max(micro, 1))).sent_bytes(),
+        replace(memory, config=with_micro(memory.config, counted)).sent_bytes(),
         target.ranks_per_node,
         host_limit,
+        given,
     )
 
 

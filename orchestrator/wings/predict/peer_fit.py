@@ -8,29 +8,36 @@ belong to the model's code and not to the engine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator import wings
 from orchestrator.config.engine import EngineKind
-from orchestrator.config.schema import Device, LossKind, RunConfig
+from orchestrator.config.schema import Device, RunConfig
+from orchestrator.wings.predict.fit_rows import verdict_of
+from orchestrator.wings.predict.memory_cache import hash_of, recalled
+from orchestrator.wings.predict.peer_limits import limits
 from orchestrator.wings.predict.step import ConfigMemory
-from zero_runtime.offload_plan import Tier
 from zero_runtime.optim.config_base import OptimizerConfig
 from zero_runtime.optim.groups import goes_without_decay
 from zero_runtime.plan import Partition
 from zero_runtime.predict.memory import peers
 from zero_runtime.predict.memory.activation_count import LinearTrace
 from zero_runtime.predict.memory.device_overhead import DeviceOverhead
+from zero_runtime.predict.memory.peer_reserved import peer_reserved
 from zero_runtime.predict.memory.peers import Moment, PeerMemory, PeerModel, PeerParam
+from zero_runtime.predict.memory.reserved import Reserved
 from zero_runtime.predict.memory.step_memory import TOKEN_BYTES, Peak
 
 
 @dataclass(frozen=True)
 class PeerFit:
-    """One row. micro: the largest micro-batch that fits with the most that libraries take; 0 if none does. activations:
-    the most bytes of them in one micro-batch of that size, or of 1; peak: with the engine's terms, as allocated."""
+    """One row. micro, most_micro, given: as those of `Fit`. activations: the most bytes of them in one micro-batch of
+    the size `counted`; peak: with the engine's terms, as allocated. step: the counts of the point. params: elements of
+    each parameter of its units. ranks_per_node, host_limit_bytes: ranks of a node, and host memory for what they
+    offload; None if it is not known, or is what the ranks compute in."""
 
     label: str
     overrides: tuple[str, ...]
@@ -42,6 +49,47 @@ class PeerFit:
     capped: bool
     activations: int
     peak: int
+    step: ConfigMemory
+    params: tuple[tuple[int, ...], ...]
+    most_micro: int
+    given: int = 0
+    ranks_per_node: int = 1
+    host_limit_bytes: int | None = None
+
+    @property
+    def counted(self) -> int:
+        """The micro-batch that the bytes are of."""
+        return self.given or max(self.micro, 1)
+
+    @property
+    def host_of_node(self) -> int:
+        return self.memory.host_bytes * self.ranks_per_node
+
+    @property
+    def verdict(self) -> str:
+        """As `Fit.verdict`, with the segments that torch has by default."""
+        return verdict_of(self.micro, self.most_micro, self.reserved(), self.overhead, self.limit_bytes)
+
+    def reserved(self, *, expandable: bool = False) -> Reserved | None:
+        """What torch's allocator reserves on a GPU; None on a CPU. It replays every tensor of three steps."""
+        part = self.step.part(self.counted)
+        if self.config.resources.device is not Device.cuda or part is None:
+            return None
+        inputs = part.tokens * TOKEN_BYTES // 2 * self.counted
+
+        def replayed() -> list[int]:
+            found = peer_reserved(
+                part.linear.at(self.counted),
+                self.memory,
+                self.params,
+                micro_batches=self.config.batch.accumulation,
+                other=(part.buffers, inputs, inputs),
+                expandable=expandable,
+            )
+            return [found.allocated, found.reserved]
+
+        key = f"reserved-{hash_of(self.step.name, self.memory)}-{self.counted}-{expandable}"
+        return Reserved(*(recalled(key, replayed) if self.step.name else replayed()))
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for other programs."""
@@ -52,28 +100,31 @@ class PeerFit:
             "ranks": self.config.resources.ranks,
             "micro": self.micro,
             "micro_capped": self.capped,
+            "micro_counted": self.counted,
             "limit_bytes": self.limit_bytes,
             "resting_bytes": self.memory.resting,
             "activations_bytes": self.activations,
             "peak_bytes": self.peak,
+            **({"reserved_bytes": (found := self.reserved()) and found.reserved} if self.given else {}),
+            "host_bytes_per_rank": self.memory.host_bytes,
+            "host_bytes_per_node": self.host_of_node,
+            "host_limit_bytes_per_node": self.host_limit_bytes,
             "terms": [[term.what, term.moment.value, term.nbytes] for term in self.memory.terms],
         }
 
 
-def _megatron(model: PeerModel, config: RunConfig) -> PeerMemory | None:
-    plan = config.zero.plan
-    if plan.grads is Partition.SHARDED or _offloads(config) or config.precision.dtypes.param == "fp32":
-        return None
-    return peers.megatron(model, config.resources.ranks, distributed_optimizer=plan.optimizer is Partition.SHARDED)
+def _megatron(model: PeerModel, config: RunConfig) -> PeerMemory:
+    is_sharded = config.zero.plan.optimizer is Partition.SHARDED
+    return peers.megatron(model, config.data_ranks, distributed_optimizer=is_sharded)
+
+
+def _nanotron(model: PeerModel, config: RunConfig) -> PeerMemory:
+    return peers.nanotron(model, config.zero.plan, config.data_ranks)
 
 
 # Engines that no run has: their rules alone are known.
-RULES_ONLY: dict[str, Callable[[PeerModel, RunConfig], PeerMemory | None]] = {"megatron": _megatron}
+RULES_ONLY: dict[str, Callable[[PeerModel, RunConfig], PeerMemory]] = {"megatron": _megatron, "nanotron": _nanotron}
 NAMES = tuple(sorted({*wings.ENGINES, *RULES_ONLY}))
-
-
-def _offloads(config: RunConfig) -> bool:
-    return config.offload.params is not Tier.DEVICE or config.offload.optimizer is not Tier.DEVICE
 
 
 def peer_model(shapes: Mapping[str, Any], rule: OptimizerConfig) -> PeerModel:
@@ -94,10 +145,7 @@ def peer_model(shapes: Mapping[str, Any], rule: OptimizerConfig) -> PeerModel:
 
 def rules_for(engine: str, config: RunConfig, shapes: Mapping[str, Any]) -> PeerMemory | None:
     """The engine's bytes on a rank of the configuration, whatever its own engine is; None if its rules do not know
-    these settings."""
-    is_full = config.loss.kind is LossKind.full and config.parallel.group == 1
-    if not is_full or config.offload.uses_nvme or config.recompute.kind not in ("none", "full"):
-        return None
+    these settings (peer_limits.py says which)."""
     model = peer_model(shapes, config.optimizer.rule)
     if engine in RULES_ONLY:
         return RULES_ONLY[engine](model, config)
@@ -139,13 +187,23 @@ def peer_fit(
     shapes: Mapping[str, Any],
     limit_bytes: int,
     overhead: DeviceOverhead,
+    *,
+    given: int = 0,
+    ranks_per_node: int = 1,
+    host_limit_bytes: int | None = None,
 ) -> PeerFit | None:
-    """How large a micro-batch fits; None if the engine's rules do not know the settings, or nothing was counted."""
-    rules = rules_for(engine, memory.config, shapes)
+    """How large a micro-batch fits, or whether the given one does; None if the engine's rules do not know the settings,
+    or nothing was counted."""
+    rules = None if limits(engine, memory.config) else rules_for(engine, memory.config, shapes)
     if rules is None or not memory.parts:
         return None
-    micro = largest(rules, memory, limit_bytes - overhead.most)
-    part, peak = memory.part(max(micro, 1)), peak_of(rules, memory, max(micro, 1))
+    micro, most = (largest(rules, memory, limit_bytes - taken) for taken in (overhead.most, overhead.least))
+    if host_limit_bytes is not None and rules.host_bytes * ranks_per_node > host_limit_bytes:
+        micro = most = 0
+    if given:
+        micro, most = (given if one >= given else 0 for one in (micro, most))
+    counted = given or max(micro, 1)
+    part, peak = memory.part(counted), peak_of(rules, memory, counted)
     assert part is not None
     assert peak is not None
     return PeerFit(
@@ -156,9 +214,15 @@ def peer_fit(
         limit_bytes,
         overhead,
         micro,
-        micro == memory.highest_traced,
-        _highest(part.linear, max(micro, 1))[1],
+        not given and micro == memory.highest_traced,
+        _highest(part.linear, counted)[1],
         peak.total,
+        memory,
+        tuple(tuple(math.prod(shape) for _, shape in unit["shapes"]) for unit in shapes["units"]),
+        most,
+        given,
+        ranks_per_node,
+        host_limit_bytes,
     )
 
 

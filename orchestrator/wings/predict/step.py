@@ -35,6 +35,7 @@ from zero_runtime.predict.timing.segments import SegmentTable
 from zero_runtime.predict.timing.work import LinearWork, Work
 from zero_runtime.state_bytes import ElementBytes, UnitSize, element_bytes
 
+MICRO = "batch.micro"
 Answers = Mapping[str, Mapping[str, Any]]
 Units = list[tuple[UnitSize, MixedPrecision]]
 
@@ -45,6 +46,11 @@ def with_micro(config: RunConfig, micro: int) -> RunConfig:
     global_size = micro * accumulation * config.batch_ranks
     batch = replace(config.batch, micro=micro, accumulation=accumulation, global_size=global_size)
     return replace(config, batch=batch)
+
+
+def given_micro(config: RunConfig, words: Sequence[str]) -> int:
+    """The micro-batch that the words of a line give; 0 if they leave it open."""
+    return config.batch.micro if any(word.partition("=")[0].lstrip("+") == MICRO for word in words) else 0
 
 
 def with_share(config: RunConfig, micro: int) -> RunConfig:
@@ -209,11 +215,9 @@ class ConfigMemory:
         config, ranks, plan = self.config, self.config.data_ranks, self.config.zero.plan
         group_ranks, groups = plan.group_ranks(ranks), ranks // plan.group_ranks(ranks)
         counts = self.collective_counts()
-        wire, splits, total = config.zero.wire, plan.outer_sharding is not None, 0
-        for (size, kind), gathers in zip(self.units, self._gathers(), strict=True):
+        wire, splits, total = config.zero.wire, plan.outer_sharding is not None, self.gathered_bytes()
+        for size, kind in self.units:
             held, train = size.padded_numel // group_ranks, size.trainable
-            one = gathered(wire, plan, held, group_ranks, kind.stored_bytes, trainable=size.trainable)
-            total += one.nbytes * gathers
             total += exchanged(held, groups, kind.stored_bytes).nbytes * (counts.exchanges or 0) * train
             if config.optimizer.rule.compresses_in(sys.maxsize):
                 total += signs_bytes(size.padded_numel, ranks) * train
@@ -224,6 +228,17 @@ class ConfigMemory:
         return total + most_sent_elements(self.matrices, plan.shard_count(ranks)) * whole_itemsize(
             config.optimizer.rule
         )
+
+    def gathered_bytes(self, *, at_most: int | None = None) -> int:
+        """The bytes that a rank sends in a step to gather parameters within its group. at_most: gathers of each unit
+        that count."""
+        wire, plan = self.config.zero.wire, self.config.zero.plan
+        ranks, total = plan.group_ranks(self.config.data_ranks), 0
+        for (size, kind), gathers in zip(self.units, self._gathers(), strict=True):
+            held = size.padded_numel // ranks
+            one = gathered(wire, plan, held, ranks, kind.stored_bytes, trainable=size.trainable)
+            total += one.nbytes * (gathers if at_most is None else min(gathers, at_most))
+        return total
 
     def collective_counts(self) -> CollectiveCounts:
         """How often the closed form gathers and reduces each trained element in a step."""
@@ -365,11 +380,3 @@ def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
 def traced(configs: Sequence[RunConfig], micros: Sequence[int]) -> list[RunConfig]:
     """The configurations to ask memory_cache.answers for, so that these micro-batches are traced for all of them."""
     return [with_micro(config, micro) for config in configs for micro in micros]
-
-
-def families(configs: Sequence[RunConfig]) -> list[RunConfig]:
-    """One configuration of each family, that is, of all those with the same traces."""
-    found: dict[str, RunConfig] = {}
-    for config in configs:
-        found.setdefault(activations_key(config, any_micro=True), config)
-    return list(found.values())

@@ -1,6 +1,7 @@
 """A model of PyTorch's caching allocator for CUDA: the bytes that a sequence of allocations and frees reserves.
 
-It has what runs of zero-lab use: expandable segments, one stream, and no limit. The constants are those of torch 2.13.0
+It has what runs of zero-lab use, expandable segments, and what torch has by default, segments of fixed sizes; one
+stream, and no limit. The constants are those of torch 2.13.0
 (c10/core/AllocatorConfig.h), the rules those of `DeviceCachingAllocator` (c10/cuda/CUDACachingAllocator.cpp, read at
 pytorch's commit 001074d25084); the names in quotes are theirs. No GPU has confirmed them here: the claim `allocator` of
 `make gpu` compares the two. A block is free as soon as its tensor is, since the runtime calls no `record_stream`.
@@ -17,6 +18,8 @@ BLOCK = 512  # kMinBlockSize: the size of a block is a multiple of it, and at le
 SMALL = 1 * MIB  # kSmallSize: the largest request that the small pool serves
 SMALL_PAGE = 2 * MIB  # kSmallBuffer: the bytes by which the segment of the small pool grows
 LARGE_PAGE = 20 * MIB  # large_segment_size: the same of the large pool
+OWN_SEGMENT = 10 * MIB  # kMinLargeAlloc: from here on a request has a segment of its own size
+OWN_MULTIPLE = 2 * MIB  # kRoundLarge: which is a multiple of it
 
 
 def rounded_up(nbytes: int, multiple: int) -> int:
@@ -104,12 +107,36 @@ class BlockPool:
         del self.free[bisect_left(self.free, (block.size, block.address))]
 
 
-class CachingAllocator:
-    """The allocator of one device. allocated: bytes of the blocks in use, which are larger than the requests: torch's
-    `memory_allocated`; peak_allocated: the most of them. It gives no memory back."""
+class FixedPool(BlockPool):
+    """The same with torch's default segments, of which none grows: two free blocks of two segments stay two."""
 
-    def __init__(self) -> None:
-        self.small, self.large = BlockPool(SMALL_PAGE), BlockPool(LARGE_PAGE)
+    def take(self, size: int) -> MemoryBlock:
+        """The smallest free block of at least `size`, at the lowest address; a new segment if there is none. A large
+        block is split if more than 1 MiB is left (`should_split`)."""
+        place = bisect_left(self.free, (size,))
+        block = self.free.pop(place)[2] if place < len(self.free) else self._segment(size)
+        block.allocated = True
+        if block.size - size >= (BLOCK if self.page == SMALL_PAGE else SMALL + 1):
+            rest = MemoryBlock(block.address + size, block.size - size, before=block, after=block.after)
+            block.size = size
+            self._link(rest)
+            self._list(rest)
+        return block
+
+    def _segment(self, size: int) -> MemoryBlock:
+        """A new segment of at least `size` (`get_allocation_size`)."""
+        block = MemoryBlock(self.mapped, self.page if size < OWN_SEGMENT else rounded_up(size, OWN_MULTIPLE))
+        self.mapped += block.size
+        return block
+
+
+class CachingAllocator:
+    """The allocator of one device. expandable: its segments are. allocated: bytes of the blocks in use, which are
+    larger than the requests: torch's `memory_allocated`; peak_allocated: the most of them. It gives no memory back."""
+
+    def __init__(self, *, expandable: bool = True) -> None:
+        pool = BlockPool if expandable else FixedPool
+        self.small, self.large = pool(SMALL_PAGE), pool(LARGE_PAGE)
         self.allocated = self.peak_allocated = 0
 
     @property

@@ -36,13 +36,15 @@ class Moment(Enum):
 @dataclass(frozen=True)
 class PeerTerm:
     """One line of a prediction: what is allocated, how many bytes, and when. state: the component of the model states
-    that the term is; empty for what is none. on_host: in the host's memory, by offload."""
+    that the term is; empty for what is none. on_host: in the host's memory, by offload. each: bytes of an element, if
+    the term holds the parameters of the units that were last used, as many as its bytes are; 0 for one tensor."""
 
     what: str
     nbytes: int
     moment: Moment = Moment.ALWAYS
     state: str = ""
     on_host: bool = False
+    each: int = 0
 
 
 class PeerParam(NamedTuple):
@@ -156,204 +158,38 @@ class PeerMemory:
         return self.at(*moments) + (activations if Moment.COMPUTE in moments else 0)
 
 
-def _weights(model: PeerModel, weights: int, trained: int, what: str = "P") -> Iterator[PeerTerm]:
+def weights_terms(
+    model: PeerModel, weights: int, trained: int, what: str = "P", masters: int = SINGLE
+) -> Iterator[PeerTerm]:
     """The terms of the optimizer for so many trained elements on this rank: states, and masters of 16-bit weights.
-    weights: bytes of an element of those that compute."""
+    weights, masters: bytes of an element of those that compute, and of the masters."""
     if weights == HALF:
-        yield PeerTerm(f"fp32 master weights, 4{what}", SINGLE * trained, state=OPTIMIZER)
+        name = f"{'fp32' if masters == SINGLE else '16-bit'} master weights, {masters}{what}"
+        yield PeerTerm(name, masters * trained, state=OPTIMIZER)
     states = round(model.state_bytes * trained)
     yield PeerTerm(f"optimizer's states, {model.state_bytes:g}{what}", states, state=OPTIMIZER)
 
 
-def _on(host: bool, terms: Iterable[PeerTerm]) -> Iterator[PeerTerm]:
+def placed(host: bool, terms: Iterable[PeerTerm]) -> Iterator[PeerTerm]:
     """The terms, in the host's memory if `host`."""
     return (replace(term, on_host=host) for term in terms)
-
-
-@dataclass(frozen=True)
-class DeepSpeedSettings:
-    """The keys of `zero_optimization` that enter the bytes, in elements, with the defaults of DeepSpeed 0.19.8
-    (deepspeed/runtime/zero/config.py).
-
-    overlap_comm: None is true where the plan shards parameters, else false. memory_efficient_linear: holds only for
-    models that are built inside `zero.Init`, since only that replaces `torch.nn.functional.linear`. fp32_gradients:
-    `data_types.grad_accum_dtype` is fp32. fused: the optimizer is DeepSpeed's FusedAdam. bf16: the 16-bit weights are.
-    autocast: `torch_autocast` is enabled, which casts fp32 weights for each operation. accumulates: several
-    micro-batches make a step. immediate_grad_update: `bf16.immediate_grad_update`, with which BF16_Optimizer drops each
-    16-bit gradient once it is added to the fp32 one.
-    """
-
-    reduce_bucket_size: int = 500_000_000
-    prefetch_bucket_size: int = 50_000_000
-    max_live_parameters: int = 1_000_000_000
-    param_persistence_threshold: int = 100_000
-    sub_group_size: int = 1_000_000_000
-    overlap_comm: bool | None = None
-    contiguous_gradients: bool = True
-    memory_efficient_linear: bool = True
-    fp32_gradients: bool = False
-    optimizer_on_host: bool = False
-    params_on_host: bool = False
-    fused: bool = True
-    bf16: bool = True
-    autocast: bool = False
-    accumulates: bool = False
-    immediate_grad_update: bool = False
-
-
-def deepspeed(
-    model: PeerModel,
-    plan: ZeroPlan,
-    world: int,
-    settings: DeepSpeedSettings | None = None,
-    *,
-    weights: int = HALF,
-) -> PeerMemory:
-    """DeepSpeed 0.19.8. weights: bytes of an element of the weights that compute.
-
-    Sources, in deepspeed/runtime: `engine.py`, `fp16/fused_optimizer.py` (nothing sharded), `bf16_optimizer.py`,
-    `zero/stage_1_and_2.py` and `zero/stage3.py`, as each term's function says. The gather of updated parameters writes
-    into the parameters themselves (`utils.py`, `all_gather_into_tensor_dp_groups`), so `allgather_bucket_size` adds
-    nothing.
-    """
-    settings = settings or DeepSpeedSettings()
-    if plan.optimizer is Partition.REPLICATED:
-        terms = _deepspeed_replicated(model, settings, weights)
-    elif plan.params is Partition.REPLICATED:
-        terms = _deepspeed_full_params(model, plan, world, settings, weights)
-    else:
-        terms = _deepspeed_sharded_params(model, world, settings, weights)
-    return PeerMemory("DeepSpeed 0.19.8", tuple(terms))
-
-
-def _deepspeed_replicated(model: PeerModel, settings: DeepSpeedSettings, weights: int) -> Iterable[PeerTerm]:
-    """In 16 bits `FP16_Optimizer.step` converts every gradient to fp32, then flattens the fp32 tensors: 4T and 4T;
-    `FP16_UnfusedOptimizer` converts alone. In fp32 `_do_optimizer_sanity_check` (engine.py) leaves the optimizer as it
-    is. `allreduce_bucket` sends a flat copy of a bucket of gradients, once they are all there."""
-    trained, bucket = model.trained_numel, min(settings.reduce_bucket_size, model.trained_numel)
-    state = OPTIMIZER if settings.autocast else PARAMS  # fp32 weights that compute in 16 bits are masters
-    yield PeerTerm(f"parameters, {weights}T", weights * trained, state=state)
-    frozen = (model.numel - trained) * (HALF if settings.autocast else weights)
-    yield PeerTerm("frozen parameters", frozen, state=PARAMS)
-    if settings.autocast:
-        yield PeerTerm("16-bit copies of the weights, 2T", HALF * trained, Moment.COMPUTE)
-    yield from _weights(model, weights, trained, "T")
-    yield PeerTerm(f"gradients, {weights}T", weights * trained, Moment.GRADIENTS, GRADS)
-    if weights == SINGLE:
-        yield PeerTerm("flat copy of a bucket of gradients", SINGLE * bucket, Moment.STEP)
-    elif settings.fused:
-        yield PeerTerm("fp32 gradients and their flat copy, 8T", 2 * SINGLE * trained, Moment.STEP)
-    else:
-        yield PeerTerm("fp32 gradients, 4T", SINGLE * trained, Moment.STEP)
-
-
-def _deepspeed_full_params(
-    model: PeerModel, plan: ZeroPlan, world: int, settings: DeepSpeedSettings, weights: int
-) -> Iterable[PeerTerm]:
-    """`DeepSpeedZeroOptimizer` (stage_1_and_2.py), and `BF16_Optimizer` for stage 1 in bf16 with fp32 gradients.
-
-    Each group of the optimizer is one flat tensor, padded to a multiple of 2N (`nccl_start_alignment_factor`).
-    `setup_buckets` allocates the bucket that gradients are copied to, two with overlap_comm; `step` flattens the rank's
-    averaged gradients and converts the flat tensor to fp32. BF16_Optimizer has no bucket: it allocates the flat fp32
-    gradients once, adds each backward's 16-bit gradients to them, and `allreduce_bucket` (engine.py) sends a copy. With
-    offload the rank's gradients go to flat fp32 tensors on the host, which stay; fp32 sums of 16-bit gradients are flat
-    on the device first, and at stage 1 those of other parts stay views of the bucket until the step. After the last
-    backward `_clear_param_grad_only` leaves the gradients of the rank's own part alone, whatever is sharded; a
-    parameter that is in the parts of two ranks leaves all of its gradient, if that is not converted.
-    """
-    shard = model.group_shard(world, 2 * world)
-    flat, frozen = shard * world, model.numel - model.trained_numel
-    grad_bytes = SINGLE if settings.fp32_gradients else weights
-    sums_apart = weights == HALF and settings.fp32_gradients
-    keeps_fp32 = sums_apart and plan.grads is Partition.REPLICATED
-    by_bf16_optimizer = keeps_fp32 and settings.bf16 and not settings.optimizer_on_host
-    yield PeerTerm(f"parameters, {weights}P", weights * (flat + frozen), state=PARAMS)
-    if by_bf16_optimizer:
-        yield PeerTerm("fp32 gradients, 4T", SINGLE * flat, state=GRADS)
-        if not settings.immediate_grad_update:
-            yield PeerTerm("16-bit gradients, 2T", HALF * model.trained_numel, Moment.GRADIENTS, GRADS)
-        yield PeerTerm("copy of a bucket of gradients", SINGLE * min(settings.reduce_bucket_size, flat), Moment.STEP)
-    else:
-        if sums_apart or not settings.optimizer_on_host:
-            yield PeerTerm(f"gradients, {grad_bytes}T/N", grad_bytes * shard, Moment.GRADIENTS, GRADS)
-        if plan.grads is Partition.REPLICATED and settings.accumulates:
-            whole = grad_bytes * (model.trained_numel - shard)
-            yield PeerTerm("whole gradients of earlier micro-batches", whole, Moment.COMPUTE)
-    if settings.contiguous_gradients and not by_bf16_optimizer:
-        buckets = 2 if settings.overlap_comm else 1
-        size = max(settings.reduce_bucket_size, model.largest)
-        size = min(size, max(model.trained_numel, model.largest))
-        each = SINGLE if keeps_fp32 else weights  # `_gradient_reduction_buffer_dtype`
-        kept = (Moment.ALWAYS, GRADS) if keeps_fp32 and settings.optimizer_on_host else (Moment.COMPUTE, "")
-        yield PeerTerm(f"{buckets} reduce bucket(s)", buckets * each * size, *kept)
-    # In fp32 too there are masters: the flat parameters are cloned.
-    yield from _on(settings.optimizer_on_host, _weights(model, HALF, shard, "T/N"))
-    if settings.optimizer_on_host:
-        yield PeerTerm("fp32 gradients, 4T/N", SINGLE * shard, state=GRADS, on_host=True)
-        copies = 1 + (settings.accumulates and not sums_apart)
-        yield PeerTerm("copies of parameters and of earlier gradients", copies * weights * shard, on_host=True)
-        yield from (PeerTerm("buffer of a gradient", weights * model.largest, on_host=host) for host in (True, False))
-    elif not by_bf16_optimizer:
-        yield PeerTerm(
-            "flat and fp32 gradients", (HALF + SINGLE if grad_bytes == HALF else SINGLE) * shard, Moment.STEP
-        )
-
-
-def _deepspeed_sharded_params(
-    model: PeerModel, world: int, settings: DeepSpeedSettings, weights: int
-) -> Iterable[PeerTerm]:
-    """`DeepSpeedZeroOptimizer_Stage3` (stage3.py) and `PartitionedParameterCoordinator`.
-
-    Each parameter is partitioned alone and padded to a multiple of N (`partition_parameters.py`).
-    `_setup_for_real_optimizer` allocates the reduce bucket and the flat shard of the gradients, once. In fp32 too there
-    are masters: `_create_fp32_partitions` compares a device with its name, so that it always clones the flat shard.
-    Gathered parameters are released once more than max_live_parameters exist. `torch.nn.functional.linear` saves a
-    view of the gathered weight for backward, so without `zero.Init`, whose replacement (zero/linear.py) saves ids,
-    every gathered weight exists until its backward. `step` works on sub-groups of the shard.
-    """
-    numel = model.numel
-    small = [one.numel for one in model.params if one.numel < settings.param_persistence_threshold]
-    persistent, padded = sum(small), sum(-(-one // world) * world for one in small)
-    shard = sum(-(-one.numel // world) for one in model.params)
-    trained = sum(-(-one.numel // world) for one in model.trained)
-    grad_bytes = SINGLE if settings.fp32_gradients else weights
-    parameters = PeerTerm(f"parameters, {weights}P/N", weights * shard, state=PARAMS)
-    yield from _on(settings.params_on_host, [parameters])
-    yield PeerTerm("parameters below the persistence threshold", weights * padded, state=PARAMS)
-    if settings.contiguous_gradients:
-        yield PeerTerm("reduce bucket", weights * settings.reduce_bucket_size)
-    if settings.memory_efficient_linear:
-        live = min(numel - persistent, max(settings.max_live_parameters, model.largest_block))
-        ahead = min(settings.prefetch_bucket_size, numel - persistent - live)
-        yield PeerTerm("live parameters", weights * live, Moment.COMPUTE)
-        yield PeerTerm("prefetched parameters", weights * ahead, Moment.COMPUTE)
-    else:
-        kept = weights * (numel - persistent)
-        yield PeerTerm(f"gathered weights kept for backward, {weights}P", kept, Moment.COMPUTE)
-    gradients = PeerTerm(f"gradients, {grad_bytes}T/N", grad_bytes * trained, state=GRADS)
-    yield from _on(settings.optimizer_on_host, [gradients, *_weights(model, HALF, trained, "T/N")])
-    if settings.optimizer_on_host:  # `_offload_grad_partition_at_boundary`
-        yield PeerTerm("fp32 gradients of the sub-groups, 4T/N", SINGLE * trained, state=GRADS, on_host=True)
-    else:
-        converted = SINGLE if grad_bytes == HALF else 0
-        group = min(settings.sub_group_size, trained)
-        yield PeerTerm("flat and fp32 gradients of a sub-group", (grad_bytes + converted) * group, Moment.STEP)
 
 
 def fsdp2(
     model: PeerModel,
     world: int,
-    *,
     gather_bytes: int = HALF,
     reduce_bytes: int = SINGLE,
+    held_bytes: int = SINGLE,
+    *,
     reshards: bool = True,
     keeps_grads: bool = False,
     on_host: bool = False,
 ) -> PeerMemory:
-    """FSDP2 (`fully_shard` on every block and on the model), torch 2.13, trained parameters in fp32 and frozen ones as
-    they are gathered, MixedPrecisionPolicy with `gather_bytes` for param_dtype and `reduce_bytes` for reduce_dtype
-    (bytes of an element). reshards: after forward. keeps_grads: earlier micro-batches leave unsharded gradients
-    (`set_requires_gradient_sync(False)`). on_host: CPUOffloadPolicy.
+    """FSDP2 (`fully_shard` on every block and on the model), torch 2.13. Trained parameters and so their gradients are
+    in `held_bytes`, frozen ones as they are gathered; MixedPrecisionPolicy has `gather_bytes` for param_dtype and
+    `reduce_bytes` for reduce_dtype (all: bytes of an element). reshards: after forward. keeps_grads: earlier
+    micro-batches leave unsharded gradients (`set_requires_gradient_sync(False)`). on_host: CPUOffloadPolicy.
 
     Source: torch/distributed/fsdp/_fully_shard. A rank has whole rows of each parameter (`_init_sharded_param`: rank 0
     the most). The all-gather of the next block is issued before the current one is used, and its result is copied out
@@ -364,20 +200,35 @@ def fsdp2(
     numel, block, root = model.numel, model.largest_block, sum(one.numel for one in model.others)
     shard, trained = (sum(one.rows_of(world) for one in params) for params in (model.params, model.trained))
     gathered = block if reshards else numel - root
+    # fp32 weights that compute in 16 bits are masters.
+    held, state = "fp32" if held_bytes == SINGLE else "16-bit", PARAMS if gather_bytes == held_bytes else OPTIMIZER
     states = [
-        # fp32 weights that compute in 16 bits are masters.
-        PeerTerm("fp32 parameters, 4T/N", SINGLE * trained, state=PARAMS if gather_bytes == SINGLE else OPTIMIZER),
+        PeerTerm(f"{held} parameters, {held_bytes}T/N", held_bytes * trained, state=state),
         PeerTerm("frozen parameters", gather_bytes * (shard - trained), state=PARAMS),
         PeerTerm("optimizer's states", round(model.state_bytes * trained), state=OPTIMIZER),
-        PeerTerm("gradients, 4T/N", SINGLE * trained, Moment.GRADIENTS, GRADS),
+        PeerTerm(f"gradients, {held_bytes}T/N", held_bytes * trained, Moment.GRADIENTS, GRADS),
     ]
     terms = [
-        *_on(on_host, states),
+        *placed(on_host, states),
         PeerTerm("unsharded parameters of the root", gather_bytes * root, Moment.COMPUTE),
-        PeerTerm("unsharded parameters of the blocks in use", gather_bytes * gathered, Moment.COMPUTE),
-        PeerTerm("all-gather of the next block", gather_bytes * (block + -(-block // world)), Moment.COMPUTE),
-        PeerTerm("unsharded gradients of a block", gather_bytes * model.largest_trained_block, Moment.COMPUTE),
-        PeerTerm("reduce-scatter's input", reduce_bytes * model.largest_trained_block, Moment.COMPUTE),
+        PeerTerm(
+            "unsharded parameters of the blocks in use", gather_bytes * gathered, Moment.COMPUTE, each=gather_bytes
+        ),
+        PeerTerm(
+            "all-gather of the next block",
+            gather_bytes * (block + -(-block // world)),
+            Moment.COMPUTE,
+            each=gather_bytes,
+        ),
+        PeerTerm(
+            "unsharded gradients of a block",
+            gather_bytes * model.largest_trained_block,
+            Moment.COMPUTE,
+            each=gather_bytes,
+        ),
+        PeerTerm(
+            "reduce-scatter's input", reduce_bytes * model.largest_trained_block, Moment.COMPUTE, each=reduce_bytes
+        ),
     ]
     if keeps_grads:
         kept = reduce_bytes * model.trained_numel
@@ -395,7 +246,7 @@ def megatron(model: PeerModel, world: int, *, distributed_optimizer: bool) -> Pe
     terms = [
         PeerTerm("bf16 parameters, 2P", HALF * model.numel),
         PeerTerm("fp32 gradient buffer, 4P", SINGLE * model.numel),
-        *_weights(model, HALF, split, "P/N" if distributed_optimizer else "P"),
+        *weights_terms(model, HALF, split, "P/N" if distributed_optimizer else "P"),
     ]
     return PeerMemory("Megatron Core", tuple(terms))
 
@@ -410,7 +261,7 @@ def nanotron(model: PeerModel, plan: ZeroPlan, world: int) -> PeerMemory:
     terms = [
         PeerTerm("bf16 parameters and gradients, 4P", 2 * HALF * model.numel),
         PeerTerm("fp32 accumulated gradients, 4P", SINGLE * model.numel),
-        *_weights(model, HALF, split),
+        *weights_terms(model, HALF, split),
     ]
     return PeerMemory("nanotron 0.5", tuple(terms))
 
@@ -433,7 +284,7 @@ def ddp(model: PeerModel, *, weights: int = HALF, views: bool = True) -> PeerMem
     if not views:
         terms.append(PeerTerm("gradients, 4T", SINGLE * trained, Moment.GRADIENTS, GRADS))
     if autocast:
-        terms.append(PeerTerm("16-bit copies of the weights, 2T", HALF * trained, Moment.COMPUTE))
+        terms.append(PeerTerm("16-bit copies of the weights, 2T", HALF * trained, Moment.COMPUTE, each=HALF))
     return PeerMemory("DDP with autocast" if autocast else "DDP", tuple(terms))
 
 
@@ -442,7 +293,7 @@ def plain(model: PeerModel, *, weights: int = HALF, has_masters: bool = True) ->
     whatever they are held in, and each one's gradient is added to its master's as soon as it is there."""
     terms = [
         PeerTerm(f"parameters, {weights}P", weights * model.numel, state=PARAMS),
-        *_weights(model, HALF if has_masters else weights, model.trained_numel, "T"),
+        *weights_terms(model, HALF if has_masters else weights, model.trained_numel, "T"),
         PeerTerm("fp32 gradients, 4T", SINGLE * model.trained_numel, Moment.GRADIENTS, GRADS),
     ]
     if has_masters:

@@ -229,7 +229,7 @@ def test_a_table_has_a_column_for_each_number_of_parts(monkeypatch: pytest.Monke
     ("words", "problem"),
     [
         ((*TWO, "--explain", "stage1-ful"), "there is no row 'stage1-ful'. Did you mean 'stage1-full'?"),
-        ((*TWO, "batch.micro=4"), "batch.micro: fit finds the largest"),
+        ((*TWO, "batch.micro=4", "--table", "tp=1,2"), "--table shows the largest micro-batch"),
         ((*TWO, "batch.global_size=64"), "batch.global_size: it varies with the micro-batch"),
         (
             (*TWO, "--table", "ranks=0"),
@@ -285,7 +285,33 @@ def test_rows_that_another_engine_s_rules_do_not_know_are_counted(say: Say) -> N
     code, out, err = say(*TWO, "--as", "deepspeed")
     assert (code, err) == (0, "")
     assert len([line for line in out.splitlines() if line.startswith("stage")]) == 16
-    assert "\nleft out  2 of 18 rows, which these rules do not know\n" in out  # stage 0 has no offload there
+    assert "\nleft out  2 of 18 rows\n" in out
+    assert "the rules of deepspeed shard at these settings, found zero=stage0      fix: zero=stage1\n" in out
+
+
+def test_a_given_micro_batch_is_answered_with_its_bytes(monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
+    monkeypatch.setattr(counting_child, "start_process", WarmShapes)  # the others count other micro-batches
+    fixed = (*LINE[:3], "recompute=none", "loss=full", "resources.ranks=2", "offload=none", "batch.micro=3")
+    line = (*fixed, "zero=stage1,stage3")
+    code, out, _ = say(*line)
+    assert code == 0
+    assert "at the given micro-batch" in out
+    rows = [one.split() for one in out.splitlines() if one.startswith("stage")]
+    assert [row[:3] for row in rows] == [["stage1", "3", "yes"], ["stage3", "3", "yes"]]  # none is left out
+    first, _ = say.json(*line)
+    assert first["resting_bytes"] < first["peak_bytes"] <= first["reserved_bytes"]
+    limit = first["used_bytes_most"] / 2**20
+    for mib, verdicts in ((limit + 1, ("yes", "tight")), (limit - 1, ("perhaps", "no"))):
+        row = re.search(r"^stage1 +3 +(\w+)", say(*line, f"hardware.memory_mib={mib:.0f}").out, re.MULTILINE)
+        assert row is not None
+        assert row[1] in verdicts
+    for engine in ("deepspeed", "fsdp2", "megatron"):
+        (found,) = say.json(*fixed, "zero=stage1", "--as", engine)
+        assert found["micro"] == found["micro_counted"] == 3
+        assert found["resting_bytes"] <= found["peak_bytes"] <= found["reserved_bytes"]
+        told = say(*line, "--as", engine, "--explain", "stage1").out
+        both = r"^reserved +[\d.]+ \w+ by torch's allocator; [\d.]+ \w+ with PYTORCH_ALLOC"
+        assert re.search(both, told, re.MULTILINE)
 
 
 def test_a_second_question_reads_no_trace(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from orchestrator.machine.hardware import Hardware
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.wings.predict import fit_rows as fit
-from orchestrator.wings.predict import step
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.moments import Met
 from orchestrator.wings.predict.step import ConfigMemory
@@ -191,9 +190,3 @@ def test_of_equal_rows_one_is_shown_and_of_rows_that_do_not_fit_none(config: Run
 def test_rows_of_different_models_or_ranks_do_not_hide_each_other(config: RunConfig) -> None:
     small = variant(config, "small", 8, group=("resources.ranks=8",))
     assert best(small, variant(config, "large", 1, group=("resources.ranks=1",))) == ["small", "large"]
-
-
-def test_rows_with_equal_traces_are_one_family(config: RunConfig) -> None:
-    larger = step.with_micro(config, 7)
-    other = replace(config, batch=replace(config.batch, seq=config.batch.seq * 2))
-    assert step.families([config, larger, other]) == [config, other]

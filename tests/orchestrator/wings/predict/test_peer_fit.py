@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from points import config_of_line
 
+from orchestrator.config.schema import Device
 from orchestrator.wings.predict.peer_fit import PeerFit, peer_fit, peer_model
+from orchestrator.wings.predict.peer_limits import limits
 from orchestrator.wings.predict.step import ConfigMemory, rules_of
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.predict.memory.activation_count import LinearTrace, Trace
@@ -27,16 +30,20 @@ SHAPES: dict[str, Any] = {
 }
 
 
-def row(engine: str, words: str, limit: int = 10**9, overhead: DeviceOverhead = NO_OVERHEAD) -> PeerFit | None:
+def row(
+    engine: str, words: str, limit: int = 10**9, overhead: DeviceOverhead = NO_OVERHEAD, **more: int
+) -> PeerFit | None:
     line = f"precision=bf16 resources.device=cpu resources.ranks={RANKS} batch.seq={SEQ} batch.micro=1 {words}"
     config = config_of_line(line)
+    if more.pop("on_gpus", 0):
+        config = replace(config, resources=replace(config.resources, device=Device.cuda))
     trace = Trace()
     trace.went(trace.came(ACTIVATION_BYTES, in_block=True))
     linear = LinearTrace(trace, [ACTIVATION_BYTES], 1, HIGH)
     tokens = SEQ * (config.batch.accumulation or 1)
     part = StepMemory(linear, StepPeaks(1, HIGH, (), 0), tokens, BUFFER_BYTES)  # our peaks are not used by the rules
     memory = ConfigMemory(config, [], rules_of(config, {"state_bytes": 8.0}), (part,))
-    return peer_fit(engine, "a", (), memory, SHAPES, limit, overhead)
+    return peer_fit(engine, "a", (), memory, SHAPES, limit, overhead, **more)
 
 
 def test_blocks_are_the_units_whose_names_end_with_a_number() -> None:
@@ -66,18 +73,88 @@ def test_the_largest_micro_batch_is_the_last_one_whose_peak_fits(micro: int) -> 
     assert found.activations == max(micro, 1) * ACTIVATION_BYTES
 
 
+@pytest.mark.parametrize("given", [1, 7, HIGH])
+@pytest.mark.parametrize("lacks", [0, 1])
+def test_a_given_micro_batch_fits_if_its_peak_does(given: int, lacks: int) -> None:
+    peak = 18 * TOTAL + BUFFER_BYTES + given * (ACTIVATION_BYTES + INPUT_BYTES)
+    found = row("megatron", "zero=stage0", peak - lacks, given=given)
+    assert found is not None
+    assert (found.counted, found.peak) == (given, peak)
+    assert (found.micro, found.verdict) == ((0, "no") if lacks else (given, "yes"))
+
+
+@pytest.mark.parametrize(("host", "fits"), [(0, False), (10**9, True)])
+def test_what_the_ranks_of_a_node_offload_must_fit_its_host(host: int, fits: bool) -> None:
+    words = "zero=stage1 offload=optimizer_cpu"
+    found = row("deepspeed", words, given=1, ranks_per_node=RANKS, host_limit_bytes=host, on_gpus=1)
+    assert found is not None
+    # 12 bytes of masters and moments, 4 of fp32 gradients, 2 of a copy of the parameters; and one gradient's buffer
+    assert found.memory.host_bytes == 18 * TOTAL // RANKS + 2 * NUMEL
+    assert found.host_of_node == RANKS * found.memory.host_bytes
+    assert bool(found.micro) is fits
+
+
+PURE = "precision=bf16_pure optimizer.beta2=0.95 optimizer.state_dtype=bf16"
+NONE = "offload=none loss=full"
+ROWS = 3 * 100 + BLOCKS * (150 + 10 * 10)  # elements of rank 0, which has whole rows: 3 of the 10 of the embedding
+
+
 @pytest.mark.parametrize(
-    ("engine", "words"),
+    ("engine", "words", "problem"),
     [
-        ("megatron", "zero=stage2"),
-        ("fsdp2", "zero=stage0"),
-        ("deepspeed", "zero=stage1 recompute=by_operation"),
-        ("deepspeed", "zero=stage1 loss=tiled"),
-        ("megatron", "zero=stage1 precision=fp32"),
+        ("megatron", "zero=stage2", "shard the optimizer alone, found zero=stage2"),
+        ("nanotron", "zero=stage3", "shard the optimizer alone, found zero=stage3"),
+        ("ddp", "zero=stage1", "shard nothing, found zero=stage1"),
+        ("fsdp2", "zero=stage0", "shard at these settings, found zero=stage0"),
+        ("deepspeed", "zero=stage0 offload=optimizer_cpu", "shard at these settings, found zero=stage0"),
+        ("deepspeed", "zero=stage1 recompute=by_operation", ""),
+        ("ddp", "zero=stage0 recompute=by_operation", ""),
+        ("megatron", "zero=stage1 recompute=by_operation", "know no such recomputation, found recompute=by_operation"),
+        ("deepspeed", "zero=stage1 loss=tiled", "are for full losses, found loss=tiled"),
+        ("megatron", "zero=stage1 precision=fp32", "train in 16 bits, found precision=fp32"),
+        ("nanotron", "zero=stage1 offload=optimizer_cpu", "offload nothing, found offload to the host"),
+        ("nanotron", "zero=stage1 parallel=tp2", ""),
+        ("deepspeed", "zero=stage2 parallel=tp2", ""),
+        ("ddp", "zero=stage0 parallel=tp2", "divide no layers, found parallel.tp=2"),
+        ("fsdp2", "zero=stage3 parallel.sp=2", "divide no sequences, found parallel.sp=2"),
+        ("deepspeed", f"zero=stage1 {PURE}", ""),
+        ("fsdp2", f"zero=stage3 {PURE}", ""),
+        ("deepspeed", "zero=stage1 precision=bf16_pure", "keep fp32 masters, found precision.master=bf16"),
+        ("nanotron", f"zero=stage1 {PURE}", "keep fp32 masters, found precision.master=bf16"),
+        ("megatron", "zero=stage1 optimizer.state_dtype=bf16 optimizer.beta2=0.95", ""),
+        (
+            "deepspeed",
+            "zero=stage1 optimizer.state_dtype=bf16 optimizer.beta2=0.95",
+            "keep fp32 moments, found optimizer.state_dtype=bf16",
+        ),
     ],
 )
-def test_settings_that_the_rules_do_not_know_have_no_row(engine: str, words: str) -> None:
-    assert row(engine, words) is None
+def test_settings_that_the_rules_do_not_know_are_refused_by_name(engine: str, words: str, problem: str) -> None:
+    config = config_of_line(f"precision=bf16 resources.device=cpu resources.ranks={RANKS} {NONE} {words}")
+    problems = [str(one) for one in limits(engine, config)]
+    assert (row(engine, f"{NONE} {words}") is None) is bool(problem)
+    assert problem in problems[0] if problem else not problems
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "words", "each"),
+    [
+        # A copy of the 16-bit weights is the master; moments and gradients are in 16 bits.
+        ("deepspeed", 1, PURE, 2 + (2 + 4 + 2) / RANKS),
+        ("deepspeed", 2, PURE, 2 + (2 + 4 + 2) / RANKS),
+        ("fsdp2", 3, PURE, (2 + 4 + 2) * ROWS / TOTAL),
+        ("megatron", 1, "optimizer.state_dtype=bf16 optimizer.beta2=0.95", 2 + 4 + (4 + 4) / RANKS),
+        ("nanotron", 1, "", 2 + 2 + 4 + 12 / RANKS),
+        # Two ranks divide the layers: the shapes here are those of a rank, and two ranks share its states.
+        ("megatron", 1, "parallel=tp2", 2 + 4 + 12 / 2),
+        ("nanotron", 1, "parallel=tp2", 2 + 2 + 4 + 12 / 2),
+        ("deepspeed", 2, "parallel=tp2", 2 + (12 + 4) / 2),
+    ],
+)
+def test_bytes_at_rest_of_a_parameter(engine: str, stage: int, words: str, each: float) -> None:
+    found = row(engine, f"zero=stage{stage} {NONE} {words}")
+    assert found is not None
+    assert found.memory.resting == each * TOTAL
 
 
 def test_ranks_on_a_cpu_have_what_is_offloaded_in_the_memory_that_they_compute_in() -> None:

@@ -21,6 +21,41 @@ def after(*requests: int) -> tuple[CachingAllocator, list[MemoryBlock]]:
     return model, [model.allocate(nbytes) for nbytes in requests]
 
 
+@pytest.mark.parametrize(
+    ("requests", "reserved"),
+    [
+        ((BLOCK,), 2 * MIB),
+        ((MIB, MIB, BLOCK), 4 * MIB),
+        ((MIB + BLOCK, 18 * MIB), 20 * MIB),  # both in one segment of 20 MiB
+        ((9 * MIB, 11 * MIB + BLOCK), (20 + 12) * MIB),  # the second has its own, of a multiple of 2 MiB
+        ((30 * MIB, 15 * MIB), (30 + 16) * MIB),
+    ],
+)
+def test_a_segment_of_torch_s_default_has_a_fixed_size(requests: tuple[int, ...], reserved: int) -> None:
+    model = CachingAllocator(expandable=False)
+    for nbytes in requests:
+        model.allocate(nbytes)
+    assert model.reserved == reserved
+
+
+def test_free_blocks_of_two_segments_stay_two() -> None:
+    """What the default segments reserve more: 40 MiB are free, and a request of 40 MiB takes a new segment."""
+    for expandable, reserved in ((True, 40 * MIB), (False, 80 * MIB)):
+        model = CachingAllocator(expandable=expandable)
+        for block in [model.allocate(20 * MIB), model.allocate(20 * MIB)]:
+            model.free(block)
+        model.allocate(40 * MIB)
+        assert model.reserved == reserved
+
+
+def test_at_most_1_mib_is_left_in_a_block_of_the_default_segments() -> None:
+    model = CachingAllocator(expandable=False)
+    block = model.allocate(19 * MIB + BLOCK)
+    assert (block.size, model.allocated) == (20 * MIB, 20 * MIB)
+    model.free(block)
+    assert model.allocate(19 * MIB - BLOCK).size == 19 * MIB - BLOCK
+
+
 def blocks(model: CachingAllocator) -> list[Blocks]:
     return segments_of(model)
 

@@ -8,14 +8,13 @@ import pytest
 
 from benchmarks.published_closed_forms import paper_bytes_per_param
 from zero_runtime.plan import ZeroPlan
+from zero_runtime.predict.memory.peer_deepspeed import DeepSpeedSettings, deepspeed
 from zero_runtime.predict.memory.peers import (
-    DeepSpeedSettings,
     Moment,
     PeerMemory,
     PeerModel,
     PeerTerm,
     ddp,
-    deepspeed,
     fsdp2,
     megatron,
     nanotron,
