@@ -37,14 +37,17 @@ class Axes:
     repeated: tuple[int, int] = (0, 0)
     gathers_logits: bool = True
     tiled: bool = False
-    norms: int = 2 * BLOCKS + 1
+    replicated: int = 2 * BLOCKS + 1  # norms and biases of row layers, each of `width` elements
 
 
 def tensor_messages(axes: Axes) -> Sent:
-    """Per micro-batch: one sum of b*s*h for the embedding, one of h for each norm, and one gather for the loss; of
-    parts of b*s*h/k six gathers a block (two inputs of column layers in forward and again in backward, two gradients
-    of row layers), one of the first block's gradient and two of the head's input, and four sums a block and one of the
-    gradient of the head's input. With a tiled loss the head's input is gathered once."""
+    """Per micro-batch: one sum of b*s*h for the embedding, one of h for each replicated parameter, and one gather for
+    the loss; and of parts of b*s*h/k
+
+    - six gathers a block: two inputs of column layers in forward and again in backward, two gradients of row layers;
+      one of the first block's gradient, and two of the head's input, or one with a tiled loss
+    - four sums a block, and one of the gradient of the head's input.
+    """
     degree, hidden, micros = axes.degree, axes.sequences * axes.length * axes.width, axes.micro_batches
     part = axes.sequences * -(-axes.length // degree) * axes.width
     numbers = -(-axes.vocabulary // degree) if axes.gathers_logits else 3  # of a token, that each rank sends
@@ -55,9 +58,9 @@ def tensor_messages(axes: Axes) -> Sent:
     }
     return {
         "tensor_all_reduce": (
-            micros * (1 + axes.norms),
+            micros * (1 + axes.replicated),
             micros
-            * sum(2 * (degree - 1) * one // degree for one in (hidden, *(axes.width,) * axes.norms))
+            * sum(2 * (degree - 1) * one // degree for one in (hidden, *(axes.width,) * axes.replicated))
             * FP32_BYTES,
         ),
         "tensor_all_gather": (
