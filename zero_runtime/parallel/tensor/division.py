@@ -144,6 +144,7 @@ class DividedModel:
         for path in dict.fromkeys(map(owner_of, columns)):
             yield _before(self._modules[path], shared[path].begin, lambda: tokens.held)
         yield _before(self._modules[where.first], tokens.begin, torch.is_grad_enabled)
+        yield self._modules[""].register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
         yield self._modules[where.norm].register_forward_hook(
             lambda _module, _args, part: tokens.end(part) if tokens.held else part
         )
@@ -182,10 +183,21 @@ class DividedModel:
         self._attributes.clear()
 
 
+def _refuse_hidden_states(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise PlanError where a training forward is asked for hidden states, of which each rank has a part."""
+    if kwargs.get("output_hidden_states") and torch.is_grad_enabled():
+        raise PlanError(
+            "parallel.tp: expected a training forward that returns logits or the last hidden states, found "
+            "output_hidden_states=True: each rank has those of a part of the tokens. Ask for them under "
+            "torch.no_grad(), or use parallel.tp=1"
+        )
+
+
 def _before(
     module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], applies: Callable[[], bool]
 ) -> RemovableHandle:
-    """Call the module with changed hidden states, which are its first argument or one of this name."""
+    """Call the module with changed hidden states, which are its first argument or one of this name. A no-op unless
+    `applies()`."""
 
     def changed(
         _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
