@@ -29,13 +29,14 @@ OUTER_GATHER, OUTER_SCATTER = "outer_all_gather", "outer_reduce_scatter"  # betw
 ALL_TO_ALL = "all_to_all"  # parts of matrices, of all units together
 SIGNS = ("sign_all_to_all", "sign_all_gather")  # of 1-bit Adam
 SLICE_SUM, LOSS_NUMBERS = "tensor_all_reduce", "tensor_all_gather"  # of tensor parallelism, of all units together
+PARTS = ("tensor_part_gather", "tensor_reduce_scatter")  # of hidden states
 MATRIX_SLICES = "matrix_all_gather"  # of tensor parallelism, of matrices that are updated whole
 TRADED_PARTS = "sequence_all_to_all"  # of sequence parallelism, of all units together
 MESSAGES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, OUTER_GATHER, OUTER_SCATTER, ALL_TO_ALL)
 _SIZES = STATE_ITEMSIZE_BYTES | dict[str, int](ITEMSIZE_BYTES.items())
 _SETTINGS = {
     **dict.fromkeys((PARAMS, ALL_GATHER, OUTER_GATHER), "precision.param"),
-    **dict.fromkeys((GATHERED, AUTOCAST, SLICE_SUM, LOSS_NUMBERS, TRADED_PARTS), "precision.compute"),
+    **dict.fromkeys((GATHERED, AUTOCAST, SLICE_SUM, LOSS_NUMBERS, TRADED_PARTS, *PARTS), "precision.compute"),
     **dict.fromkeys((REDUCED, REDUCE_SCATTER, ALL_REDUCE, OUTER_SCATTER), "precision.reduce"),
     **dict.fromkeys((GRADS, ACCUMULATED), "precision.accumulate"),
     MASTER: "precision.master",
@@ -136,8 +137,8 @@ class AskedDTypes:
         The loss of a divided head sends fp32 numbers of each token.
         """
         computed = self.precision.compute or self.precision.param
-        asked: dict[str, str | None] = {SLICE_SUM: computed, TRADED_PARTS: computed, LOSS_NUMBERS: "fp32"}
-        asked |= {ALL_TO_ALL: self.whole, MATRIX_SLICES: self.whole}
+        asked: dict[str, str | None] = dict.fromkeys((SLICE_SUM, TRADED_PARTS, *PARTS), computed)
+        asked |= {LOSS_NUMBERS: "fp32", ALL_TO_ALL: self.whole, MATRIX_SLICES: self.whole}
         return asked.get(component)
 
     def setting(self, component: str) -> str:

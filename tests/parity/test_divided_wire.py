@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness.data_messages import Sent, counted
 from harness.divided import (
+    BLOCKS,
     LR,
     MICRO,
     SEQ,
@@ -201,7 +202,8 @@ RUNS = [STAGE_3, replace(STAGE_3, stage=1, precision=MixedPrecision("bf16"), wir
 def test_replicas_stay_equal_and_the_bytes_are_the_closed_form() -> None:
     """Small parameters of this model would share blocks with slices, if blocks did not begin with a parameter."""
     by_rank = run_ranks(trained, DEGREE * DATA_WORLD, RUNS)
-    axes = Axes(DATA_WORLD, DEGREE, 2, MICRO * SEQ, WIDTH, VOCABULARY, gathers_logits=False)
+    replicated = 4 * BLOCKS + 1  # with the biases of row layers
+    axes = Axes(DATA_WORLD, DEGREE, 2, MICRO, SEQ, WIDTH, VOCABULARY, gathers_logits=False, replicated=replicated)
     for found in by_rank:
         for place, (weights, sent, closed) in enumerate(found):
             of_data = sum(nbytes for kind, (_, nbytes) in sent.items() if not kind.startswith("tensor_"))

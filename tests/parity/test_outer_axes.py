@@ -58,7 +58,7 @@ def layer_messages(run: DividedRun, world: int) -> Sent:
     """Those of the divided layers, or of the parts of sequences, in closed form."""
     if run.degree > 1:
         return tensor_messages(
-            Axes(world // run.degree, run.degree, MICROS, MICRO * SEQ, WIDTH, VOCABULARY, gathers_logits=False)
+            Axes(world // run.degree, run.degree, MICROS, MICRO, SEQ, WIDTH, VOCABULARY, gathers_logits=False)
         )
     return part_messages(Parts(run.parts, MICROS, MICRO * SEQ, HEADS, GROUPED, WIDTH // HEADS))
 

@@ -7,21 +7,29 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness.divided import (
     HOST,
     HOST_PARAMS,
+    IGNORED,
     KINDS,
+    LR,
+    MICRO,
     ODD_KINDS,
+    VOCABULARY,
     DividedRun,
     batch_of,
     check_against_plain,
     divided_results,
+    labels_of,
     loss_sum,
+    model_of,
     one_step,
     weights_of,
 )
 from harness.exact import LION, RATES, SGD, STEPS, Curve, ExactModel, Row, inputs, loss_of, plain, same
 from harness.ranks import run_ranks
+from torch import nn
 
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.checkpoint.hugging_face.folder import write_weights
@@ -126,6 +134,63 @@ def test_every_precision_and_offload_equals_plain_torch(stage: int) -> None:
         offloads = [NO_OFFLOAD]
     precisions = [MixedPrecision(), BF16, MixedPrecision("bf16", reduce="bf16")]
     check(4, [replace(one, offload=offload, precision=each) for offload in offloads for each in precisions])
+
+
+# ---- sequences that the degree does not divide, and masks ---------------------------------------------------------
+
+LENGTH, PADDING = 9, 3  # tokens of a sequence, and those of the second one that are padding on the left
+
+
+def padded_loss(model: nn.Module, divisor: torch.Tensor | float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(VOCABULARY, (MICRO, LENGTH), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :PADDING] = 0
+    labels = labels_of(ids).masked_fill(mask == 0, IGNORED)
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="sum") / divisor
+
+
+def padded_steps(kinds: list[str]) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """By kind: the validation loss, the loss and the norm of one step, and the weights after it."""
+    found = []
+    for kind in kinds:
+        runtime = DividedRun(kind, 2, recompute=RecomputeRule("full")).runtime()
+        tokens = runtime.sum_over_ranks(MICRO * LENGTH - PADDING)
+        with torch.no_grad():
+            validation = padded_loss(runtime.model, MICRO * LENGTH - PADDING)
+        with pytest.raises(PlanError, match="each rank has those of a part of the tokens"):
+            runtime.model(input_ids=torch.zeros((1, 4), dtype=torch.int64), output_hidden_states=True)
+        runtime.backward(padded_loss(runtime.model, tokens))
+        report = runtime.step(LR)
+        found.append(([float(validation), report.loss, report.grad_norm], weights_of(runtime)))
+        runtime.close()
+    return found
+
+
+def plain_padded(kind: str, dtype: torch.dtype) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = model_of(kind).to(dtype)
+    loss = padded_loss(model, MICRO * LENGTH - PADDING)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
+    weights = {name: (param - LR * param.grad).detach() for name, param in model.named_parameters()}
+    return [float(loss.detach()), float(loss.detach()), float(norm)], weights
+
+
+def test_parts_of_padded_sequences_with_a_mask_equal_plain_torch() -> None:
+    """In training 9 tokens are 10 in two parts; a forward without gradients has none. Bounds: `check_against_plain`."""
+    kinds = ["llama", "gpt2", "neox_tied"]
+    for found in run_ranks(padded_steps, 4, kinds):
+        for kind, (numbers, weights) in zip(kinds, found, strict=True):
+            (exact_numbers, exact), (own_numbers, own) = (
+                plain_padded(kind, one) for one in (torch.float64, torch.float32)
+            )
+            for number, wanted, rounded in zip(numbers, exact_numbers, own_numbers, strict=True):
+                assert abs(number - wanted) <= max(8 * abs(rounded - wanted), 64 * 4 * 2.0**-24), kind
+            allowed = 8 * max(float((own[name] - value).abs().max()) for name, value in exact.items())
+            for name, value in exact.items():
+                assert float((weights[name] - value).abs().max()) <= allowed, (kind, name)
 
 
 # ---- exact arithmetic ------------------------------------------------------------------------------------------------

@@ -24,29 +24,50 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Axes:
-    """The ranks of the two axes, and what the messages depend on. tokens: of a micro-batch."""
+    """The ranks of the two axes, and what the messages depend on. sequences, length: of a micro-batch. repeated: parts
+    of a block that a recomputation gathers or sums once more. tiled: the loss is."""
 
     data_world: int
     degree: int
     micro_batches: int
-    tokens: int
+    sequences: int
+    length: int
     width: int
     vocabulary: int
-    sums_of_a_block: int = 4
+    repeated: tuple[int, int] = (0, 0)
     gathers_logits: bool = True
+    tiled: bool = False
+    replicated: int = 2 * BLOCKS + 1  # norms and biases of row layers, each of `width` elements
 
 
 def tensor_messages(axes: Axes) -> Sent:
-    """Per micro-batch: four sums of b*s*h a block, one for the embedding, one for the head's input, and one gather."""
-    degree, hidden = axes.degree, axes.tokens * axes.width * FP32_BYTES
-    sums = axes.micro_batches * (axes.sums_of_a_block * BLOCKS + 2)
+    """Per micro-batch: one sum of b*s*h for the embedding, one of h for each replicated parameter, and one gather for
+    the loss; and of parts of b*s*h/k
+
+    - six gathers a block: two inputs of column layers in forward and again in backward, two gradients of row layers;
+      one of the first block's gradient, and two of the head's input, or one with a tiled loss
+    - four sums a block, and one of the gradient of the head's input.
+    """
+    degree, hidden, micros = axes.degree, axes.sequences * axes.length * axes.width, axes.micro_batches
+    part = axes.sequences * -(-axes.length // degree) * axes.width
     numbers = -(-axes.vocabulary // degree) if axes.gathers_logits else 3  # of a token, that each rank sends
+    gathered, summed = axes.repeated
+    counts = {
+        "tensor_part_gather": (6 + gathered) * BLOCKS + 3 - axes.tiled,
+        "tensor_reduce_scatter": (4 + summed) * BLOCKS + 1,
+    }
     return {
-        "tensor_all_reduce": (sums, sums * (2 * (degree - 1) * hidden // degree)),
-        "tensor_all_gather": (
-            axes.micro_batches,
-            axes.micro_batches * (degree - 1) * axes.tokens * numbers * FP32_BYTES,
+        "tensor_all_reduce": (
+            micros * (1 + axes.replicated),
+            micros
+            * sum(2 * (degree - 1) * one // degree for one in (hidden, *(axes.width,) * axes.replicated))
+            * FP32_BYTES,
         ),
+        "tensor_all_gather": (
+            micros,
+            micros * (degree - 1) * axes.sequences * axes.length * numbers * FP32_BYTES,
+        ),
+        **{kind: (micros * count, micros * count * (degree - 1) * part * FP32_BYTES) for kind, count in counts.items()},
     }
 
 
@@ -71,8 +92,7 @@ def sent_by_stage(micro_batches: int, tile: int | None) -> dict[int, tuple[Sent,
     [(2, None), pytest.param(1, None, marks=pytest.mark.full), pytest.param(2, 5, marks=pytest.mark.full)],
 )
 def test_four_ranks_send_the_closed_forms_at_every_stage(micro_batches: int, tile: int | None) -> None:
-    """The loss sends as much in tiles of 5 tokens."""
-    axes = Axes(2, 2, micro_batches, MICRO * SEQ, WIDTH, VOCABULARY, gathers_logits=False)
+    axes = Axes(2, 2, micro_batches, MICRO, SEQ, WIDTH, VOCABULARY, gathers_logits=False, tiled=tile is not None)
     for by_stage in run_ranks(sent_by_stage, 4, micro_batches, tile):
         for stage, (sent, units, padded) in by_stage.items():
             assert sent == tensor_messages(axes) | data_messages(
@@ -110,9 +130,9 @@ def sent_with_recomputation(recompute: str) -> Sent:
     return counted(runtime)[0]
 
 
-def test_recomputation_repeats_one_sum_of_a_block() -> None:
+def test_recomputation_repeats_two_gathers_and_one_sum_of_a_block() -> None:
     """That of the attention; the sum of the MLP is not needed again: nothing after it is saved, and torch stops."""
-    axes = Axes(1, 2, 1, MICRO * SEQ, WIDTH, VOCABULARY, sums_of_a_block=5)
+    axes = Axes(1, 2, 1, MICRO, SEQ, WIDTH, VOCABULARY, repeated=(2, 1))
     assert run_ranks(sent_with_recomputation, 2, "full") == [tensor_messages(axes)] * 2
 
 
@@ -150,7 +170,8 @@ def dry_steps() -> dict[int, tuple[Sent, int, int]]:
 
 
 def test_a_dry_run_of_64_ranks_sends_the_closed_forms_at_every_stage() -> None:
-    axes = Axes(WORLD // DEGREE, DEGREE, 1, MICRO * SEQ, DRY_WIDTH, DRY_VOCABULARY)
+    """The 12 tokens of a sequence are padded to two for each of 8 ranks."""
+    axes = Axes(WORLD // DEGREE, DEGREE, 1, MICRO, SEQ, DRY_WIDTH, DRY_VOCABULARY)
     for stage, (sent, units, padded) in run_alone(dry_steps).items():
         assert sent == tensor_messages(axes) | data_messages(
             stage, axes.data_world, axes.micro_batches, units, padded

@@ -28,9 +28,8 @@ _CHANNEL = {
     "all_to_all": "reduce",
     "outer_all_gather": "outer",
     "outer_reduce_scatter": "replica",
-    "tensor_all_reduce": "tensor",
-    "tensor_all_gather": "tensor",
-    "matrix_all_gather": "tensor",
+    **dict.fromkeys(("tensor_all_reduce", "tensor_all_gather", "matrix_all_gather"), "tensor"),
+    **dict.fromkeys(("tensor_reduce_scatter", "tensor_part_gather"), "tensor"),
     "sequence_all_to_all": "sequence",
 }
 

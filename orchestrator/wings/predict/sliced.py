@@ -4,6 +4,7 @@ sequences divided for a trace."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -61,6 +62,12 @@ class _Messages(AloneOnAxis):
         del received, copy
         return values
 
+    def sum_to_slices(self, values: torch.Tensor) -> torch.Tensor:
+        own = super().sum_to_slices(values)
+        received = self._received(own, own.numel())
+        del received
+        return own
+
     def _received(self, values: torch.Tensor, numel: int) -> list[torch.Tensor]:
         """The tensors with the other ranks' terms of `numel` elements that this rank sums."""
         return [values.new_empty(numel) for _ in range(self.tensor_degree - 1)]
@@ -83,24 +90,78 @@ def messages_of(config: RunConfig, model: nn.Module) -> TensorMessages:
     if config.parallel.tp == 1:
         return TensorMessages()
     plan, modules = tensor_parallel(config).plan(model), dict(model.named_modules())
-    params = dict(model.named_parameters())
-    head = any(division.kind is Kind.HEAD for division in plan.divisions.values())
-    return TensorMessages(
-        widths=(*_forward(plan, modules), *_backward(plan, model)),
+    params = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
+    head = [path for path, division in plan.divisions.items() if division.kind is Kind.HEAD]
+    messages = TensorMessages(
         repeated=tuple(_repeated(plan, modules, block_modules(model))),
-        parameters=tuple(params[name].numel() for name in sorted(plan.summed)),
+        parameters=tuple(params[name] for name in sorted(plan.summed & params.keys())),
         loss_numbers=NUMBERS_PER_TOKEN if head else 0,
     )
+    if plan.tokens is None:
+        return replace(messages, widths=(*_forward(plan, modules), *_backward(plan, model)))
+    again = [sizes[0] for path in head if modules[path].weight.requires_grad and (sizes := linear_sizes(modules[path]))]
+    return replace(
+        messages, widths=tuple(_embeddings(plan, modules)), parts=tuple(_parts(plan, model)), head=sum(again)
+    )
+
+
+def _embeddings(plan: SplitPlan, modules: dict[str, nn.Module]) -> Iterator[int]:
+    for path, division in plan.divisions.items():
+        module = modules[path]
+        if division.kind is Kind.VOCABULARY and isinstance(module, nn.Embedding):
+            yield module.embedding_dim
+
+
+def _rows(plan: SplitPlan, modules: dict[str, nn.Module]) -> dict[str, int]:
+    """The outputs of each row layer, by path."""
+    rows = (path for path, division in plan.divisions.items() if division.kind is Kind.ROW)
+    return {path: sizes[1] for path in rows if (sizes := linear_sizes(modules[path])) is not None}
 
 
 def _forward(plan: SplitPlan, modules: dict[str, nn.Module]) -> Iterator[int]:
     """A sum of the outputs of each row layer and of the embeddings of tokens."""
+    yield from _rows(plan, modules).values()
+    yield from _embeddings(plan, modules)
+
+
+def _parts(plan: SplitPlan, model: nn.Module) -> Iterator[int]:
+    """With parts of tokens: see [Note: parts of tokens] in zero_runtime/parallel/tensor/tokens.py.
+
+    The input of the column layers of a module is gathered in forward, and again for the gradient of a trained weight;
+    in backward its gradient is summed to parts, if it has one. A result of a row layer is summed to parts in forward,
+    and in backward its gradient is gathered, if it has one. The last norm's result is gathered, and its gradient is
+    summed to parts; the gradient of the first block's input is gathered.
+    """
+    modules = dict(model.named_modules())
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    inputs = _inputs(plan, modules)
+    without = _without_gradient(model, [path for path in modules if path in inputs])
+    for owner, width in inputs.items():
+        own = [name for name in trained if name.startswith(f"{owner}.")]
+        rows = {path: size for path, size in _rows(plan, modules).items() if owner_of(path) == owner}
+        in_rows = tuple(f"{layer_path(path)}." for path in rows)
+        columns = [name for name in own if not name.startswith(in_rows)]
+        has_gradient = owner not in without
+        yield from (width,) * (1 + has_gradient + (bool(columns) and not _is_head(plan, owner)))
+        for path, size in rows.items():
+            yield from (size,) * (1 + (has_gradient or bool(columns) or modules[path].weight.requires_grad))
+    behind = (*(plan.tokens.inside if plan.tokens else ()), *(f"{path}." for path in inputs if _is_head(plan, path)))
+    if any(not name.startswith(behind) for name in trained):
+        yield next(iter(inputs.values()))  # of the first block's input
+
+
+def _is_head(plan: SplitPlan, path: str) -> bool:
+    return path in plan.divisions and plan.divisions[path].kind is Kind.HEAD
+
+
+def _inputs(plan: SplitPlan, modules: dict[str, nn.Module]) -> dict[str, int]:
+    """The width of each input of column layers, by the module that owns them, and of the head's."""
+    owners: dict[str, int] = {}
     for path, division in plan.divisions.items():
-        module, sizes = modules[path], linear_sizes(modules[path])
-        if division.kind is Kind.ROW and sizes is not None:
-            yield sizes[1]
-        elif division.kind is Kind.VOCABULARY and isinstance(module, nn.Embedding):
-            yield module.embedding_dim
+        sizes = linear_sizes(modules[path])
+        if sizes is not None and division.kind in (Kind.COLUMN, Kind.HEAD):
+            owners[path if division.kind is Kind.HEAD else owner_of(path)] = sizes[0]
+    return owners
 
 
 def _backward(plan: SplitPlan, model: nn.Module) -> Iterator[int]:
@@ -109,11 +170,7 @@ def _backward(plan: SplitPlan, model: nn.Module) -> Iterator[int]:
     None for the first ones of a model whose parameters before them are frozen: their input has no gradient.
     """
     modules = dict(model.named_modules())
-    owners: dict[str, int] = {}
-    for path, division in plan.divisions.items():
-        sizes = linear_sizes(modules[path])
-        if sizes is not None and division.kind in (Kind.COLUMN, Kind.HEAD):
-            owners[path if division.kind is Kind.HEAD else owner_of(path)] = sizes[0]
+    owners = _inputs(plan, modules)
     without = _without_gradient(model, [path for path in modules if path in owners])
     yield from (width for path, width in owners.items() if path not in without)
 
@@ -143,7 +200,7 @@ def _without_gradient(model: nn.Module, owners: Sequence[str]) -> set[str]:
 
 def _repeated(plan: SplitPlan, modules: dict[str, nn.Module], blocks: Sequence[nn.Module]) -> Iterator[tuple[int, ...]]:
     """Of each block, what a recomputation repeats: all sums of its forward up to the last tensor that backward needs,
-    which the last sum is only if an adapter's B reads it."""
+    which the last sum is only if an adapter's B reads it; with parts of tokens, also the gathers of its inputs."""
     paths = {id(module): path for path, module in modules.items()}
     for block in blocks:
         inside = f"{paths[id(block)]}."
@@ -151,4 +208,9 @@ def _repeated(plan: SplitPlan, modules: dict[str, nn.Module], blocks: Sequence[n
         rows = [path for path in modules if path in own and own[path].kind is Kind.ROW]
         widths = [sizes[1] for path in rows if (sizes := linear_sizes(modules[path])) is not None]
         is_read = bool(rows) and layer_path(rows[-1]) != rows[-1]
-        yield tuple(widths if is_read else widths[:-1])
+        inputs = (
+            []
+            if plan.tokens is None
+            else [width for path, width in _inputs(plan, modules).items() if path.startswith(inside)]
+        )
+        yield (*inputs, *(widths if is_read else widths[:-1]))

@@ -37,7 +37,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("parallel", "messages", "kinds"),
     [
-        (Parallel(tp=2), "sums of parallel.tp", {"tensor_all_reduce", "tensor_all_gather"}),
+        (Parallel(tp=2), "messages of parallel.tp", {"tensor_part_gather", "tensor_reduce_scatter"}),
         (Parallel(sp=2), "8 exchanges of parallel.sp", {"sequence_all_to_all"}),
     ],
     ids=["tp2", "sp2"],

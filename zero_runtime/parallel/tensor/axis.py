@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from zero_runtime.parallel.group_batch import GroupBatch
-from zero_runtime.parallel.tensor.messages import GATHER, SliceMessages
+from zero_runtime.parallel.tensor.messages import GATHER, PART_GATHER, SliceMessages
 
 
 class TensorAxis:
@@ -34,6 +34,14 @@ class TensorAxis:
         """The tensors of all ranks, [degree, *shape]. counted: as a message of a training step of this kind."""
         return self._collectives.gather_slices(values, counted=counted, kind=kind)
 
+    def gather_parts(self, part: torch.Tensor) -> torch.Tensor:
+        """The parts of hidden states of all ranks, [degree, *shape]."""
+        return self._collectives.gather_slices(part, kind=PART_GATHER)
+
+    def sum_to_parts(self, terms: torch.Tensor) -> torch.Tensor:
+        """This rank's part [*shape] of the sum of every rank's contiguous terms [degree, *shape]."""
+        return self._collectives.sum_to_slices(terms)
+
 
 class AloneOnAxis:
     """Stands in for the collectives where no ranks are: in a trace on fake tensors, which only needs shapes."""
@@ -46,3 +54,6 @@ class AloneOnAxis:
 
     def gather_slices(self, values: torch.Tensor, *, counted: bool = True, kind: str = GATHER) -> torch.Tensor:
         return values.new_empty((self.tensor_degree, *values.shape))
+
+    def sum_to_slices(self, values: torch.Tensor) -> torch.Tensor:
+        return values.new_empty(values.shape[1:])

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zero_runtime.collectives import Collectives
 from zero_runtime.divisions import LayerDivision, WholeLayers
@@ -20,6 +22,9 @@ from zero_runtime.parallel.tensor.plan import SplitPlan, owner_of, plan_split
 from zero_runtime.parallel.tensor.refusals import check_divided
 from zero_runtime.parallel.tensor.slices import TensorSlices
 from zero_runtime.parallel.tensor.structure import Kind
+from zero_runtime.parallel.tensor.tokens import TokenParts, TokenPlan
+
+_HIDDEN = "hidden_states"
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class TensorParallel(WholeLayers):
         """The plan of this division for a full model. PlanError if it trains with dropout: masks would differ."""
         if trains:
             _refuse_dropout(model)
-        return plan_split(model, self.degree, self.patterns)
+        return plan_split(model, self.degree, self.patterns, trains=trains)
 
 
 def _refuse_dropout(model: nn.Module) -> None:
@@ -105,25 +110,44 @@ class DividedModel:
             self._hooks.append(model.register_forward_pre_hook(self._note, with_kwargs=True))
         self._attributes: list[tuple[nn.Module, str, int]] = []
         shared: dict[str, ColumnInput] = {}
+        tokens = None if plan.tokens is None else TokenParts(axis)
         for path, division in plan.divisions.items():
             module = self._modules[path]
-            own = shared.setdefault(owner_of(path), ColumnInput(axis))
+            own = shared.setdefault(owner_of(path), ColumnInput(axis, tokens))
             if division.kind in (Kind.COLUMN, Kind.SHARED_INPUT):
                 self._install(module, ColumnForward(module, own))
             elif division.kind is Kind.ROW:
-                self._install(module, RowForward(module, own, axis))
+                self._install(module, RowForward(module, own))
             elif division.kind is Kind.VOCABULARY:
                 assert isinstance(module, nn.Embedding)
                 self._install(module, EmbeddingForward(module, axis))
             elif division.kind is Kind.HEAD:
                 assert isinstance(module, nn.Linear)
                 assert plan.vocabulary is not None
-                self._heads.append(HeadForward(module, axis, plan.vocabulary, gathers=gathers_logits))
+                self._heads.append(HeadForward(module, axis, plan.vocabulary, gathers=gathers_logits, tokens=tokens))
                 self._install(module, self._heads[-1])
+        if plan.tokens is not None and tokens is not None:
+            self._hooks.extend(self._part_hooks(plan, plan.tokens, tokens, shared))
         for path, values in plan.attributes.items():
             for name, value in values.items():
                 self._attributes.append((self._modules[path], name, getattr(self._modules[path], name)))
                 setattr(self._modules[path], name, value)
+
+    def _part_hooks(
+        self, plan: SplitPlan, where: TokenPlan, tokens: TokenParts, shared: dict[str, ColumnInput]
+    ) -> Iterator[RemovableHandle]:
+        """Hooks, since the forward of a block may be replaced after this, by one that recomputes it, or before.
+
+        The first block is called with hidden states of all tokens, and the modules with column layers with parts.
+        """
+        columns = (path for path, one in plan.divisions.items() if one.kind is Kind.COLUMN)
+        for path in dict.fromkeys(map(owner_of, columns)):
+            yield _before(self._modules[path], shared[path].begin, lambda: tokens.held)
+        yield _before(self._modules[where.first], tokens.begin, torch.is_grad_enabled)
+        yield self._modules[""].register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+        yield self._modules[where.norm].register_forward_hook(
+            lambda _module, _args, part: tokens.end(part) if tokens.held else part
+        )
 
     def _note(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what a training forward is given. That of the first one is compared before it: inputs of two shapes
@@ -157,6 +181,34 @@ class DividedModel:
             setattr(module, name, value)
         self._installed.clear()
         self._attributes.clear()
+
+
+def _refuse_hidden_states(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise PlanError where a training forward is asked for hidden states, of which each rank has a part."""
+    if kwargs.get("output_hidden_states") and torch.is_grad_enabled():
+        raise PlanError(
+            "parallel.tp: expected a training forward that returns logits or the last hidden states, found "
+            "output_hidden_states=True: each rank has those of a part of the tokens. Ask for them under "
+            "torch.no_grad(), or use parallel.tp=1"
+        )
+
+
+def _before(
+    module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], applies: Callable[[], bool]
+) -> RemovableHandle:
+    """Call the module with changed hidden states, which are its first argument or one of this name. A no-op unless
+    `applies()`."""
+
+    def changed(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not applies():
+            return args, kwargs
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, _HIDDEN: change(kwargs[_HIDDEN])}
+
+    return module.register_forward_pre_hook(changed, with_kwargs=True)
 
 
 def _refuse_slices(_module: nn.Module, _prefix: str, keep_vars: bool) -> None:

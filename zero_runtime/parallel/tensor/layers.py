@@ -4,7 +4,8 @@
 A column layer holds some of the outputs, a row layer the inputs that belong to them; what is between the two (an
 activation, some attention heads) is computed by one rank alone. The row layer sums the partial results over the group
 in forward; the input of the column layers sums its gradient over the group in backward. So a pair costs two sums of the
-size of the hidden states, and everything outside of the pairs has the same values on every rank.
+size of the hidden states, and everything outside of the pairs has the same values on every rank. In training of a model
+whose structure is known, the ranks hold parts of the tokens outside of the pairs: see [Note: parts of tokens].
 
 Forwards are installed on the instances, where module.__call__ looks first. The classes stay as they are, for the units,
 for initial values and for the loss.
@@ -21,6 +22,7 @@ from torch import nn
 from zero_runtime.parallel.tensor.axis import TensorAxis
 from zero_runtime.parallel.tensor.cross_entropy import vocabulary_cross_entropy
 from zero_runtime.parallel.tensor.tiled_cross_entropy import tiled_vocabulary_cross_entropy
+from zero_runtime.parallel.tensor.tokens import Read, TokenParts
 
 
 class _SumOfGradients(torch.autograd.Function):
@@ -65,30 +67,52 @@ class _Gather(torch.autograd.Function):
 
 
 class ColumnInput:
-    """The input of the column layers of one module, whose gradient is summed over the group once for all of them."""
+    """The input of the column layers of one module, whose gradient is summed over the group once for all of them.
 
-    def __init__(self, axis: TensorAxis) -> None:
-        self._axis = axis
+    tokens: the hidden states of which the ranks hold parts; None if the model is not known.
+    """
+
+    def __init__(self, axis: TensorAxis, tokens: TokenParts | None = None) -> None:
+        self._axis, self._tokens = axis, tokens
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._read: Read | None = None
 
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """The tensor to compute with; the same one for all layers that are called with the same input."""
+    def begin(self, part: torch.Tensor) -> torch.Tensor:
+        """The hidden states of all tokens, for a module that is about to be called with this rank's part of them."""
+        assert self._tokens is not None
+        self._read = self._tokens.read(part)
+        return self._read.whole
+
+    def linear(self, module: nn.Module, values: torch.Tensor) -> torch.Tensor:
+        """The product of a column layer; `values`: the same tensor for all layers that share their input."""
+        weight, bias = weight_of(module), module.bias
+        assert bias is None or isinstance(bias, torch.Tensor)
+        if self._read is None:
+            return F.linear(self._summed(values), weight, bias)
+        # A tensor that was made from the input has a path to it in the graph, where the gradient is summed.
+        return self._read.linear(weight, bias) if values is self._read.whole else F.linear(values, weight, bias)
+
+    def _summed(self, values: torch.Tensor) -> torch.Tensor:
         if not values.requires_grad:
             return values
         if self._last is None or self._last[0] is not values:
             self._last = values, _SumOfGradients.apply(values, self._axis)
         return self._last[1]
 
-    def end(self) -> None:
-        """Drop the input. The row layer of the module calls it, which runs after all column layers."""
-        self._last = None
+    def end(self, terms: torch.Tensor) -> torch.Tensor:
+        """The sum of the terms of a row layer, which runs after all column layers of the module. Drops their input."""
+        self._last = self._read = None
+        if self._tokens is not None and self._tokens.held:
+            return self._tokens.summed(terms)
+        total: torch.Tensor = _Sum.apply(terms, self._axis)
+        return total
 
 
-def linear_of(module: nn.Module, values: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """values @ weight + bias with the weight of an nn.Linear [out, in] or of a Conv1D of transformers [in, out]."""
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """The weight [out, in] of an nn.Linear, or of a Conv1D of transformers, which has it transposed."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
-    return F.linear(values, weight if isinstance(module, nn.Linear) else weight.t(), bias)
+    return weight if isinstance(module, nn.Linear) else weight.t()
 
 
 class ColumnForward:
@@ -99,23 +123,21 @@ class ColumnForward:
         self._module, self._shared = module, shared
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        bias = self._module.bias
-        assert bias is None or isinstance(bias, torch.Tensor)
-        return linear_of(self._module, self._shared(values), bias)
+        return self._shared.linear(self._module, values)
 
 
 class RowForward:
-    """The forward of a linear layer that holds some of the inputs: [..., own in] to [..., out], the same on all ranks.
+    """The forward of a linear layer that holds some of the inputs: [..., own in] to [..., out], the same on all ranks,
+    or this rank's part of the tokens.
 
     The bias is replicated and is added once, after the sum.
     """
 
-    def __init__(self, module: nn.Module, shared: ColumnInput, axis: TensorAxis) -> None:
-        self._module, self._shared, self._axis = module, shared, axis
+    def __init__(self, module: nn.Module, shared: ColumnInput) -> None:
+        self._module, self._shared = module, shared
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        self._shared.end()
-        total: torch.Tensor = _Sum.apply(linear_of(self._module, values, None), self._axis)
+        total = self._shared.end(F.linear(values, weight_of(self._module)))
         bias = self._module.bias
         if bias is None:
             return total
@@ -155,19 +177,25 @@ class HeadForward:
     for `vocabulary_cross_entropy`.
     """
 
-    def __init__(self, module: nn.Linear, axis: TensorAxis, vocabulary: int, *, gathers: bool) -> None:
+    def __init__(
+        self, module: nn.Linear, axis: TensorAxis, vocabulary: int, *, gathers: bool, tokens: TokenParts | None = None
+    ) -> None:
         self.axis, self.vocabulary, self.gathers = axis, vocabulary, gathers
-        self._module = module
-        self._input = ColumnInput(axis)
+        self._module, self._tokens = module, tokens
 
-    def summed_input(self, values: torch.Tensor) -> torch.Tensor:
-        """The input to compute this rank's logits with: its gradient is summed over the group."""
-        found = self._input(values)
-        self._input.end()
+    def _read(self, values: torch.Tensor) -> Read | None:
+        return None if self._tokens is None else self._tokens.read_by_head(values)
+
+    def _summed(self, values: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _SumOfGradients.apply(values, self.axis) if values.requires_grad else values
         return found
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(self.summed_input(values), self._module.weight, self._module.bias)
+        read, module = self._read(values), self._module
+        if read is None:
+            logits = F.linear(self._summed(values), module.weight, module.bias)
+        else:
+            logits = read.linear(module.weight, module.bias)
         return _Gather.apply(logits, self.axis, self.vocabulary) if self.gathers else logits
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, *, ignored: int) -> torch.Tensor:
@@ -176,6 +204,7 @@ class HeadForward:
 
     def tiled_loss(self, hidden: torch.Tensor, labels: torch.Tensor, *, tile: int, ignored: int) -> torch.Tensor:
         """The same loss of the head's input, with the logits of at most `tile` tokens at a time."""
-        hidden, module = self.summed_input(hidden), self._module
+        read, module = self._read(hidden), self._module
+        hidden = self._summed(hidden) if read is None else read.whole
         settings = {"vocabulary": self.vocabulary, "tile": tile, "ignored": ignored}
         return tiled_vocabulary_cross_entropy(hidden, module.weight, module.bias, labels, self.axis, **settings)

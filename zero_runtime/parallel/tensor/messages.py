@@ -10,6 +10,7 @@ import torch
 from zero_runtime.collectives import Collectives
 
 GATHER = "tensor_all_gather"  # the kind of a gather of layers
+PART_GATHER, PART_SUM = "tensor_part_gather", "tensor_reduce_scatter"  # of hidden states
 
 
 class SliceMessages:
@@ -59,3 +60,14 @@ class SliceMessages:
         start = collectives.all_gather_over(full.view(-1), values.contiguous().view(-1), collectives.groups.tensor)
         collectives.issue(kind, "", values.new_empty(0), start)()
         return full
+
+    def sum_to_slices(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's slice [*shape] of the sum of every rank's contiguous `values` [degree, *shape]. Blocks."""
+        own = values.new_empty(values.shape[1:])
+        if self.tensor_degree == 1 or values.numel() == 0:
+            return own.copy_(values[0])
+        collectives = self._collectives
+        collectives.ledger.record(PART_SUM, "", (self.tensor_degree - 1) * own.numel(), own.dtype)
+        start = collectives.reduce_scatter_over(own.view(-1), values.view(-1), collectives.groups.tensor)
+        collectives.issue(PART_SUM, "", values.new_empty(0), start)()
+        return own

@@ -16,6 +16,7 @@ from zero_runtime.parallel.tensor.adapters import layer_path
 from zero_runtime.parallel.tensor.axis import TensorAxis
 from zero_runtime.parallel.tensor.slices import Split, TensorSlices
 from zero_runtime.parallel.tensor.structure import Division, Kind, divisions_of, head_size, linear_sizes
+from zero_runtime.parallel.tensor.tokens import TokenPlan, token_plan
 
 # Attributes of attention modules that count heads or elements of all heads: local in a divided module.
 _LOCAL_ATTRIBUTES = (
@@ -40,7 +41,7 @@ class SplitPlan:
 
     divisions: the divided layers by path. splits: by the name of the parameter. attributes: local values of attributes,
     by the path of the module. vocabulary: the number of tokens that embedding and head know; None if they are not
-    divided.
+    divided. tokens: where hidden states are divided by tokens; None if they are whole.
     """
 
     degree: int
@@ -49,14 +50,15 @@ class SplitPlan:
     summed: frozenset[str]
     attributes: Mapping[str, Mapping[str, int]]
     vocabulary: int | None
+    tokens: TokenPlan | None = None
 
     def slices(self, rank: int, axis: TensorAxis | None = None) -> TensorSlices:
         """What this rank of a tensor-parallel group holds. axis: the group, if there are ranks."""
         return TensorSlices(rank, self.degree, self.splits, self.summed, axis)
 
 
-def plan_split(model: nn.Module, degree: int, patterns: tuple[str, ...] = ()) -> SplitPlan:
-    """The plan for `degree` ranks; see `divisions_of` for the patterns.
+def plan_split(model: nn.Module, degree: int, patterns: tuple[str, ...] = (), *, trains: bool = True) -> SplitPlan:
+    """The plan for `degree` ranks; see `divisions_of` for the patterns, with which hidden states stay whole.
 
     PlanError if a number of heads or a width does not divide; it names the nearest degrees that divide all of them.
     """
@@ -78,9 +80,11 @@ def plan_split(model: nn.Module, degree: int, patterns: tuple[str, ...] = ()) ->
                 )
     head = next((path for path, division in divisions.items() if division.kind is Kind.HEAD), None)
     vocabulary = None if head is None else modules[head].weight.shape[0]
-    return SplitPlan(
-        degree, divisions, splits, frozenset(summed), dict(_attributes(modules, divisions, degree)), vocabulary
-    )
+    tokens = token_plan(model) if trains and not patterns else None
+    if tokens is not None:
+        summed.update(tokens.summed(model, splits))
+    attributes = dict(_attributes(modules, divisions, degree))
+    return SplitPlan(degree, divisions, splits, frozenset(summed), attributes, vocabulary, tokens)
 
 
 def owner_of(path: str) -> str:

@@ -42,12 +42,17 @@ def test_a_rank_has_slices_and_the_numbers_of_elements_are_those_of_the_model() 
     assert [unit["numel"] for unit in half["units"]] == [unit["numel"] for unit in full["units"]]
 
 
-@pytest.mark.parametrize(("kind", "sizes", "blocks", "width"), [("gpt2", GPT2, 3, 32), ("llama", LLAMA, 2, 48)])
-def test_a_block_has_four_sums_and_repeats_that_of_its_attention(
-    kind: str, sizes: dict[str, Any], blocks: int, width: int
+@pytest.mark.parametrize(
+    ("kind", "sizes", "blocks", "width", "in_block"), [("gpt2", GPT2, 3, 32, 6), ("llama", LLAMA, 2, 48, 2)]
+)
+def test_a_block_has_ten_messages_of_parts_and_repeats_three(
+    kind: str, sizes: dict[str, Any], blocks: int, width: int, in_block: int
 ) -> None:
+    """in_block: replicated parameters; GPT-2's norms have a bias, and so have its row layers."""
     found = TensorMessages.of_plain(shapes.units_of(divided(kind, sizes, 2))["tensor"])
-    assert found == TensorMessages((width,) * (4 * blocks + 2), ((width,),) * blocks, (), 3)
+    replicated = (width,) * (in_block * blocks + (2 if kind == "gpt2" else 1))
+    parts = (width,) * (10 * blocks + 3)  # and of the head's input, and of the first block's gradient
+    assert found == TensorMessages((width,), ((width,) * 3,) * blocks, replicated, 3, parts=parts, head=width)
     assert TensorMessages.of_plain(shapes.units_of(divided(kind, sizes, 1))["tensor"]) == TensorMessages()
 
 
