@@ -50,7 +50,7 @@ class Fit:
     with the least. capped: every traced micro-batch fits. peak: of the worst moment at `micro`, or at 1 if none fits.
     host_bytes, scratch_bytes: of one rank at that micro-batch, offloaded and for the copy of the last save.
     host_limit_bytes: host memory of a node with `ranks_per_node` ranks; None if it is not known, or is what the ranks
-    compute in.
+    compute in. plain: the same without its offload, if it was asked for.
     """
 
     label: str
@@ -68,6 +68,7 @@ class Fit:
     sent_bytes: int
     ranks_per_node: int = 1
     host_limit_bytes: int | None = None
+    plain: Fit | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -92,6 +93,17 @@ class Fit:
     def used_bytes(self) -> tuple[int, int]:
         """The memory of the device in use at the peak, at least and at most."""
         return self.peak.total + self.overhead.least, self.peak.total + self.overhead.most
+
+    @property
+    def needless(self) -> str:
+        """That the offload is not needed at the smallest micro-batch; empty if it is, or if that was not asked."""
+        if self.plain is None or not self.plain.micro:
+            return ""
+        least = self.plain.memory.peak(1)
+        assert least is not None, "a micro-batch that fits was traced"
+        used = size(least.total + self.overhead.most)
+        fitting = "is the largest that fits" if self.plain.micro == 1 else f"up to {self.plain.micro} fit"
+        return f"micro-batch 1 uses {used} of {size(self.limit_bytes)} without it, and {fitting}"
 
     @property
     def tokens(self) -> int:
@@ -151,6 +163,7 @@ class Fit:
             "micro_at_most": self.most_micro,
             "micro_capped": self.capped,
             "reason": self.reason,
+            "offload_needless": self.needless,
             "limit_bytes": self.limit_bytes,
             "used_bytes_least": self.used_bytes[0],
             "used_bytes_most": self.used_bytes[1],
