@@ -1,7 +1,8 @@
 """Predicts the step times of published runs from data sheets, and prints the error of each source.
 
 `python benchmarks/published_speed.py [--write]`. The runs are those of `published/speeds.csv`: data parallel, ZeRO or
-FSDP. Each is predicted as a step of this runtime with that stage, model and batch. Nothing is fitted. `--write` writes
+FSDP. Each is predicted as a step of this runtime with that stage, model and batch. The shares of the data sheets were
+fitted to these runs (published_shares.py, which also predicts sources that are left out). `--write` writes
 results/published_speed_DATE.md. Needs no GPU; traces of models are kept in the user's cache.
 """
 
@@ -82,6 +83,12 @@ def main() -> None:
 
 def predictions(rows: Sequence[Row]) -> list[Predicted | LeftOut]:
     """In the order of the rows."""
+    configs, memories = traced(rows)
+    return [_predicted(row, configs.get(row["case"]), memories) for row in rows]
+
+
+def traced(rows: Sequence[Row]) -> tuple[dict[str, RunConfig], step.Memories]:
+    """The configurations of the rows that are not left out, by case, and their traces."""
     configs = {row["case"]: config_of_row(row) for row in rows if not row["left_out"]}
     answers: dict[str, Any] = {}
     families: dict[str, list[RunConfig]] = {}
@@ -91,8 +98,7 @@ def predictions(rows: Sequence[Row]) -> list[Predicted | LeftOut]:
         print(f"traced {done} of {len(families)} models, lengths and recomputations", end="\r", file=sys.stderr)
         answers |= memory_cache.answers(family, family, together=True)
     print(file=sys.stderr)
-    memories = step.Memories(answers)
-    return [_predicted(row, configs.get(row["case"]), memories) for row in rows]
+    return configs, step.Memories(answers)
 
 
 def _predicted(row: Row, config: RunConfig | None, memories: step.Memories) -> Predicted | LeftOut:
@@ -103,6 +109,8 @@ def _predicted(row: Row, config: RunConfig | None, memories: step.Memories) -> P
     speed = None if memory is None else speed_of(memory, "")
     if speed is None:
         return LeftOut(name, memories.unknown(config) or "the step could not be traced")
+    if speed.outside:
+        return LeftOut(name, f"no number is shown for {speed.outside}")
     return Predicted(row, config, speed, float(row["step_s"]))
 
 
@@ -142,16 +150,17 @@ def config_of_row(row: Row) -> RunConfig:
 
 def kendall_tau(rows: Sequence[Predicted]) -> tuple[float, int]:
     """Of the throughput of one GPU, over the pairs within groups; and the number of pairs."""
+    return kendall_of(
+        [(row.group, row.tokens_per_gpu / row.published_s, row.tokens_per_gpu / row.speed.time.total_s) for row in rows]
+    )
+
+
+def kendall_of(speeds: Sequence[tuple[object, float, float]]) -> tuple[float, int]:
+    """Kendall's tau of (group, published, predicted) over the pairs of a group; and the number of pairs."""
     score = pairs = 0
-    for one, other in itertools.combinations(rows, 2):
-        published, predicted = (
-            one.tokens_per_gpu / times[0] - other.tokens_per_gpu / times[1]
-            for times in (
-                (one.published_s, other.published_s),
-                (one.speed.time.total_s, other.speed.time.total_s),
-            )
-        )
-        if one.group == other.group and published != 0:
+    for one, other in itertools.combinations(speeds, 2):
+        published, predicted = one[1] - other[1], one[2] - other[2]
+        if one[0] == other[0] and published != 0:
             pairs += 1
             score += 1 if published * predicted > 0 else -1
     return (score / pairs if pairs else float("nan")), pairs

@@ -28,7 +28,8 @@ class GpuNode:
     Numbers that are null are not known. `memory_gb_per_s`: bandwidth of a GPU's memory, in 10^9 bytes per second.
     `link_gb_per_s`: between GPUs of a node, for one GPU and one direction, in 10^9 bytes per second.
     `network_gb_per_s`: as link_gb_per_s, between nodes. `host_link_gb_per_s`: as link_gb_per_s, to host memory.
-    `host_memory_gib`: host memory of a node.
+    `host_memory_gib`: host memory of a node. `host_memory_gb_per_s`: its bandwidth, of all processors of the node
+    together. `drive_gb_per_s`: of the node's drives for scratch files together, in the slower direction.
 
     `price_per_hour`: what one GPU costs in an hour, or one machine if the ranks compute on CPUs. It may be set for this
     machine too, as `currency`, the text that is written after amounts, such as EUR.
@@ -48,6 +49,8 @@ class GpuNode:
     network_gb_per_s: float | None = None
     host_link_gb_per_s: float | None = None
     host_memory_gib: float | None = None
+    host_memory_gb_per_s: float | None = None
+    drive_gb_per_s: float | None = None
     price_per_hour: float | None = None
     currency: str | None = None
 

@@ -44,9 +44,9 @@ def plan_table(planned: Sequence[Planned]) -> Table:
     reasons are in `plan_rows`."""
     header: tuple[str, ...] = PLAN_HEADER
     rows = [_plan_row(point) for point in planned]
-    speeds = [(point.predicted.get("speed") or {}).get("tokens_per_second") for point in planned]
+    speeds = [(point.predicted.get("speed") or {}).get("text") for point in planned]
     if any(speeds):
-        header, rows = (*header, "tokens/s"), [(*row, digits(one)) for row, one in zip(rows, speeds, strict=True)]
+        header, rows = (*header, "tokens/s"), [(*row, one or ABSENT) for row, one in zip(rows, speeds, strict=True)]
     lossy = [", ".join(lossy_words(point.config)) for point in planned]
     if any(lossy):
         header, rows = (*header, "lossy"), [(*row, text or "exact") for row, text in zip(rows, lossy, strict=True)]
@@ -78,6 +78,8 @@ def plan_rows(planned: Sequence[Planned]) -> list[Row]:
         reason = f": {next(iter(reasons))}" if len(reasons) == 1 else ""
         rows.append(Row(word(state), f"{len(points)}   {names}{reason}"))
         rows += _reason_rows(points) if len(reasons) > 1 else []
+    needless = [f"{point.label}: {text}" for point in planned if (text := point.predicted.get("offload_needless"))]
+    rows += [Row("note", text) for text in needless[:NAMED]]
     for key, what in (("unknown", "the memory"), ("activations_unknown", "activations")):
         unknown = Counter(point.predicted[key] for point in planned if point.predicted.get(key))
         rows += [Row("unknown", f"{what} of {many(count, 'point')}: {text}") for text, count in unknown.items()]

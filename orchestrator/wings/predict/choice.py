@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from orchestrator.config.schema import LossKind, RunConfig
+from orchestrator.text.units import size
 from orchestrator.wings.predict.fit_rows import RECOMPUTED, Fit
 from orchestrator.wings.predict.speed import Speed, speed_of
 from orchestrator.wings.predict.step import with_micro
@@ -50,6 +51,12 @@ class Candidate:
         return (*kept, f"batch.micro={self.micro}", f"batch.accumulation={batch.accumulation}")
 
     @property
+    def needs(self) -> int | None:
+        """The memory of the device in use at the peak, with the least that libraries take; None if it is not known."""
+        peak = self.fit.memory.peak(self.micro)
+        return None if peak is None else peak.total + self.fit.overhead.least
+
+    @property
     def tokens_per_second(self) -> float:
         return 0.0 if self.speed is None else self.speed.tokens_per_second
 
@@ -79,6 +86,18 @@ def with_speeds(found: Sequence[Candidate], hardware: str) -> list[Candidate]:
     """The candidates with their predicted speeds, the fastest first; those without a prediction last."""
     predicted = [replace(one, speed=speed_of(replace(one.fit.memory, config=one.config), hardware)) for one in found]
     return sorted(predicted, key=lambda one: -one.tokens_per_second)
+
+
+def smallest_first(found: Sequence[Candidate]) -> list[Candidate]:
+    """The candidate that needs the least memory of a rank first; of equals the faster."""
+    return sorted(found, key=lambda one: (one.needs or 0, -one.tokens_per_second))
+
+
+def larger(one: Candidate, smallest: Candidate) -> str:
+    """By how much a candidate needs more memory than the smallest."""
+    if one is smallest:
+        return "the smallest by prediction"
+    return f"{size((one.needs or 0) - (smallest.needs or 0))} more"
 
 
 def shortlist(ranked: Sequence[Candidate], count: int) -> list[Candidate]:

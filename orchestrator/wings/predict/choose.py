@@ -17,7 +17,7 @@ from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.engine import EngineKind
-from orchestrator.config.schema import to_dict
+from orchestrator.config.schema import Device, to_dict
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INCOMPLETE, OK
 from orchestrator.plan.point import Point
@@ -43,14 +43,18 @@ GAIN = 1.05  # of tokens per second, for which a larger micro-batch is looked at
 LONGEST_S = 2.0  # of a predicted step that a short run makes
 SHOWN = 12
 HEADER = ("row", "micro", "tokens/s, predicted", "tokens/s, measured", "needs/rank", "because")
+FASTEST, SMALLEST = "fastest", "smallest"
+ON_DRIVES = "optimizer_nvme,optimizer_param_nvme"  # what is tried when nothing fits in memory
 
 
 class Outcome(NamedTuple):
-    """What is chosen, the short runs by label, and the labels of those that tie for the fastest."""
+    """What is chosen, the short runs by label, the labels of those that tie for the fastest, and whether the smallest
+    was asked for."""
 
     best: Candidate
     measured: Mapping[str, ShortRun]
     tied: tuple[str, ...]
+    is_smallest: bool = False
 
     def speed(self, one: Candidate) -> float | None:
         """The measured tokens per second of a candidate; None if it was not run."""
@@ -69,21 +73,25 @@ def main(argv: Sequence[str]) -> int:
     if asked.runs < 0:
         raise Refusal([f"--runs {asked.runs}: expected 0 or more      fix: --runs {RUNS}"])
     screen = Screen(make_console(on_stderr=asked.json))
-    fits, tried, micro = _rows(words)
+    fits, tried, micro = _rows(words, fit.AXES)
+    if not any(one.micro for one in fits) and "offload" not in fit.names(words) and _is_on_gpus(fits):
+        screen.say("nothing fits with all states in memory: looking at scratch files on drives")
+        fits, tried, micro = _rows(words, {**fit.AXES, "offload": ON_DRIVES})
     fitting = [one for one in fits if one.micro]
     screen.say(f"{many(len(fits), 'combination')}: {len(fitting)} fit, with a micro-batch of up to {_largest(fits)}")
     if not fitting:
         complain(f"error: nothing fits; the nearest, {fits[0].label}: {fits[0].reason}")
         return FAILED
     try:
-        ranked = _predicted(fitting, micro, screen)
+        ranked = _ranked(fitting, micro, asked.order, screen)
     except calibrate.CalibrationError as error:
         complain(f"error: nothing was measured: {error}")
         return FAILED
-    if not ranked or ranked[0].speed is None:
+    is_smallest = asked.order == SMALLEST
+    if not ranked or (ranked[0].speed is None and not is_smallest):
         complain("error: the speed of no combination could be predicted      see: docs/speed.md")
         return FAILED
-    finalists = choice.shortlist(ranked, asked.runs)
+    finalists = ranked[: min(asked.runs, 1)] if is_smallest else choice.shortlist(ranked, asked.runs)
     is_here = not ranked[0].config.hardware.is_described
     measured, tied = _confirmed(finalists, words, screen) if is_here and asked.runs else ({}, ())
     chosen = choice.best_run(measured, tied) if measured else ranked[0].label
@@ -92,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
         complain("error: none of the short runs ended with a result")
         return FAILED
     largest = max(fitting, key=lambda one: one.micro)
-    _show(ranked, finalists, Outcome(best, measured, tied), largest, screen, asked.json)
+    _show(ranked, finalists, Outcome(best, measured, tied, is_smallest), largest, screen, asked.json)
     return OK if len(fits) == tried else INCOMPLETE
 
 
@@ -107,13 +115,32 @@ def parser() -> VerbParser:
     parser.epilog = f"example: {program()} choose model=llama_tiny precision=fp32"
     more = "6 with engine=all or several engines, of which the best that did the same work is chosen"
     parser.add_argument("--runs", type=int, help=f"most real runs; 0 only predicts; default: {RUNS}, or {more}")
+    parser.add_argument(
+        "--order",
+        choices=(FASTEST, SMALLEST),
+        default=FASTEST,
+        help="which setting that fits comes first: the fastest, or the one that needs the least memory of a rank, at "
+        "micro-batch 1 unless one is given; default: fastest",
+    )
     add_json(parser)
     return parser
 
 
-def _rows(words: Sequence[str]) -> tuple[list[Fit], int, int | None]:
+def _is_on_gpus(fits: Sequence[Fit]) -> bool:
+    return all(one.config.resources.device is Device.cuda for one in fits)
+
+
+def _ranked(fits: Sequence[Fit], micro: int | None, order: str, screen: Screen) -> list[Candidate]:
+    """All candidates, those to be chosen first."""
+    if order == FASTEST:
+        return _predicted(fits, micro, screen)
+    found = [Candidate(one, micro or 1) for one in fits if (micro or 1) <= one.micro]
+    return choice.smallest_first(choice.with_speeds(found, hardware_name(fits[0].config)))
+
+
+def _rows(words: Sequence[str], tried: Mapping[str, str]) -> tuple[list[Fit], int, int | None]:
     """The rows of fit, of how many points they are, and the micro-batch that the words give; None if they leave it
-    open."""
+    open. tried: options of the groups that the words leave open."""
     flags = sorted(set(arguments.split(words).flags) - set(calibrate.FLAGS))
     if flags:
         raise Refusal([f"choose has no {flag}      see: {program()} choose --help" for flag in flags])
@@ -122,7 +149,7 @@ def _rows(words: Sequence[str]) -> tuple[list[Fit], int, int | None]:
     if micro is not None and not (micro.isdigit() and int(micro)):
         raise Refusal([f"{given[-1]}: expected one number for choose      fix: {MICRO}=4, or leave it out"])
     left = [word for word in words if word not in given]
-    axes = [f"{group}={options}" for group, options in fit.AXES.items() if group not in fit.names(left)]
+    axes = [f"{group}={options}" for group, options in tried.items() if group not in fit.names(left)]
     points = fit.valid_points([*left, *axes])
     if any(given_micro(point.config, point.overrides) for point in points):  # by a file of sweeps/
         raise Refusal([f"choose tries several micro-batches      fix: {MICRO}=4 on the line, not in a sweep"])
@@ -215,7 +242,7 @@ def _show(
     table = Table(HEADER, tuple(_row(one, ranked[0], outcome) for one in shown_rows), texts=("because",))
     screen.table(_with_costs(table, shown_rows))
     left = len(rows) - len({one.fit.label for one in shown_rows})
-    notes = [Row("not shown", f"{many(left, 'row')} that {'are' if left > 1 else 'is'} slower")] if left > 0 else []
+    notes = [Row("not shown", f"{many(left, 'row')} that {'follow' if left > 1 else 'follows'}")] if left > 0 else []
     capped = "at least " if largest.capped else ""
     notes.append(Row("largest", f"micro-batch {capped}{largest.micro} fits with {largest.label}"))
     notes.append(Row("chosen", f"{best.label}: {_because(outcome)}"))
@@ -226,9 +253,14 @@ def _show(
 
 def _because(outcome: Outcome) -> str:
     best, measured = outcome.best, outcome.speed(outcome.best)
+    if outcome.is_smallest:
+        known = "no run has confirmed it" if measured is None else f"a short run had {digits(measured)} tokens/s"
+        return f"the least memory of a rank of those that fit; {known}"
+    if measured is None and best.speed is not None and best.speed.outside:
+        return f"the first of an order that no published run supports: {best.speed.outside}"
     if measured is None:
-        rough = "roughly " if best.config.hardware.is_described else ""
-        return f"the fastest by prediction, {rough}{digits(best.tokens_per_second)} tokens/s; no run has confirmed it"
+        rough = best.speed.text if best.speed is not None else ABSENT
+        return f"the fastest by prediction, {rough} tokens/s; no run has confirmed it"
     runs, found = many(len(outcome.measured), "short run"), f"{digits(measured)} tokens/s"
     if len(outcome.tied) == 1:
         return f"the fastest of {runs}, {found}"
@@ -236,18 +268,22 @@ def _because(outcome: Outcome) -> str:
 
 
 def _row(one: Candidate, first: Candidate, outcome: Outcome) -> tuple[str, ...]:
-    peak, known = one.fit.memory.peak(one.micro), outcome.speed(one)
-    text = choice.reason(one, first)
-    if one is outcome.best and known is not None:
+    known = outcome.speed(one)
+    text = choice.larger(one, first) if outcome.is_smallest else choice.reason(one, first)
+    if one is outcome.best and known is not None and not outcome.is_smallest:
         text = "chosen: measured fastest" if len(outcome.tied) == 1 else "chosen: a tie, fastest by prediction"
-    needs = ABSENT if peak is None else size(peak.total + one.fit.overhead.least)
-    return (one.fit.label, str(one.micro), digits(one.tokens_per_second or None), digits(known), needs, text)
+    needs = ABSENT if one.needs is None else size(one.needs)
+    predicted = ABSENT if one.speed is None else one.speed.text
+    return (one.fit.label, str(one.micro), predicted, digits(known), needs, text)
 
 
 def _with_costs(table: Table, rows: Sequence[Candidate]) -> Table:
     """The table with the cost of a billion tokens at the predicted speeds, if a price is set."""
     configs = [to_dict(one.config) for one in rows]
-    amounts = [costs.predicted_cost(config, one.tokens_per_second) for config, one in zip(configs, rows, strict=True)]
+    amounts = [
+        costs.predicted_cost(config, one.speed.shown if one.speed else None)
+        for config, one in zip(configs, rows, strict=True)
+    ]
     if all(amount is None for amount in amounts):
         return table
     name = costs.column_name({price.currency for config in configs if (price := costs.price_of(config))})
@@ -268,5 +304,6 @@ def _document(outcome: Outcome, rows: Sequence[Candidate], folder: Path, name: s
         }
         for one in rows
     ]
-    known = {"chosen": outcome.best.label, "tied": list(outcome.tied)}
+    order = SMALLEST if outcome.is_smallest else FASTEST
+    known = {"chosen": outcome.best.label, "tied": list(outcome.tied), "order": order}
     return {**known, "config_dir": str(folder), "experiment": name, "rows": listed}

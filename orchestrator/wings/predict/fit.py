@@ -32,8 +32,9 @@ from orchestrator.wings.predict.fit_page import Columns, FitPage, named
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.memory_cache import activations_key, units_key
 from orchestrator.wings.predict.prediction import gpu_bytes_here, overhead_of
+from orchestrator.wings.predict.rough_time import offloads, without_offload
 from orchestrator.wings.predict.step import MICRO, given_micro
-from orchestrator.wings.predict.target import target_of
+from orchestrator.wings.predict.target import Target, target_of
 
 # What is tried of each group that the command line leaves open. Combinations that a rule forbids are left out.
 AXES = {
@@ -288,24 +289,24 @@ def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
     memories = step.Memories(answers, recalls=True)
     gpu_bytes, host_bytes = gpu_bytes_here(), memory_bytes()
     fits: list[Fit] = []
-    for point in _counted(points, answers):
-        memory = memories.of(point.config)
+    counted = _counted(points, answers)
+    asks_for_plain = all(offloads(point.config) for point in counted)  # else their rows are in the table
+    for point in counted:
         target = target_of(point.config, gpu_bytes, host_bytes)
         if target.device_bytes is None:
             raise Refusal(["the memory of the GPU is not known      fix: name the GPU: hardware=a100_80gb"])
-        assert memory is not None, "a point that was counted has its shapes"
-        group, overhead = _group(point.overrides), overhead_of(point.config)
-        found = fit.fit_of(
-            point.label,
-            point.overrides,
-            memory,
-            target,
-            overhead,
-            group,
-            given=given_micro(point.config, point.overrides),
-        )
-        assert found is not None, "a point that was counted has its traces"
-        fits.append(found)
+
+        def row(config: RunConfig, point: Point = point, target: Target = target) -> Fit:
+            memory = memories.of(config)
+            assert memory is not None, "a point that was counted has its shapes"
+            group, overhead = _group(point.overrides), overhead_of(config)
+            micro = given_micro(config, point.overrides)
+            found = fit.fit_of(point.label, point.overrides, memory, target, overhead, group, given=micro)
+            assert found is not None, "a point that was counted has its traces"
+            return found
+
+        found = row(point.config)
+        fits.append(replace(found, plain=row(without_offload(point.config))) if asks_for_plain else found)
     return fit.order(fits)
 
 

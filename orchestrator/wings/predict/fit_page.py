@@ -20,7 +20,7 @@ from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.moments import all_moments
 from orchestrator.wings.predict.prediction import hardware_name
-from orchestrator.wings.predict.speed import Speed
+from orchestrator.wings.predict.speed import NOT_SHOWN, ROUGH, Speed
 from orchestrator.wings.profile import costs
 
 # How a count of torch differs from the tensors that are counted here (device_overhead.py).
@@ -33,7 +33,6 @@ COLUMNS = {
     "tp": "the ranks that hold slices of one model (parallel.tp)",
     "sp": "the ranks that hold parts of one sequence (parallel.sp)",
 }
-ROUGH = "~"
 FEW = 12  # rows at a given micro-batch that are all shown
 VERDICTS = {
     "tight": "the tensors fit; with all that torch's allocator reserves for them they do not",
@@ -79,8 +78,8 @@ class FitPage:
             self._say(f"bytes of one rank in {unit[0]}, {at}")
             table = _table(shown, unit)
             self._screen.table(table)
-            if any(ROUGH in cell for row in table.rows for cell in row):
-                self._screen.say(f"tokens/s: of all ranks; {ROUGH} roughly, from the data sheet, see docs/speed.md")
+            for note in _notes(shown):
+                self._screen.say(note)
             self._screen.rows([Row(f"fits {one}", VERDICTS[one]) for one in VERDICTS if one in _verdicts(shown)])
         self._close(fits, best, shown)
 
@@ -154,6 +153,8 @@ class FitPage:
         if rows:
             self._screen.console.print()
             self._screen.rows(rows)
+        for one in [one for one in fits if one.needless][:1]:
+            self._screen.say(f"the offload of {one.label} is not needed: {one.needless}")
         if any(one.capped for one in shown):
             self._screen.say("+: the largest that was tried")
         for one in [one for one in shown if one.most_micro > one.micro and not one.given][:1]:
@@ -246,7 +247,7 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
             _micro(one),
             one.verdict if one.given else ABSENT,
             f"{one.tokens:,}" if one.micro else ABSENT,
-            _per_second(speed := one.speed(hardware)),
+            ABSENT if (speed := one.speed(hardware)) is None else speed.text,
             _cost(config, speed),
             sized(one.resting_bytes * bool(one.given)),
             sized(one.peak.total),
@@ -272,15 +273,20 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
 
 def _cost(config: Mapping[str, Any], speed: Speed | None) -> str:
     """What a billion tokens would cost; marked if the speed is a rough estimate."""
-    cost = costs.predicted_cost(config, speed.tokens_per_second if speed else None)
+    cost = costs.predicted_cost(config, speed.shown if speed else None)
     return ABSENT if cost is None or speed is None else f"{ROUGH if speed.rough else ''}{significant(cost)}"
 
 
-def _per_second(speed: Speed | None) -> str:
-    """Tokens of all ranks per second; marked if they are a rough estimate."""
-    if speed is None:
-        return ABSENT
-    return f"{ROUGH if speed.rough else ''}{speed.tokens_per_second:,.0f}"
+def _notes(fits: Sequence[Fit]) -> list[str]:
+    """What the estimated speeds in the table are."""
+    speeds = [speed for one in fits if (speed := one.speed(hardware_name(one.config))) is not None and speed.rough]
+    notes = []
+    if any(one.within and not one.outside for one in speeds):
+        notes.append(f"tokens/s: of all ranks; {ROUGH} from the data sheet, where 80 % of other published runs are")
+    if any(one.within is None and not one.outside for one in speeds):
+        notes.append(f"{ROUGH} without a range: no published run has an offload, so it only orders such rows")
+    notes += [f"{NOT_SHOWN}: no published run is known for {why}" for why in {one.outside for one in speeds} - {""}]
+    return [*notes, "see docs/speed.md"] if notes else []
 
 
 def _verdicts(fits: Sequence[Fit]) -> set[str]:
@@ -328,6 +334,8 @@ def _after(one: Fit) -> list[Row]:
         node = f"{one.ranks_per_node} ranks of a node: {size(one.host_bytes * one.ranks_per_node)}"
         limit = f" of {size(one.host_limit_bytes)}" if one.host_limit_bytes is not None else ""
         rows.append(Row("host memory", f"{size(one.host_bytes)} of each rank; {node}{limit}"))
+    if one.needless:
+        rows.append(Row("not needed", f"the offload: {one.needless}"))
     if one.scratch_bytes:
         rows.append(Row("scratch file", f"{size(one.scratch_bytes)} of each rank"))
     if one.sent_bytes:

@@ -51,7 +51,7 @@ class Fit:
     peak: of the worst moment at `counted`.
     host_bytes, scratch_bytes: of one rank at that micro-batch, offloaded and for the copy of the last save.
     host_limit_bytes: host memory of a node with `ranks_per_node` ranks; None if it is not known, or is what the ranks
-    compute in.
+    compute in. plain: the same without its offload, if it was asked for.
     """
 
     label: str
@@ -70,6 +70,7 @@ class Fit:
     ranks_per_node: int = 1
     host_limit_bytes: int | None = None
     given: int = 0
+    plain: Fit | None = None
 
     @property
     def counted(self) -> int:
@@ -112,6 +113,17 @@ class Fit:
     def used_bytes(self) -> tuple[int, int]:
         """The memory of the device in use at the peak, at least and at most."""
         return self.peak.total + self.overhead.least, self.peak.total + self.overhead.most
+
+    @property
+    def needless(self) -> str:
+        """That the offload is not needed at the smallest micro-batch; empty if it is, or if that was not asked."""
+        if self.plain is None or not self.plain.micro:
+            return ""
+        least = self.plain.memory.peak(1)
+        assert least is not None, "a micro-batch that fits was traced"
+        used = size(least.total + self.overhead.most)
+        fitting = "is the largest that fits" if self.plain.micro == 1 else f"up to {self.plain.micro} fit"
+        return f"micro-batch 1 uses {used} of {size(self.limit_bytes)} without it, and {fitting}"
 
     @property
     def tokens(self) -> int:
@@ -172,6 +184,7 @@ class Fit:
             "micro_capped": self.capped,
             "micro_counted": self.counted,
             "reason": self.reason,
+            "offload_needless": self.needless,
             "limit_bytes": self.limit_bytes,
             "used_bytes_least": self.used_bytes[0],
             "used_bytes_most": self.used_bytes[1],

@@ -36,7 +36,8 @@ class PointPrediction:
     were traced. speed: of a step, if what it needs was measured here. remedies: overrides with which the point fits, if
     they were searched for (`advised`). host_bytes: of a rank's host memory in a step. outside: the moments outside of
     steps that the run meets. on_host: the ranks compute in host memory. ranks_per_node, host_limit_bytes: ranks of a
-    node, and the host memory for them; None if it is not known, or is what the ranks compute in.
+    node, and the host memory for them; None if it is not known, or is what the ranks compute in. without_offload: bytes
+    of the same point without its offload, with the most that libraries take; None without an offload.
     """
 
     states: StateBytes
@@ -54,6 +55,15 @@ class PointPrediction:
     on_host: bool = False
     ranks_per_node: int = 1
     host_limit_bytes: int | None = None
+    without_offload: int | None = None
+
+    @property
+    def needless(self) -> str:
+        """That the offload is not needed; empty if it is."""
+        needed, limit = self.without_offload, self.limit_bytes
+        if needed is None or limit is None or needed * self.ranks_share > limit or self.cannot_fit:
+            return ""
+        return f"the offload is not needed: {size(needed)} of {size(limit)} without it"
 
     @property
     def moments(self) -> list[MomentBytes]:
@@ -115,6 +125,7 @@ class PointPrediction:
             **({"moments": [asdict(one) for one in self.moments]} if self.peak is not None else {}),
             **({"speed": self.speed.to_dict()} if self.speed is not None else {}),
             "limit": self.limit_bytes,
+            **({"offload_needless": self.needless} if self.needless else {}),
             "ranks_share": self.ranks_share,
             **({"device_overhead": asdict(self.overhead)} if self.overhead.most else {}),
         }
@@ -178,7 +189,8 @@ def expected(prediction: PointPrediction) -> str:
     moment = prediction.worst
     assert moment is not None
     nbytes = on_device(moment, shared=prediction.on_host)
-    return f"a peak of {size(nbytes)} of tensors a rank, {_at(moment)}{libraries}{room}"
+    needless = f"; {prediction.needless}" if prediction.needless else ""
+    return f"a peak of {size(nbytes)} of tensors a rank, {_at(moment)}{libraries}{room}{needless}"
 
 
 def _overhead_text(overhead: DeviceOverhead) -> str:

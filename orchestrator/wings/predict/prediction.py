@@ -22,10 +22,11 @@ from orchestrator.plan.predictor import NOT_ASKED, Prediction, Tell
 from orchestrator.wings.predict import memory_cache, remedies
 from orchestrator.wings.predict.counting_child import Answer
 from orchestrator.wings.predict.memory_cache import activations_key, units_key
-from orchestrator.wings.predict.moments import Met, met
+from orchestrator.wings.predict.moments import Met, met, on_device
 from orchestrator.wings.predict.peer_fit import peak_of, rules_for
 from orchestrator.wings.predict.point_prediction import PointPrediction
 from orchestrator.wings.predict.remedies import PredictedPeak
+from orchestrator.wings.predict.rough_time import offloads, without_offload
 from orchestrator.wings.predict.speed import speed_of
 from orchestrator.wings.predict.step import Memories, bytes_of_element, units_of
 from orchestrator.wings.predict.target import Target, target_of
@@ -196,7 +197,19 @@ def _prediction(
         on_host=not on_gpus,
         ranks_per_node=target.ranks_per_node,
         host_limit_bytes=target.host_bytes if on_gpus else None,
+        without_offload=_without_offload(config, memories) if on_gpus and offloads(config) else None,
     )
+
+
+def _without_offload(config: RunConfig, memories: Memories) -> int | None:
+    """The most bytes of a rank's device if nothing were offloaded; None if that is not known."""
+    plain = without_offload(config)
+    memory = memories.of(plain)
+    peak = None if memory is None else memory.peak(plain.batch.micro)
+    if memory is None or peak is None:
+        return None
+    outside = [on_device(one, shared=False) for one in met(memory).outside]
+    return max(peak.total, *outside, 0) + overhead_of(plain).most
 
 
 def _of_engine(

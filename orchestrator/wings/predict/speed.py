@@ -17,8 +17,9 @@ from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.config.state_groups import Offload
 from orchestrator.machine.hardware import described_cpu
 from orchestrator.records.cache import read_cached, write_cached
+from orchestrator.text.units import digits
 from orchestrator.wings.predict import memory_cache
-from orchestrator.wings.predict.rough_time import peak_flops_per_s, rough_time
+from orchestrator.wings.predict.rough_time import offloads, outside, peak_flops_per_s, rough_time
 from orchestrator.wings.predict.step import ConfigMemory, with_micro
 from orchestrator.wings.predict.transport import transport
 from zero_runtime.offload_plan import Tier
@@ -26,12 +27,14 @@ from zero_runtime.precision import MixedPrecision
 from zero_runtime.predict.memory.activation_count import Mark, Trace
 from zero_runtime.predict.memory.counted_unit import CountRules
 from zero_runtime.predict.timing.costs import FREE, CollectiveCost, Curve, StepCosts
+from zero_runtime.predict.timing.data_sheet import LONGEST, SHORTEST
 from zero_runtime.predict.timing.segments import SegmentTable
 from zero_runtime.predict.timing.step_time import StepSeconds, step_time, surplus_s
 from zero_runtime.state_bytes import UnitSize
 
 # Variables that decide which kernels compute, or how memory is handed out.
 CHOOSING = ("ZLAB_KERNELS", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "GLIBC_TUNABLES")
+ROUGH, NOT_SHOWN = "~", "outside"
 ANCHOR_STAGE = 2  # of the real step that is measured next to the segments: each unit is gathered and reduced once
 
 
@@ -161,36 +164,59 @@ class Speed:
     """The predicted time of a step, and tokens per second of all ranks.
 
     rough: estimated from a data sheet. mfu: model FLOPs utilization, see `model_flops`, of the peak on the data sheet;
-    None without one.
+    None without one. within: the least and the most tokens per second, between which 80 % of published runs are that
+    were not used for the estimate; None without an estimate, and for what no published run has. outside: why the
+    estimate is not to be shown, only to be ordered by; empty if it is.
     """
 
     time: StepSeconds
     tokens_per_second: float
     rough: bool = False
     mfu: float | None = None
+    within: tuple[float, float] | None = None
+    outside: str = ""
+
+    @property
+    def shown(self) -> float | None:
+        """Tokens per second, if they are to be shown."""
+        return None if self.outside else self.tokens_per_second
+
+    @property
+    def text(self) -> str:
+        """Tokens per second, marked if they are estimated, as the range that they are in where it is known."""
+        if self.outside:
+            return NOT_SHOWN
+        if self.within is None:
+            return f"{ROUGH if self.rough else ''}{digits(self.tokens_per_second)}"
+        return ROUGH + "-".join(f"{float(f'{end:.3g}'):,.0f}" for end in self.within)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, for records and other programs."""
+        """As plain data, for records and other programs; without numbers that are not to be shown."""
+        if self.outside:
+            return {"tokens_per_second": None, "text": self.text, "rough": self.rough, "outside": self.outside}
         known = {"tokens_per_second": self.tokens_per_second, "step_s": self.time.total_s, "rough": self.rough}
-        return {**known, "mfu": self.mfu, **asdict(self.time)}
+        shown = {"text": self.text, "tokens_per_second_within": self.within}
+        return {**known, "mfu": self.mfu, **asdict(self.time), **shown}
 
 
 def speed_of(memory: ConfigMemory, hardware: str) -> Speed | None:
     """The predicted speed of a configuration, on this machine or on its described hardware.
 
-    None if something that it needs was not measured or is not on the data sheet, or is not predicted: parameters in a
-    scratch file, and any offload on described hardware. Of tensor and sequence parallelism on this machine nothing is
-    measured.
+    None if something that it needs was not measured or is not on the data sheet, or is not predicted: here, parameters
+    in a scratch file; on described hardware, activations on the host. Of tensor and sequence parallelism nothing is
+    measured on this machine.
     """
     config = memory.config
     if not config.hardware.is_described:
         time = _measured_time(memory, hardware) if config.parallel.group == 1 else None
         return None if time is None else Speed(time, _tokens(config) / time.total_s)
-    time, peak = rough_time(memory), peak_flops_per_s(config)
-    if time is None or peak is None:
+    found, peak = rough_time(memory), peak_flops_per_s(config)
+    if found is None or peak is None:
         return None
-    per_second = config.ranks * peak * time.total_s
-    return Speed(time, _tokens(config) / time.total_s, rough=True, mfu=model_flops(memory) / per_second)
+    total_s, tokens = found.step.total_s, _tokens(config)
+    mfu = model_flops(memory) / (config.ranks * peak * total_s)
+    within = None if offloads(config) else (tokens / (total_s * LONGEST), tokens / (total_s * SHORTEST))
+    return Speed(found.step, tokens / total_s, True, mfu, within, outside(config, found))
 
 
 def _tokens(config: RunConfig) -> int:

@@ -55,7 +55,11 @@ class StepCosts:
     micro-batch of a step without exchanges. control_s: of the sum of a few numbers over all ranks, which blocks. copy:
     of a copy or cast, by the bytes read and written. update: of the optimizer's step without that sum, by the elements
     that a rank updates. compute_slowdown: by how much computing takes longer while a collective is under way, and
-    link_slowdown: by how much a collective takes longer while the rank computes; 0.5 is half as long again.
+    link_slowdown: by how much a collective takes longer while the rank computes; 0.5 is half as long again. unhidden:
+    the share of the time of collectives beside computing that a step takes in addition.
+
+    fetch, send: of a shard from where it is offloaded to the device, and back, by its bytes. host_update: of an update
+    outside of the device, by the elements that a rank updates; None if `update` includes it.
     """
 
     gather: CollectiveCost = CollectiveCost()
@@ -67,3 +71,7 @@ class StepCosts:
     update: Curve = FREE
     compute_slowdown: float = 0.0
     link_slowdown: float = 0.0
+    unhidden: float = 0.0
+    fetch: Curve = FREE
+    send: Curve = FREE
+    host_update: Curve | None = None

@@ -20,7 +20,8 @@ class StepClock:
     """Time of one rank. Transfers run one after the other, in the order of their issue.
 
     computing_s: the time that computing took so far, and plain_s: that it would have taken alone; exposed_s: waiting
-    for transfers; meetings: how often ranks have exchanged messages.
+    for transfers; sent_s: that all transfers take when nothing else runs; meetings: how often ranks have exchanged
+    messages.
     """
 
     compute_slowdown: float = 0.0
@@ -28,6 +29,7 @@ class StepClock:
     computing_s: float = 0.0
     plain_s: float = 0.0
     exposed_s: float = 0.0
+    sent_s: float = 0.0
     meetings: int = 0
     _queue: deque[InFlight] = field(default_factory=deque)
 
@@ -47,6 +49,7 @@ class StepClock:
     def issue(self, seconds: float, meetings: int = 1) -> InFlight:
         """Begin a transfer behind those under way."""
         self.meetings += meetings
+        self.sent_s += seconds
         transfer = InFlight(seconds)
         if seconds > 0:
             self._queue.append(transfer)

@@ -32,7 +32,7 @@ class TimedUnit(CountedUnit):
     ) -> None:
         super().__init__(size, precision, rules, book, copying)
         self._clock, self._costs = clock, costs
-        self._gather_sent = self._reduce_sent = self._exchange_sent = NOTHING
+        self._gather_sent = self._reduce_sent = self._exchange_sent = self._grad_sent = NOTHING
         self._summed = False  # the full gradient has gradients of an earlier micro-batch
         self._exchanged = rules.plan.outer_sharding is None  # the parameters that the group holds are current
 
@@ -42,10 +42,18 @@ class TimedUnit(CountedUnit):
         super().unshard()
         self._exchange()
         nbytes = self._numel * self._param
+        # The next unit's shard is fetched beside this unit's gather, so that the slower of the two decides.
+        fetch_s = self._costs.fetch.at(self._shard * self._param) if self._is_fetched else 0.0
         if self._rules.group_ranks > 1:
-            self._gather_sent = self._begin(self._costs.gather, nbytes)
-        elif self._casts or not self._plan.keeps_full_params:
+            self._gather_sent = self._begin(self._costs.gather, nbytes, fetch_s)
+            return
+        self._gather_sent = self._clock.issue(fetch_s, 0)
+        if self._casts or not self._plan.keeps_full_params:
             self._copy(2 * nbytes)
+
+    @property
+    def _is_fetched(self) -> bool:
+        return self._size.params_offloaded and self._size.separate_memory
 
     def _end_gather(self) -> None:
         if self._in_gather:
@@ -101,9 +109,10 @@ class TimedUnit(CountedUnit):
             halves = 2 if self._plan.outer_sharding is None else 1
             self._reduce_sent = self._across(nbytes / rules.group_ranks, halves=halves)
 
-    def _begin(self, collective: CollectiveCost, nbytes: float) -> InFlight:
+    def _begin(self, collective: CollectiveCost, nbytes: float, least_s: float = 0.0) -> InFlight:
+        """A collective in the shard group that takes at least so long."""
         self._clock.compute(collective.start.at(nbytes))
-        return self._clock.issue(collective.rest.at(nbytes), 1)
+        return self._clock.issue(max(collective.rest.at(nbytes), least_s), 1)
 
     def wait_reduce(self) -> None:
         if self._reducing is None:
@@ -113,6 +122,17 @@ class TimedUnit(CountedUnit):
         super().wait_reduce()
         if not self._plan.keeps_full_grads and (adds or self._grad != self._reduce):
             self._copy(self._shard * (self._reduce + (1 + adds) * self._grad))
+
+    def send_grad(self) -> None:
+        super().send_grad()
+        if self.trainable and self._size.optimizer_offloaded and self._size.separate_memory:
+            self._grad_sent = self._clock.issue(self._costs.send.at(self._shard * self._grad), 0)
+
+    def update(self) -> None:
+        super().update()
+        self._clock.wait(self._grad_sent)
+        if self.trainable and self._is_fetched and not self._size.optimizer_offloaded:
+            self._clock.issue(self._costs.send.at(self._shard * self._param), 0)
 
     def _copy(self, nbytes: float) -> None:
         self._clock.compute(self._costs.copy.at(nbytes))

@@ -15,13 +15,14 @@ class Work(NamedTuple):
     product_flops, attention_flops: operations of matrix products, and of attention kernels, where a multiplication and
     an addition are two. A causal kernel counts half of the scores. Attention that is composed of matrix products counts
     among those, in full. product_bytes: read and written by both. other_bytes: read and written by all other
-    operations but views.
+    operations but views. kernels: operations of both kinds, each of which starts at least one kernel.
     """
 
     product_flops: int = 0
     attention_flops: int = 0
     product_bytes: int = 0
     other_bytes: int = 0
+    kernels: int = 0
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ class WorkCounter:
         result: Any,
     ) -> None:
         sums = self._segments.setdefault(segment, [0] * len(Work._fields))
+        sums[4] += 1
         if isinstance(rule, _Moves):
             sums[3] += _moved(rule, args, kwargs, result)
             return

@@ -16,7 +16,16 @@ from orchestrator.wings.predict import memory_cache, rough_time, shapes, speed, 
 from orchestrator.wings.predict.activations import answers
 from orchestrator.wings.predict.memory_cache import units_key
 from orchestrator.wings.predict.tensor_messages import TensorMessages
-from zero_runtime.predict.timing.data_sheet import PUBLISHED, Layout, Ring, segment_s, update_bytes
+from zero_runtime.predict.timing.data_sheet import (
+    HOST,
+    LONGEST,
+    PUBLISHED,
+    SHORTEST,
+    Layout,
+    Ring,
+    segment_s,
+    update_bytes,
+)
 from zero_runtime.predict.timing.work import LinearWork
 
 SEQ, MICROS = 16, (2, 4)
@@ -62,7 +71,7 @@ def test_one_gpu_takes_the_time_of_its_work_and_of_the_update(counted: dict[str,
     assert found.time.model_s == pytest.approx(seconds)
     numel = sum(size.padded_numel for size, _ in memory.units)
     moved = update_bytes(one.precision.mixed, 8.0, 1, clips=True)
-    assert found.time.update_s == pytest.approx(numel * moved / (peaks.memory_bytes_per_s * PUBLISHED.memory))
+    assert found.time.update_s == pytest.approx(numel * moved / (peaks.memory_bytes_per_s * PUBLISHED.update))
     assert found.time.exposed_s == found.time.control_s == 0
     assert found.tokens_per_second == pytest.approx(3 * SEQ / found.time.total_s)
 
@@ -92,9 +101,66 @@ def test_ranks_wait_for_their_links_and_longer_across_nodes(counted: dict[str, A
     assert one.time.exposed_s < node.time.exposed_s < nodes.time.exposed_s
 
 
-@pytest.mark.parametrize("line", ["offload=optimizer_cpu zero=stage2", "offload=optimizer_param_cpu zero=stage3"])
-def test_offload_on_described_hardware_is_not_predicted(line: str, counted: dict[str, Any]) -> None:
-    assert speed_of(f"resources.ranks=8 {line}", counted) is None
+OFFLOADS = ["offload=optimizer_cpu zero=stage2", "offload=optimizer_param_cpu zero=stage3"]
+
+
+@pytest.mark.parametrize("line", [*OFFLOADS, "offload=optimizer_param_nvme zero=stage3"])
+def test_an_offload_is_slower_than_the_same_without_and_has_no_range(line: str, counted: dict[str, Any]) -> None:
+    away, plain = (speed_of(f"resources.ranks=8 {words}", counted) for words in (line, line.split()[-1]))
+    assert away is not None
+    assert plain is not None
+    assert away.tokens_per_second < plain.tokens_per_second
+    assert away.time.update_s > plain.time.update_s
+    assert (away.within, plain.within is None) == (None, False)
+
+
+def test_an_update_on_the_host_goes_on_in_the_next_forward(counted: dict[str, Any]) -> None:
+    """The forward waits for the first of the units; of a slower host for all that the forward does not take."""
+    line = "resources.ranks=1 zero=stage2 offload=optimizer_cpu"
+    found, memory = speed_of(line, counted), step.Memories(counted).of(config(line))
+    slow = speed_of(line, counted, hardware=replace(config(line).hardware, host_memory_gb_per_s=0.01))
+    assert found is not None
+    assert slow is not None
+    assert memory is not None
+    numel = sum(size.padded_numel for size, _ in memory.units)
+    moved = update_bytes(config(line).precision.mixed, 8.0, 1, clips=True)
+    host_s = numel * moved / (0.01e9 * HOST.memory)
+    assert host_s - slow.time.model_s < slow.time.update_s < host_s
+    assert 0 < found.time.update_s < host_s
+
+
+@pytest.mark.parametrize("lacking", ["host_link_gb_per_s", "host_memory_gb_per_s", "drive_gb_per_s"])
+def test_an_offload_over_an_unknown_bandwidth_is_not_predicted(lacking: str, counted: dict[str, Any]) -> None:
+    node = replace(config("").hardware, **{lacking: None})
+    assert speed_of("resources.ranks=8 zero=stage3 offload=optimizer_nvme", counted, hardware=node) is None
+
+
+def test_the_range_is_that_of_the_published_runs(counted: dict[str, Any]) -> None:
+    found = speed_of("resources.ranks=1 zero=stage0", counted)
+    assert found is not None
+    assert found.within is not None
+    tokens = found.tokens_per_second
+    assert found.within == pytest.approx((tokens / LONGEST, tokens / SHORTEST))
+    assert found.within[0] < tokens < found.within[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "keys", "why"),
+    [
+        ("resources.ranks=8 zero=stage3", {"link_gb_per_s": 32}, "PCIe"),
+        ("resources.ranks=512 resources.nodes=64 zero=stage3", {}, "more than 32 nodes"),
+        ("resources.ranks=1 zero=stage0", {"gpu": "Tesla T4"}, "GPUs other than A100 and Hopper"),
+        ("resources.ranks=1 zero=stage0", {}, "batches so small"),  # 48 tokens of a tiny model
+    ],
+)
+def test_what_no_published_run_has_is_ordered_but_shows_no_number(
+    line: str, keys: dict[str, Any], why: str, counted: dict[str, Any]
+) -> None:
+    found = speed_of(line, counted, hardware=replace(config("").hardware, **keys))
+    assert found is not None
+    assert why in found.outside
+    assert found.tokens_per_second > 0
+    assert (found.shown, found.text, found.to_dict()["tokens_per_second"]) == (None, "outside", None)
 
 
 @pytest.mark.parametrize("lacking", ["bf16_tflops", "memory_gb_per_s", "link_gb_per_s"])
@@ -115,10 +181,10 @@ def test_the_ranks_of_a_group_wait_for_every_sum_over_their_slices(counted: dict
     assert peaks is not None
     divided = replace(memory, config=one, tensor=TensorMessages((128,) * 6))
     alone_s = Ring(4, 1).curve(peaks, PUBLISHED, rounds=2).at(2 * 3 * SEQ * 128)
-    assert rough_time._tensor_s(divided, peaks) == pytest.approx(6 * alone_s)
+    assert rough_time._tensor_s(divided, peaks, PUBLISHED) == pytest.approx(6 * alone_s)
     across = replace(divided, config=config("resources.ranks=8 resources.nodes=4 parallel.tp=4"))
-    assert rough_time._tensor_s(across, peaks) > rough_time._tensor_s(divided, peaks)
-    assert rough_time._tensor_s(memory, peaks) == 0.0
+    assert rough_time._tensor_s(across, peaks, PUBLISHED) > rough_time._tensor_s(divided, peaks, PUBLISHED)
+    assert rough_time._tensor_s(memory, peaks, PUBLISHED) == 0.0
 
 
 def test_the_ranks_of_a_group_wait_for_every_exchange_of_their_parts(counted: dict[str, Any]) -> None:
@@ -130,7 +196,7 @@ def test_the_ranks_of_a_group_wait_for_every_exchange_of_their_parts(counted: di
     assert peaks is not None
     parts = replace(memory, config=one, tensor=TensorMessages(traded=((128, 128),) * 4))
     alone_s = Ring(4, 1).curve(peaks, PUBLISHED).at(2 * 3 * SEQ * 128 / 4)
-    assert rough_time._tensor_s(parts, peaks) == pytest.approx(16 * alone_s)
+    assert rough_time._tensor_s(parts, peaks, PUBLISHED) == pytest.approx(16 * alone_s)
     assert rough_time.data_layout(one, 8) == Layout(8, 1, 8)  # ZeRO shards over all of them
 
 

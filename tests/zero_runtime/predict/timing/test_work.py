@@ -108,7 +108,7 @@ def test_the_bytes_of_an_operation_are_those_that_it_reads_and_writes() -> None:
     for view in (aten.t.default, aten.detach.default, aten.empty_like.default):
         assert counted(view, ones) == Work()
     product = counted(aten.mm.default, ones, ones.t())
-    assert product == Work(2 * 4 * 8 * 4, 0, 2 * nbytes + 4 * 4 * 4, 0)
+    assert product == Work(2 * 4 * 8 * 4, 0, 2 * nbytes + 4 * 4 * 4, 0, kernels=1)
 
 
 def test_a_question_for_the_device_of_a_fake_tensor_moves_nothing() -> None:
