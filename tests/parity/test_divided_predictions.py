@@ -50,11 +50,10 @@ def divided(
     recompute: str = "none",
     parallel: Parallel = SLICES,
     loss: str = "full",
-    ranks: int = RANKS,
 ) -> RunConfig:
-    case = Case(model, ranks, stage, precision, accumulation, recompute, 2, loss, "none", 1, 0)
+    case = Case(model, RANKS, stage, precision, accumulation, recompute, 2, loss, "none", 1, 0)
     config = replace(config_of(case), parallel=parallel)
-    return replace(config, batch=replace(config.batch, global_size=2 * accumulation * ranks // parallel.group))
+    return replace(config, batch=replace(config.batch, global_size=2 * accumulation * RANKS // parallel.group))
 
 
 STAGES = [divided(stage) for stage in range(4)]
@@ -71,15 +70,9 @@ OTHERS = [
     replace(divided(1, "gpt2", "bf16", 1, "full"), adapter=Adapter(AdapterKind.lora, rank=4)),
     replace(divided(3, "llama", "bf16", 2), zero=Zero(stage=3, wire=Wire("int8", "int8"))),
 ]
-# Four slices on each of two data ranks. At the stages whose gradients stay: where they are reduced during backward, a
-# small step's peak depends on when eight ranks on few cores get to send them.
 QUARTERS = [
-    divided(stage, model, parallel=Parallel(tp=4), recompute=recompute, loss=loss, ranks=8)
-    for stage, model, recompute, loss in (
-        (0, "gpt2", "none", "full"),
-        (1, "gpt2", "by_operation", "full"),
-        (1, "gpt_neox", "full", "full"),
-    )
+    divided(1, "gpt2", parallel=Parallel(tp=4)),
+    divided(1, "llama", recompute="full", parallel=Parallel(tp=4), loss="tiled"),
 ]
 PART_STAGES = [divided(stage, parallel=PARTS) for stage in range(4)]
 PART_OTHERS = [
@@ -137,7 +130,7 @@ def predicted(config: RunConfig, known: dict[str, Any]) -> Bytes:
 def check(configs: list[RunConfig]) -> None:
     known: dict[str, Any] = {}
     expected = [predicted(config, known) for config in configs]
-    for by_config in run_ranks(measured, configs[0].resources.ranks, configs):
+    for by_config in run_ranks(measured, RANKS, configs):
         for found, wanted, config in zip(by_config, expected, configs, strict=True):
             what = f"stage {config.zero.stage}, {config.model.name}, {config.recompute.kind}"
             assert found.between == wanted.between, what
