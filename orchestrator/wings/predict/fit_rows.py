@@ -171,6 +171,9 @@ class Fit:
         of_node = f"{self.ranks_per_node} x {size(host.host)}"
         return f"{host.name} uses {of_node} of a node's host memory of {size(self.host_limit_bytes)} ({host.why})"
 
+    def _given_dict(self) -> dict[str, Any]:
+        return {"fits": self.verdict, "reserved_bytes": self.reserved and self.reserved.reserved}
+
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for other programs."""
         return {
@@ -190,7 +193,7 @@ class Fit:
             "used_bytes_most": self.used_bytes[1],
             "resting_bytes": self.resting_bytes,
             "peak_bytes": self.peak.total,
-            **({"reserved_bytes": self.reserved and self.reserved.reserved} if self.given else {}),
+            **(self._given_dict() if self.given else {}),
             "peak_when": self.peak.when,
             "peak_parts_bytes": dict(parts(self.peak)),
             "binds": self.binds,

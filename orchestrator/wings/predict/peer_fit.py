@@ -91,6 +91,10 @@ class PeerFit:
         key = f"reserved-{hash_of(self.step.name, self.memory)}-{self.counted}-{expandable}"
         return Reserved(*(recalled(key, replayed) if self.step.name else replayed()))
 
+    def _given_dict(self) -> dict[str, Any]:
+        found = self.reserved()
+        return {"fits": self.verdict, "reserved_bytes": found and found.reserved}
+
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for other programs."""
         return {
@@ -105,7 +109,7 @@ class PeerFit:
             "resting_bytes": self.memory.resting,
             "activations_bytes": self.activations,
             "peak_bytes": self.peak,
-            **({"reserved_bytes": (found := self.reserved()) and found.reserved} if self.given else {}),
+            **(self._given_dict() if self.given else {}),
             "host_bytes_per_rank": self.memory.host_bytes,
             "host_bytes_per_node": self.host_of_node,
             "host_limit_bytes_per_node": self.host_limit_bytes,

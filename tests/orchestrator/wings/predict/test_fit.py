@@ -308,6 +308,7 @@ def test_a_given_micro_batch_is_answered_with_its_bytes(monkeypatch: pytest.Monk
     for engine in ("deepspeed", "fsdp2", "megatron"):
         (found,) = say.json(*fixed, "zero=stage1", "--as", engine)
         assert found["micro"] == found["micro_counted"] == 3
+        assert found["fits"] == "yes"
         assert found["resting_bytes"] <= found["peak_bytes"] <= found["reserved_bytes"]
         told = say(*line, "--as", engine, "--explain", "stage1").out
         both = r"^reserved +[\d.]+ \w+ by torch's allocator; [\d.]+ \w+ with PYTORCH_ALLOC"
