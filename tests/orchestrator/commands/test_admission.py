@@ -120,6 +120,9 @@ def test_a_line_says_what_the_prediction_lacks() -> None:
         "3.00 GiB of model states a rank; the limit is 10.0 GiB for 2 ranks; activations are"
     )
     assert "the limit is not known" in point_prediction.expected(replace(FITS, limit_bytes=None))
+    plain = point_prediction.expected(replace(on_gpus, without_offload=10 * GIB))
+    assert plain.endswith("; the offload is not needed: 10.0 GiB of 10.0 GiB without it")
+    assert "offload" not in point_prediction.expected(replace(on_gpus, without_offload=10 * GIB + 1))
 
 
 def test_a_child_that_is_slow_is_killed_in_time_and_the_run_is_not_predicted(

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from orchestrator.report.summary import Table
 from orchestrator.wings.predict import counting_child, fit_arithmetic, memory_cache
 from orchestrator.wings.predict import fit as command
 from orchestrator.wings.predict.fit_page import DROPPED
+from orchestrator.wings.predict.fit_rows import Fit
 from zero_runtime.predict.memory.activation_count import LinearTrace
 
 LINE = ("model=llama_tiny", "hardware=a10", "hardware.gpus=4", "recompute=none,full", "loss=full")
@@ -387,11 +389,53 @@ def test_an_evaluation_is_refused_with_one_error(verb: str, capsys: pytest.Captu
 
 
 def test_a_price_adds_the_cost_of_a_billion_tokens_at_the_estimated_speed(say: Say, counted: Path) -> None:
-    priced = say(*TWO, "hardware.price_per_hour=1.5", "hardware.currency=USD").out.splitlines()
+    line = [word.replace("a10", "a100_80gb") for word in TWO]
+    priced = say(*line, "hardware.price_per_hour=1.5", "hardware.currency=USD").out.splitlines()
     header = next(line for line in priced if "USD/1B tokens" in line)
     assert re.search(r"tokens/s +USD/1B tokens", header)
     row = priced[priced.index(header) + 1].split()
-    speed, cost = (float(cell.removeprefix("~").replace(",", "")) for cell in row[3:5])
+    least, most, cost = (float(cell.replace(",", "")) for cell in re.split("-", f"{row[3]}-{row[4]}".replace("~", "")))
     assert row[4].startswith("~")
-    assert cost == pytest.approx(2 * 1.5 * 1e9 / (3600 * speed), rel=0.01)  # three digits are printed
-    assert "1B tokens" not in say(*TWO).out
+    dearest, cheapest = (2 * 1.5 * 1e9 / (3600 * speed) for speed in (least, most))
+    assert cheapest < cost < dearest
+    assert "1B tokens" not in say(*line).out
+
+
+def test_two_gpus_over_pcie_show_no_speed_and_no_cost(say: Say) -> None:
+    out = say(*TWO, "hardware.price_per_hour=1.5", "hardware.currency=USD").out
+    assert "outside: no published run is known for GPUs that exchange data over PCIe alone" in out
+    assert "1B tokens" not in out
+    assert "~" not in out
+
+
+def test_an_offload_that_is_not_needed_is_named_if_it_is_given(say: Say) -> None:
+    """Other lines have the rows without it."""
+    words = (*TWO, "zero=stage3", "offload=optimizer_param_cpu", "recompute=full")
+    (one,) = say.json(*words)
+    assert re.fullmatch(rf"micro-batch 1 uses .* of .* without it, and up to {HIGHEST} fit", one["offload_needless"])
+    assert "the offload of stage3 is not needed: micro-batch 1" in say(*words).out
+    assert "not needed" in say(*words, "--explain", "stage3").out
+    assert all(row["offload_needless"] == "" for row in say.json(*TWO))
+
+
+def test_choose_orders_by_size_and_walks_on_to_drives(
+    say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [word.replace("a10", "a100_80gb") for word in (*TWO, f"output={tmp_path}")]
+
+    def chosen(*words: str) -> dict[str, Any]:
+        assert cli.main(["choose", *line, *words, "--json"]) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    smallest, fastest = chosen("--order", "smallest"), chosen()
+    assert (smallest["order"], fastest["order"]) == ("smallest", "fastest")
+    assert "optimizer_cpu-micro1" in smallest["chosen"]
+    assert "cpu" not in fastest["chosen"]  # the offload is off again where memory suffices
+    fits_of = command.fits_of
+
+    def only_on_drives(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
+        fits = fits_of(points, quiet=quiet)
+        return [one if one.config.offload.uses_nvme else replace(one, micro=0) for one in fits]
+
+    monkeypatch.setattr(command, "fits_of", only_on_drives)
+    assert "nvme" in chosen()["chosen"]
