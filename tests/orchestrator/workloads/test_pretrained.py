@@ -256,6 +256,31 @@ def test_a_merged_export_is_the_model_that_peft_merges(folders, tmp_path: Path) 
         assert wanted.keys() == found.keys()
         assert torch.equal(logits, theirs)
         assert not torch.equal(logits, folders[1][kind])
+        # One rank reads whole matrices, and so makes the same products.
+        (read,) = run_ranks(_logits_of_adapter, 1, adapter)
+        assert torch.equal(read, logits)
+    (told,) = run_ranks(_refusals_of_adapter, 1, tmp_path / "embedding" / "adapter", tmp_path / "llama" / "adapter")
+    assert "one of an embedding or a head that are one weight" in told[0]
+    assert "found adapter=lora" in told[1]
+
+
+def _logits_of_adapter(folder: Path) -> torch.Tensor:
+    config = _config(folder, stage=0)
+    assert config.model.adapter == str(folder)
+    runtime = _runtime(config)
+    with torch.no_grad():
+        found: torch.Tensor = runtime(input_ids=IDS, use_cache=False).logits
+    runtime.close()
+    return found
+
+
+def _refusals_of_adapter(tied: Path, plain: Path) -> list[str]:
+    found = []
+    for config in (_config(tied), _config(plain, adapter=LORA)):
+        with pytest.raises(CheckpointError) as error:
+            _runtime(config)
+        found.append(str(error.value))
+    return found
 
 
 def _wrong_target(root: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
+from zero_runtime.checkpoint.tensor_file import TensorFile
 from zero_runtime.errors import CheckpointError, some
 from zero_runtime.tensor_source import TensorSource
 
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's wrapper of a model
 _MERGE = "merge such an adapter with PEFT's merge_and_unload, and give the folder that it saves"
 
@@ -140,3 +144,37 @@ def _is_transposed(path: str, model: nn.Module) -> bool:
         f"adapter: expected adapters of linear layers and embeddings, found one of {path}, {type(module).__name__}; "
         f"{_MERGE}"
     )
+
+
+class AdapterFolder(WeightsFolder):
+    """The tensors of a folder that PEFT wrote, and the factor of their products: a TensorSource.
+
+    CheckpointError if its weights are missing or damaged.
+    """
+
+    @property
+    def scale(self) -> float:
+        settings = json.loads((self.path / CONFIG).read_text(encoding="utf-8"))
+        rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
+        return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+    def _read_places(self) -> Iterable[tuple[str, str]]:
+        self._files[WEIGHTS] = TensorFile(self.path / WEIGHTS)
+        return dict.fromkeys(self._files[WEIGHTS].keys(), WEIGHTS).items()
+
+
+def added(base: TensorSource, adapters: AdapterFolder, model: nn.Module) -> MergedLora:
+    """`base` with the adapters of a folder, for a model that has none. CheckpointError if the model would need two
+    weights in place of a tied one, or is to get adapters of its own."""
+    if any(".lora_" in name for name, _ in model.named_parameters()):
+        raise CheckpointError(
+            f"{adapters.path}: expected adapters for a model that gets none of its own, found adapter=lora; use "
+            "adapter=none, or merge these first: export-weights --merge"
+        )
+    merged = MergedLora(base, adapters, model, adapters.scale)
+    if merged.untied:
+        raise CheckpointError(
+            f"{adapters.path}: expected adapters that leave tied weights equal, found one of an embedding or a head "
+            "that are one weight; merge it to a whole model: export-weights --merge"
+        )
+    return merged
