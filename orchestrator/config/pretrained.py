@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator import wings
 from orchestrator.config.near import fix_of_path
 from orchestrator.config.schema import Model
 from orchestrator.config.strict import Broken
@@ -17,6 +18,7 @@ from zero_runtime.errors import CheckpointError
 
 CONFIG = "config.json"
 WEIGHTS = (files.WEIGHTS, files.WEIGHTS_INDEX)
+ADAPTER = "adapter_config.json"
 TOKENIZER = "tokenizer.json"
 # Files for the tokenizer or for generation, not weights. An export copies them.
 COMPANIONS = (
@@ -47,10 +49,21 @@ def completed(model: Model) -> Model:
     if model.path is None or model.model_type is not None or model.config:
         return model  # `problem` refuses a model type or configuration that is given in addition to a path
     path = expanded(model.path).absolute()
+    if is_adapter(path):
+        with_base: Model = wings.load(wings.ADAPTER_FOLDER).with_base(model, path)
+        return with_base
     config = read_config(path)
     if config is None or not isinstance(config.get("model_type"), str):
         return model
-    return replace(model, path=str(path), name=path.name, model_type=config["model_type"], config=config)
+    adapter = model.adapter and str(expanded(model.adapter).absolute())
+    return replace(
+        model, path=str(path), adapter=adapter, name=path.name, model_type=config["model_type"], config=config
+    )
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a folder has adapters and no weights of a model."""
+    return (path / ADAPTER).is_file() and not any((path / name).exists() for name in WEIGHTS)
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
@@ -65,6 +78,10 @@ def read_config(path: Path) -> dict[str, Any] | None:
 
 def problem(model: Model, *, needs_weights: bool = True) -> Broken | None:
     """What is wrong with `model.path`, or with a model that needs a path and has none; None if nothing is."""
+    if model.adapter is not None or (model.path is not None and is_adapter(expanded(model.path))):
+        broken: Broken | None = wings.load(wings.ADAPTER_FOLDER).problem(model)
+        if broken is not None:
+            return broken
     if model.path is None:
         if model.model_type is not None:
             return None

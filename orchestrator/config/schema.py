@@ -110,13 +110,15 @@ class Model:
     """A transformers architecture (`model_type`), with the arguments of its configuration (`config`) and random
     weights; or the folder `path`, as written by save_pretrained, which contains all three.
 
-    `name`: the name in tables.
+    `name`: the name in tables. `adapter`: a folder of LoRA adapters, as written by PEFT, which are added to the weights
+    of `path`; a `path` that is such a folder is its base with these adapters.
     """
 
     name: str
     model_type: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
     path: str | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.pretrained import WEIGHTS, companions
+from orchestrator.config.pretrained import ADAPTER, WEIGHTS, companions
 from orchestrator.machine.provenance import sources
 from orchestrator.records.cache import read_cached, write_cached
 from orchestrator.workloads.text_files import is_text, text_files
@@ -22,6 +22,7 @@ from orchestrator.workloads.text_files import is_text, text_files
 PLACES = {
     "data": ("data", ("data", "path")),
     "model": ("weights", ("model", "path")),
+    "adapter": ("adapters", ("model", "adapter")),
     "tokenizer": ("tokenizer", ("model", "path")),
     "code": ("code", ("resources", "code")),
 }
@@ -57,7 +58,7 @@ def place(name: str, config: Mapping[str, Any]) -> str:
 
 def _wanted(config: Mapping[str, Any]) -> dict[str, str]:
     data, model = config["data"], config["model"]
-    paths = {"data": data["path"], "model": model["path"]}
+    paths = {"data": data["path"], "model": model["path"], "adapter": model.get("adapter")}
     paths["tokenizer"] = model["path"] if data["tokenizer"] == "model" else None
     paths["code"] = config["resources"].get("code")  # records from before the key have none
     return {name: path for name, path in paths.items() if path is not None}
@@ -70,7 +71,7 @@ def _files(name: str, path: Path) -> list[Path]:
         return companions(path)
     if name == "code":
         return sources(path)
-    files = (*path.glob("*.safetensors"), *(path / name for name in WEIGHTS[1:]))
+    files = (*path.glob("*.safetensors"), *path.glob(ADAPTER), *(path / name for name in WEIGHTS[1:]))
     return sorted(file for file in files if file.is_file())
 
 

@@ -107,7 +107,11 @@ def _groups_text(config: RunConfig) -> str:
 
 def _model_text(config: RunConfig) -> str:
     model, adapter = config.model, config.adapter
-    weights = f"weights of {model.path}" if model.path else f"random weights, seed {config.seed}"
+    weights = (
+        f"weights of {' + '.join(filter(None, (model.path, model.adapter)))}"
+        if model.path
+        else f"random weights, seed {config.seed}"
+    )
     if adapter.kind is AdapterKind.none:
         return f"{model.name}, {weights}"
     targets = ", ".join(adapter.targets) or "all linear layers except the head"

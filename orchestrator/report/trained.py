@@ -39,8 +39,8 @@ def next_commands(overrides: Sequence[str], config: Mapping[str, Any], result: M
     chosen = _chosen(training)
     out = shown(chosen.parent.parent / f"weights-{chosen.name}")
     export = f"{program()} export-weights {shlex.join([shown(chosen), out])}"
-    if config["adapter"]["kind"] != "none":  # a folder for PEFT, which `generate` does not read
-        return [export]
+    if config["adapter"]["kind"] != "none":  # else a folder for PEFT
+        export += " --merge"
     word = "ask" if config["data"]["kind"] == "pairs" else "prompt"
     return [export, f"{program()} generate {shlex.join([f'model.path={out}', f'{word}=Once'])}"]
 

@@ -43,6 +43,8 @@ EVALUATION = "orchestrator.wings.validation.evaluate:run_rank"
 FAULT, CHECK_FAULT = "ZLAB_FAULT", "orchestrator.wings.faults:problem_of"
 # Modules for what a saved model has besides its weights, and what writes the files next to weights.
 TOKENIZER, ADAPTERS = "orchestrator.wings.pretrained.tokenizer", "orchestrator.wings.pretrained.adapters"
+PAIRS = "orchestrator.wings.pairs.windows"  # the windows of data=pairs
+ADAPTER_FOLDER = "orchestrator.wings.pretrained.adapter_folder"  # a model.path or model.adapter with adapters
 WRITE_COMPANIONS = "orchestrator.wings.pretrained.companions:write_companions"
 # What a run does beside its steps: the classes of orchestrator/worker/listeners.py's listeners.
 LISTENERS = {

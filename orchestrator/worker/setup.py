@@ -166,7 +166,7 @@ def build_runtime(
     )
     with ExitStack() as stack:  # a folder of weights stays open until the runtime has read this rank's shards
         if config.model.path is not None:
-            weights = stack.enter_context(load(READ_WEIGHTS_FOLDER)(config.model.path, model))
+            weights = stack.enter_context(load(READ_WEIGHTS_FOLDER)(config.model.path, model, config.model.adapter))
             settings = replace(settings, weights=weights)
         runtime = ZeroRuntime(
             model,

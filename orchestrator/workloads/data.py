@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.workloads.pairs import EncodePairs, PairWindows, bytes_of_pairs
-from orchestrator.workloads.pairs_file import read_pairs
+from orchestrator import wings
 from orchestrator.workloads.sources import (
     ORDER,
     STDLIB_BYTES,
@@ -124,12 +123,12 @@ def load_data(
     vocab_size: int,
     validation_fraction: float,
     encode: Encode | None = None,
-    encode_pairs: EncodePairs | None = None,
+    encode_pairs: Any = None,
 ) -> TokenData:
     """The data of `kind` (stdlib, text, pairs or synthetic) for a model of `vocab_size`.
 
     `path` (a file or a folder) is for the kinds text and pairs. `encode` tokenizes a text, `encode_pairs` prompts and
-    responses; None uses their bytes as tokens.
+    responses (an EncodePairs of the wing); None uses their bytes as tokens.
     ValueError if the source has too few tokens for one training and, with a fraction above 0, one validation window.
     The other values are those of a resolved configuration, which has been checked.
     """
@@ -142,10 +141,10 @@ def load_data(
         digest = _hash(about, b"")
     elif kind == "pairs" and path is not None:
         name = f"pairs:{Path(path).resolve().name}"
-        windows = _paired(Path(path), seq, validation_fraction, encode_pairs or bytes_of_pairs)
-        _check_tokens(windows.tokens, vocab_size)
+        windows = paired = wings.load(wings.PAIRS).read_windows(Path(path), seq, validation_fraction, encode_pairs)
+        _check_tokens(paired.tokens, vocab_size)
         about |= {"kind": "pairs"}
-        digest, notes = _hash(about, windows.stored), _pair_notes(windows)
+        digest, notes = _hash(about, paired.stored), paired.notes
     else:
         name, text = _read(kind, path)
         tokens = as_bytes(text) if encode is None else as_tokens(text, encode)
@@ -200,25 +199,6 @@ def _read(kind: str, path: str | None) -> tuple[str, bytearray]:
         return f"text:{Path(path).resolve().name}", read_text(Path(path))
     # The sources differ between Python versions: the name separates reports that must not be compared.
     return f"stdlib-{platform.python_version()}", read_stdlib(STDLIB_BYTES)
-
-
-def _paired(path: Path, seq: int, fraction: float, encode: EncodePairs) -> PairWindows:
-    windows = PairWindows(encode(read_pairs(path)), seq)
-    if windows.count < (2 if fraction else 1):
-        raise ValueError(
-            f"data: expected at least 2 pairs that batch.seq={seq} holds, for training and validation, found "
-            f"{windows.count} in {path}; give more pairs, or data.validation_fraction=0"
-        )
-    return windows
-
-
-def _pair_notes(windows: PairWindows) -> tuple[str, ...]:
-    found = []
-    if windows.cut:
-        found.append(f"{windows.cut} of {windows.count} pairs are longer than batch.seq and lose their end")
-    if windows.left_out:
-        found.append(f"{windows.left_out} pairs are left out: batch.seq holds nothing of their responses")
-    return tuple(found)
 
 
 def _cut(tokens: NDArray[np.generic], seq: int, fraction: float, name: str) -> TextWindows:

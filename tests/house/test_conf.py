@@ -53,6 +53,7 @@ NOT_FOR: dict[str, Collection[str]] = {
     ),
     "zero/stage1": ("outer_sharding", "reduce_at_boundary"),
     "zero/stage2": ("outer_sharding",),
+    **{f"model/{one.stem}": ("adapter",) for one in CONF.glob("model/*.yaml") if one.stem != "pretrained"},
     "loss/full": ("tile",),
     "parallel/none": ("patterns",),
     "parallel/tp2": ("sp",),

@@ -52,7 +52,7 @@ def build(
     if config.model.path is None:
         runtime.start(module.build(Task(config, model, values.draw, device)))
     else:
-        with load(READ_WEIGHTS_FOLDER)(config.model.path, model) as weights:
+        with load(READ_WEIGHTS_FOLDER)(config.model.path, model, config.model.adapter) as weights:
             stored = set(weights.names())
 
             def first_value(name: str, param: torch.nn.Parameter) -> torch.Tensor:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED
+from orchestrator.text.paths import program
 from orchestrator.text.streams import complain
 from orchestrator.text.units import count, many, size
 from orchestrator.wings.pretrained.companions import write_companions
@@ -19,16 +22,16 @@ if TYPE_CHECKING:
     from zero_runtime.tensor_source import TensorSource
 
 DTYPES = ("bf16", "fp32")
+DEFAULT_DTYPE = "bf16"  # without --merge, which keeps that of the base
 
 
 def main(words: Sequence[str]) -> int:
     """0: OUT is complete. 1: it could not be written. Refusal: the arguments were wrong, nothing was written."""
     asked = parser().parse_args(words)
-    checkpoint, out, dtype = asked.checkpoint, asked.out, asked.dtype
     from zero_runtime.errors import CheckpointError
 
     try:
-        _export(checkpoint, out, dtype)
+        _export(asked.checkpoint, asked.out, asked.dtype, merges=asked.merge)
     except (CheckpointError, ImportError) as error:
         complain(f"error: {error}")
         return FAILED
@@ -41,21 +44,29 @@ def parser() -> VerbParser:
         "checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a checkpoint, or of several: the newest"
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="a folder to make")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bf16; with --merge that of the base's weights")
+    parser.add_argument(
+        "--merge", action="store_true", help="of a run with adapter=lora: a whole model, its adapters added to the base"
+    )
     add_json(parser, "the output of export-weights is the folder OUT")
     return parser
 
 
-def _export(path: Path, out: Path, dtype: str) -> None:
+def _export(path: Path, out: Path, asked: str | None, *, merges: bool) -> None:
     from zero_runtime.checkpoint.load import CheckpointReader  # imported here: it imports torch
 
     path = _newest_in(path)
     print(f"reading {path}", flush=True)
     with CheckpointReader.open(path) as checkpoint:
-        config = checkpoint.index.trainer.get("config")
+        config, dtype = checkpoint.index.trainer.get("config"), asked or DEFAULT_DTYPE
+        adapted = config is not None and config.get("adapter", {}).get("kind") == "lora"
+        if merges and not adapted:
+            raise Refusal(["--merge: expected a checkpoint with adapters, found one without      fix: remove --merge"])
         if config is None:
             _export_of_engine(checkpoint, out, dtype)
-        elif config.get("adapter", {}).get("kind") == "lora":
+        elif merges:
+            _export_merged(checkpoint, out, asked, config)
+        elif adapted:
             _export_adapter(checkpoint, out, dtype, config)
         else:
             _export_model(checkpoint, out, dtype, config)
@@ -104,6 +115,20 @@ def _export_adapter(checkpoint: CheckpointReader, out: Path, dtype: str, config:
     )
     print(f"{weights}; only the adapters")
     print(f"next     peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('{base}'), '{out}')")
+
+
+def _export_merged(checkpoint: CheckpointReader, out: Path, asked: str | None, config: dict[str, Any]) -> None:
+    """The base and its adapters as one model, rounded once, to the dtype of the base's weights unless one is asked."""
+    from orchestrator.wings.pretrained import merging
+
+    with merging.merged(checkpoint.state("master"), config) as source:
+        dtype = asked or merging.dtype_of(source.base)
+        weights = _write(source.weights, out, dtype)
+        if source.weights.untied:  # an adapter of a tied weight under one of its names: two weights from now on
+            config["model"]["config"]["tie_word_embeddings"] = False
+        print(f"{weights}; adapters merged; {write_companions(out, config, dtype)}")
+    _propose("AutoModelForCausalLM", out)
+    print(f"         {program()} generate {shlex.join([f'model.path={out}', 'prompt=Once'])}")
 
 
 def _write(source: TensorSource, out: Path, dtype: str, stem: str = "model") -> str:

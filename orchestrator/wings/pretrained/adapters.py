@@ -14,7 +14,7 @@ from zero_runtime.tensor_source import Renamed, TensorSource
 
 ALL_LINEAR = "all-linear"  # PEFT's name for all linear layers except the head
 ADAPTER = "adapter_model"  # start of the name of the weights file in a PEFT folder
-_NAME = ".default."  # PEFT's name for a single adapter, which its files omit
+_NAME = ".default"  # PEFT's name for a single adapter, which its files omit
 
 
 def lora_config(rank: int, alpha: float, targets: Sequence[str], base: str | None = None) -> LoraConfig:
@@ -48,7 +48,7 @@ def first_values(model: PeftModel) -> Callable[[nn.Module], None]:
 
     def initialise(module: nn.Module) -> None:
         if isinstance(module, LoraLayer):
-            for name in module.lora_A:
+            for name in (*module.lora_A, *module.lora_embedding_A):
                 module.reset_lora_parameters(name, True)
         elif not isinstance(module, PeftModel):
             base_rule(module)
@@ -58,7 +58,7 @@ def first_values(model: PeftModel) -> Callable[[nn.Module], None]:
 
 def adapter_weights(source: TensorSource) -> Renamed:
     """The adapters' weights only, under the names that PEFT's files use."""
-    return Renamed(source, {name.replace(_NAME, "."): name for name in source.names() if "lora_" in name})
+    return Renamed(source, {name.replace(_NAME, ""): name for name in source.names() if "lora_" in name})
 
 
 def save_adapter_config(config: LoraConfig, folder: str | Path) -> None:

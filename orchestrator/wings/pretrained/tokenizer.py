@@ -16,8 +16,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from orchestrator.workloads.pairs import BYTE_END, EncodePairs
-from orchestrator.workloads.pairs_file import Pair
+from orchestrator.wings.pairs.pairs_file import Pair
+from orchestrator.wings.pairs.windows import BYTE_END, EncodePairs
 from orchestrator.workloads.sources import Example
 
 Encode = Callable[[list[str]], list[list[int]]]

@@ -22,7 +22,7 @@ from orchestrator.launch.verdict import Verdict
 from orchestrator.records.run_record import new_attempt
 from orchestrator.records.run_state import RunState
 from orchestrator.report.screen import Screen
-from orchestrator.workloads.pairs_file import read_pairs
+from orchestrator.wings.pairs.pairs_file import read_pairs
 from zero_runtime.checkpoint.files import opened
 
 ROOT = Path(__file__).resolve().parents[3]

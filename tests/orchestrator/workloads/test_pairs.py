@@ -11,9 +11,9 @@ import pytest
 from harness.ranks import run_alone
 from harness.sft_files import make_sft_files
 
+from orchestrator.wings.pairs.pairs_file import Pair, read_pairs
+from orchestrator.wings.pairs.windows import BYTE_END, PairWindows, bytes_of_pairs
 from orchestrator.workloads.data import IGNORED_LABEL, TokenData, load_data
-from orchestrator.workloads.pairs import BYTE_END, PairWindows, bytes_of_pairs
-from orchestrator.workloads.pairs_file import Pair, read_pairs
 from orchestrator.workloads.sources import Example
 
 GOOD = '{"prompt": "a", "response": "\u2028"}'

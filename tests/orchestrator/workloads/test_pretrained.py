@@ -191,6 +191,98 @@ def test_adapters_are_trained_on_a_frozen_base_and_exported_without_it(
     assert torch.equal(run_alone(_with_peft, root / "llama", out), last)
 
 
+# By name: the folder of the base, and the adapters. The head of GPT-2 is tied to its embedding.
+MERGES = {
+    "llama": ("llama", LORA),
+    "gpt2": ("gpt2", LORA),  # its layers are Conv1D: weights [inputs, outputs]
+    "embedding": ("gpt2", replace(LORA, targets=["wte", "c_attn"])),
+}
+
+
+def _train_to_merge(root: Path) -> None:
+    from orchestrator.workloads.models import token_losses
+
+    for name, (kind, adapter) in MERGES.items():
+        config = _config(root / kind, adapter=adapter)
+        runtime = _runtime(config)
+        for _ in range(2):
+            runtime.backward(token_losses(runtime.model, IDS, IDS) / IDS.numel() / 2)
+            runtime.step(1e-2)
+        trainer = {"config": to_dict(config)}
+        settings = SaveSettings(with_frozen=False)
+        save_checkpoint(runtime, root / f"merge-{name}", step=2, trainer=trainer, settings=settings)
+        runtime.close()
+
+
+def _merged_by_both(base: Path, adapter: Path, ours: Path) -> tuple[Any, Any, Any]:
+    """Logits and weights of PEFT's merge and of our folder; and the weights of the base."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    plain: Any = AutoModelForCausalLM.from_pretrained(base)
+    weights = {name: value.detach().clone() for name, value in plain.named_parameters()}
+    found = []
+    for model in (
+        PeftModel.from_pretrained(plain, adapter).merge_and_unload(),
+        AutoModelForCausalLM.from_pretrained(ours),
+    ):
+        with torch.no_grad():
+            logits = model.eval()(input_ids=IDS).logits
+        found.append((logits, {name: value.detach() for name, value in model.named_parameters()}))
+    return *found, weights
+
+
+def _export_both(checkpoint: Path, to: Path) -> None:
+    for words in (["adapter"], ["merged", "--merge"]):
+        out = [str(checkpoint), str(to / words[0]), "--dtype", "fp32", *words[1:]]
+        assert cli.main(["export-weights", *out]) == 0
+
+
+def test_a_merged_export_is_the_model_that_peft_merges(folders, tmp_path: Path) -> None:
+    root, _ = folders
+    run_ranks(_train_to_merge, 2, root)
+    for name, (kind, _) in MERGES.items():
+        _export_both(root / f"merge-{name}" / "step-00000002", tmp_path / name)
+        adapter, ours = (tmp_path / name / part for part in ("adapter", "merged"))
+        (theirs, wanted), (logits, found), base = run_alone(_merged_by_both, root / kind, adapter, ours)
+        # Both compute W + (B @ A) * scale in fp32 in this order, from the same numbers: the bits are equal.
+        assert all(torch.equal(found[one], wanted[one]) for one in wanted)
+        if name == "embedding":
+            # The trained model had no adapter at its head, which is tied: two weights now. PEFT's merge changes both.
+            assert {*found} - {*wanted} == {"lm_head.weight"}
+            assert torch.equal(found["lm_head.weight"], base["transformer.wte.weight"])
+            assert not torch.equal(found["lm_head.weight"], found["transformer.wte.weight"])
+            continue
+        assert wanted.keys() == found.keys()
+        assert torch.equal(logits, theirs)
+        assert not torch.equal(logits, folders[1][kind])
+        # One rank reads whole matrices, and so makes the same products.
+        (read,) = run_ranks(_logits_of_adapter, 1, adapter)
+        assert torch.equal(read, logits)
+    (told,) = run_ranks(_refusals_of_adapter, 1, tmp_path / "embedding" / "adapter", tmp_path / "llama" / "adapter")
+    assert "one of an embedding or a head that are one weight" in told[0]
+    assert "found adapter=lora" in told[1]
+
+
+def _logits_of_adapter(folder: Path) -> torch.Tensor:
+    config = _config(folder, stage=0)
+    assert config.model.adapter == str(folder)
+    runtime = _runtime(config)
+    with torch.no_grad():
+        found: torch.Tensor = runtime(input_ids=IDS, use_cache=False).logits
+    runtime.close()
+    return found
+
+
+def _refusals_of_adapter(tied: Path, plain: Path) -> list[str]:
+    found = []
+    for config in (_config(tied), _config(plain, adapter=LORA)):
+        with pytest.raises(CheckpointError) as error:
+            _runtime(config)
+        found.append(str(error.value))
+    return found
+
+
 def _wrong_target(root: Path) -> None:
     with pytest.raises(ValueError, match=r"adapter\.targets: .*no_such_layer"):
         _runtime(_config(root / "llama", adapter=replace(LORA, targets=["no_such_layer"])))

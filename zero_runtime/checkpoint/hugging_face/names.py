@@ -9,19 +9,27 @@ from pathlib import Path
 
 from torch import nn
 
+from zero_runtime.checkpoint.hugging_face.lora import AdapterFolder, added
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.errors import CheckpointError, some
-from zero_runtime.tensor_source import Renamed
+from zero_runtime.tensor_source import Renamed, TensorSource
 
 # Tensors that older versions of transformers saved although models compute them: causal masks, rotary frequencies.
 _NEEDED_BY_NONE = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.attention\.(masked_)?bias$")
 
 
 @contextmanager
-def weights_for(path: str | Path, model: nn.Module) -> Iterator[Renamed]:
-    """Context with the folder's weights under the names of `model`; see weights_of."""
+def weights_for(path: str | Path, model: nn.Module, adapter: str | Path | None = None) -> Iterator[TensorSource]:
+    """Context with the folder's weights under the names of `model`; see weights_of. `adapter`: a folder of PEFT whose
+    adapters are added to them; CheckpointError for those that `model` has no place for."""
     with WeightsFolder(path) as folder:
-        yield weights_of(folder, model)
+        weights = weights_of(folder, model)
+        if adapter is None:
+            yield weights
+            return
+        adapters = AdapterFolder(adapter)
+        with adapters:
+            yield added(weights, adapters, model)
 
 
 def weights_of(folder: WeightsFolder, model: nn.Module) -> Renamed:

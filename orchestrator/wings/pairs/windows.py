@@ -8,11 +8,12 @@ belongs to the response, else -100. A longer pair loses its end; if nothing of t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.workloads.pairs_file import Pair
+from orchestrator.wings.pairs.pairs_file import Pair, read_pairs
 from orchestrator.workloads.sources import Example, IntArray, Windows
 
 BYTE_END = 0  # ends a response that is read as bytes: no text has it
@@ -51,6 +52,16 @@ class PairWindows(Windows):
         self._prompts = np.asarray([len(pair.prompt) for pair in kept], dtype=np.int64)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about pairs that the windows do not hold."""
+        found = []
+        if self.cut:
+            found.append(f"{self.cut} of {self.count} pairs are longer than batch.seq and lose their end")
+        if self.left_out:
+            found.append(f"{self.left_out} pairs are left out: batch.seq holds nothing of their responses")
+        return tuple(found)
+
+    @property
     def tokens(self) -> NDArray[np.int32]:
         """All tokens without filling, [n]."""
         return self._tokens
@@ -85,3 +96,15 @@ class PairWindows(Windows):
 
     def _row(self, index: int) -> NDArray[np.int32]:
         return self._tokens[self._ends[index] - self._sizes[index] : self._ends[index]]
+
+
+def read_windows(path: Path, seq: int, fraction: float, encode: EncodePairs | None) -> PairWindows:
+    """The windows of a file. `encode`: None makes a token of each byte. ValueError if there are too few pairs for
+    training and, with a `fraction` above 0, validation."""
+    windows = PairWindows((encode or bytes_of_pairs)(read_pairs(path)), seq)
+    if windows.count < (2 if fraction else 1):
+        raise ValueError(
+            f"data: expected at least 2 pairs that batch.seq={seq} holds, for training and validation, found "
+            f"{windows.count} in {path}; give more pairs, or data.validation_fraction=0"
+        )
+    return windows

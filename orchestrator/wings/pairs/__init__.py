@@ -1,0 +1,1 @@
+"""A wing: prompts and responses of a JSON file as windows of tokens, for data=pairs."""

@@ -1,0 +1,79 @@
+"""A folder of LoRA adapters, as PEFT writes it, as a model: its base with the adapters added. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config import pretrained
+from orchestrator.config.schema import Model
+from orchestrator.config.strict import Broken
+from orchestrator.text.paths import expanded
+
+WEIGHTS = "adapter_model.safetensors"
+BASE = "base_model_name_or_path"
+# Settings of PEFT that change what is added to the weights, with the only value that is added here.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "alpha_pattern": ({}, None),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+}
+
+
+def with_base(model: Model, folder: Path) -> Model:
+    """The model as its base with the adapters of `folder`; unchanged if the base is not there: see `problem`."""
+    base = _base(folder)
+    if base is None or not base.is_dir() or pretrained.is_adapter(base):
+        return model
+    return pretrained.completed(replace(model, path=str(base), adapter=str(folder)))
+
+
+def problem(model: Model) -> Broken | None:
+    """What is wrong with a model whose `adapter`, or whose `path`, is a folder of adapters; None if nothing is."""
+    folder = expanded(model.adapter or model.path or "").absolute()
+    if model.path is None:
+        return Broken("model.adapter needs the folder of its base", "none", (f"model.path={folder}",))
+    if not (folder / pretrained.ADAPTER).is_file():
+        return Broken(
+            f"model.adapter must be a folder with {pretrained.ADAPTER}, as PEFT writes it", model.adapter or ""
+        )
+    settings = _settings(folder)
+    if settings is None or not isinstance(settings.get("r"), int):
+        return Broken(f"{pretrained.ADAPTER} must hold the settings of LoRA", f"others in {folder}")
+    for key, known in ONLY.items():
+        if settings.get(key) not in known:
+            rule = f"{folder} must hold plain LoRA; merge it with PEFT's merge_and_unload, and give the folder it saves"
+            return Broken(rule, f"{key}={settings[key]}")
+    if not (folder / WEIGHTS).is_file():
+        return Broken(f"{folder} must hold {WEIGHTS}", "none; save it again with safe_serialization=True")
+    if model.adapter is None:
+        return _without_base(settings.get(BASE), folder)
+    return None
+
+
+def _without_base(name: object, folder: Path) -> Broken:
+    rule = f"the base of the adapters in {folder} must be a folder on this disk"
+    fix = (f"model.path=FOLDER_OF_THE_BASE model.adapter={folder}",)
+    if not isinstance(name, str) or not name:
+        return Broken(rule, f"no {BASE} in {pretrained.ADAPTER}", fix)
+    if Path(name).is_absolute() or name.count("/") != 1:
+        return Broken(rule, name, fix)
+    return Broken(f"{rule} (hf download {name} --local-dir FOLDER_OF_THE_BASE)", f"the name {name}", fix)
+
+
+def _base(folder: Path) -> Path | None:
+    name = (_settings(folder) or {}).get(BASE)
+    return expanded(name).absolute() if isinstance(name, str) and name else None
+
+
+def _settings(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((folder / pretrained.ADAPTER).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
