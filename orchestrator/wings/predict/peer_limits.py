@@ -29,7 +29,7 @@ def limits(engine: str, config: RunConfig) -> list[Broken]:
     on_device = not away and offload.params is Tier.DEVICE
     whole_bf16 = (not half_master and not half_sum) or (engine in HALF_STATES and half)
     moments = states == "fp32" or (engine in HALF_MOMENTS and (half_master or engine == "megatron"))
-    has_tp = engine not in SHARDS_NOTHING
+    has_tp = engine not in (*SHARDS_NOTHING, "deepspeed")  # AutoTP keeps whole tokens, which are divided here
     in_half = engine not in SHARDS_STATES or dtypes.param != "fp32"
     asked = (
         (stage <= most, "shard nothing" if most == 0 else "shard the optimizer alone", zero, f"zero=stage{most}"),
