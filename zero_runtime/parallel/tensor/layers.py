@@ -99,9 +99,13 @@ class ColumnInput:
             self._last = values, _SumOfGradients.apply(values, self._axis)
         return self._last[1]
 
-    def end(self, terms: torch.Tensor) -> torch.Tensor:
-        """The sum of the terms of a row layer, which runs after all column layers of the module. Drops their input."""
+    def end(self) -> None:
+        """Drop the input. The row layer of the module calls it first, which runs after all column layers: a
+        recomputation ends as soon as that layer has computed its product."""
         self._last = self._read = None
+
+    def sum_of(self, terms: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's terms of the row layer: all of it, or this rank's part of the tokens."""
         if self._tokens is not None and self._tokens.held:
             return self._tokens.summed(terms)
         total: torch.Tensor = _Sum.apply(terms, self._axis)
@@ -137,7 +141,8 @@ class RowForward:
         self._module, self._shared = module, shared
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        total = self._shared.end(F.linear(values, weight_of(self._module)))
+        self._shared.end()
+        total = self._shared.sum_of(F.linear(values, weight_of(self._module)))
         bias = self._module.bias
         if bias is None:
             return total
