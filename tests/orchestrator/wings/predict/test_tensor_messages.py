@@ -6,16 +6,18 @@ import json
 
 import pytest
 
+from orchestrator.config.schema import Batch
 from orchestrator.wings.predict.tensor_messages import TensorMessages, TensorSent
 from zero_runtime.activations.rule import RecomputeRule
 
 BLOCKS, WIDTH, TOKENS, BF16_BYTES = 4, 16, 10, 2
+ONE = Batch(micro=1, seq=TOKENS)
 # Two row layers and two shared inputs of column layers in a block, the embedding and the head's input.
 MESSAGES = TensorMessages((WIDTH,) * (4 * BLOCKS + 2), ((WIDTH,),) * BLOCKS, loss_numbers=3)
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert MESSAGES.sent(1, TOKENS, RecomputeRule(), BF16_BYTES) == TensorSent()
+    assert MESSAGES.sent(1, ONE, RecomputeRule(), BF16_BYTES, tiled=False) == TensorSent()
 
 
 @pytest.mark.parametrize(
@@ -27,13 +29,14 @@ def test_a_block_costs_four_sums_of_the_hidden_states_and_one_more_if_it_recompu
     degree: int, recompute: str, of_a_block: int, also: int
 ) -> None:
     sums = of_a_block * BLOCKS + also + 2
-    sent = MESSAGES.sent(degree, TOKENS, RecomputeRule(recompute), BF16_BYTES)  # type: ignore[arg-type]
+    rule = RecomputeRule(recompute)  # type: ignore[arg-type]
+    sent = MESSAGES.sent(degree, ONE, rule, BF16_BYTES, tiled=False)
     elements, numbers = sums * 2 * (degree - 1) * TOKENS * WIDTH // degree, (degree - 1) * 3 * TOKENS
     assert sent == TensorSent(elements + numbers, BF16_BYTES * elements + 4 * numbers, sums + 1)
 
 
 def test_gradients_of_replicated_parameters_in_divided_layers_are_summed_once_a_micro_batch() -> None:
-    sent = TensorMessages(parameters=(8, 8)).sent(2, TOKENS, RecomputeRule(), BF16_BYTES)
+    sent = TensorMessages(parameters=(8, 8)).sent(2, ONE, RecomputeRule(), BF16_BYTES, tiled=False)
     assert sent == TensorSent(16, 32, 2)
 
 
