@@ -1,20 +1,28 @@
-"""Reads the prompts and responses of a JSON file."""
+"""Reads the prompts and responses of a JSON file, also of a compressed one. Imports no torch: the command line checks
+the first record with it."""
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
-MESSAGES = "messages"
+MESSAGES, CONVERSATIONS = "messages", "conversations"
+# The roles of ShareGPT's `from`.
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant"),
+    "system": "system",
+}
 # The keys of the prompt and of the response of a record.
 PAIR_KEYS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"), ("question", "answer"))
-FORMS = f"{', '.join('/'.join(keys) for keys in PAIR_KEYS)} or {MESSAGES}"
+FORMS = f"{', '.join('/'.join(keys) for keys in PAIR_KEYS)} {MESSAGES} or {CONVERSATIONS}"
 
 
 class Pair(NamedTuple):
-    """The turns of a conversation before the response, each with its `role` and `content`; and the response."""
+    """The turns of a conversation before its last response, each with its `role` and `content`; and that response."""
 
     turns: tuple[Mapping[str, str], ...]
     response: str
@@ -24,12 +32,18 @@ class Pair(NamedTuple):
         """The turns as plain text, for a tokenizer without a chat template."""
         return "\n".join(turn["content"] for turn in self.turns)
 
+    def answers(self) -> Iterator[int]:
+        """The places, among the turns and the response, of what the assistant answers: what is trained. A turn of the
+        assistant with nothing before it answers nothing."""
+        yield from (at for at, turn in enumerate(self.turns) if at and turn["role"] == "assistant")
+        yield len(self.turns)
+
 
 def read_pairs(path: Path) -> list[Pair]:
     """The pairs of a file: a JSON array of objects, or an object in each line. ValueError if one is no pair.
 
-    An object has keys of PAIR_KEYS (an `instruction` may have an `input`), or `messages`, of which the last is the
-    response.
+    An object has keys of PAIR_KEYS (an `instruction` may have an `input`), or a conversation: `messages`, or
+    `conversations` as of ShareGPT. What follows the assistant's last message is left out.
     """
     found = list(_pairs(path))
     if not found:
@@ -39,18 +53,24 @@ def read_pairs(path: Path) -> list[Pair]:
 
 def _pairs(path: Path) -> Iterator[Pair]:
     try:
-        text = path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"data.path: expected JSON in UTF-8, found other bytes in {path}: {error.reason}") from None
+        with opened(path) as file:
+            text = file.read().decode()
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"data.path: expected JSON in UTF-8, found other bytes in {path}: {error}") from None
     if text.lstrip()[:1] == "[":
         for number, record in enumerate(_parsed(str(path), text), start=1):
-            yield _pair(f"{path}, record {number}", record)
+            yield pair_of(f"{path}, record {number}", record)
         return
     # A text may hold other characters at which splitlines would divide it.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             place = f"{path}, line {number}"
-            yield _pair(place, _parsed(place, line))
+            yield pair_of(place, _parsed(place, line))
+
+
+def opened(path: Path) -> BinaryIO:
+    """The bytes of a file, unpacked if its name ends in .gz."""
+    return cast("BinaryIO", gzip.open(path)) if path.name.endswith(".gz") else path.open("rb")
 
 
 def _parsed(place: str, text: str) -> Any:
@@ -63,14 +83,18 @@ def _parsed(place: str, text: str) -> Any:
         ) from None
 
 
-def _pair(place: str, record: Any) -> Pair:
+def pair_of(place: str, record: Any) -> Pair:
     if not isinstance(record, dict):
         raise ValueError(f"{place}: expected an object with {FORMS}, found {type(record).__name__}")
-    answers = [key for key in (*(answer for _, answer in PAIR_KEYS), MESSAGES) if record.get(key) is not None]
+    answers = [
+        key for key in (*(answer for _, answer in PAIR_KEYS), MESSAGES, CONVERSATIONS) if record.get(key) is not None
+    ]
     if len(answers) > 1:
         raise ValueError(f"{place}: expected one response, found {' and '.join(answers)}; remove all but one of them")
     if MESSAGES in answers:
-        return _conversation(place, record[MESSAGES])
+        return _conversation(place, record[MESSAGES], "messages")
+    if CONVERSATIONS in answers:
+        return _conversation(place, _of_sharegpt(place, record), "conversations")
     keys = next((keys for keys in PAIR_KEYS if keys[0] in record and keys[1] in answers), None)
     if keys is None:
         raise ValueError(f"{place}: expected an object with {FORMS}, found the keys {', '.join(record) or 'none'}")
@@ -81,12 +105,32 @@ def _pair(place: str, record: Any) -> Pair:
     return Pair(({"role": "user", "content": f"{prompt}\n{more}" if more else prompt},), response)
 
 
-def _conversation(place: str, turns: Any) -> Pair:
+def _conversation(place: str, turns: Any, key: str) -> Pair:
     are_turns = isinstance(turns, list) and all(isinstance(one, dict) for one in turns)
-    if not are_turns or len(turns) < 2 or turns[-1].get("role") != "assistant":
-        raise ValueError(f"{place}: expected messages of which the last is the assistant's, found none")
-    plain = [{key: _text(place, key, one.get(key)) for key in ("role", "content")} for one in turns]
+    last = max((at for at, one in enumerate(turns) if one.get("role") == "assistant"), default=0) if are_turns else 0
+    if last == 0:
+        raise ValueError(f"{place}: expected {key} of which one after the first is the assistant's, found none")
+    plain = [{name: _text(place, name, one.get(name)) for name in ("role", "content")} for one in turns[: last + 1]]
     return Pair(tuple(plain[:-1]), plain[-1]["content"])
+
+
+def _of_sharegpt(place: str, record: Mapping[str, Any]) -> Any:
+    """The turns of `conversations` by role and content; `from` and `value`, or what they have already. A text `system`
+    beside them comes first."""
+    turns = record[CONVERSATIONS]
+    if not isinstance(turns, list) or not all(isinstance(one, dict) for one in turns):
+        return turns
+    named = [
+        {"role": one.get("from", one.get("role")), "content": one.get("value", one.get("content"))} for one in turns
+    ]
+    for one in named:
+        if not isinstance(one["role"], str) or one["role"] not in ROLES:
+            known = ", ".join(ROLES)
+            raise ValueError(f"{place}: expected conversations with `from` of {known}, found {one['role']!r}")
+        one["role"] = ROLES[one["role"]]
+    system = record.get("system")
+    first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    return [*first, *named]
 
 
 def _text(place: str, key: str, value: Any) -> str:

@@ -1,14 +1,15 @@
 """Prompts and responses as windows of tokens in which only the responses count in the loss.
 
-A sample is the tokens of the prompt, then those of the response with its end, then filling
-up to seq + 1 tokens. The model reads the first seq of them; the label of a place is the token after it if that one
-belongs to the response, else -100. A longer pair loses its end; if nothing of the response is left, it is left out.
+A sample is the tokens of the prompt, then those of the response with its end, in a conversation several times, then
+filling up to seq + 1 tokens. The model reads the first seq of them; the label of a place is the token after it if that
+one belongs to a response, else -100. A longer pair loses its end; if nothing of a response is left, it is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,40 +17,81 @@ from numpy.typing import NDArray
 from orchestrator.wings.pairs.pairs_file import Pair, read_pairs
 from orchestrator.workloads.sources import Example, IntArray, Windows
 
+_T = TypeVar("_T", bound=np.generic)
 BYTE_END = 0  # ends a response that is read as bytes: no text has it
 
 
-EncodePairs = Callable[[Sequence[Pair]], list[Example]]  # token ids of prompts, and of responses with their ends
+class Encoded(NamedTuple):
+    """The token ids before a conversation's last answer, and of that answer with its end. `answered`: where in the
+    prompt earlier answers with their ends begin and stop."""
+
+    prompt: list[int]
+    answer: list[int]
+    answered: tuple[tuple[int, int], ...] = ()
 
 
-def bytes_of_pairs(pairs: Sequence[Pair]) -> list[Example]:
-    """A token for each byte; the response ends with BYTE_END."""
-    return [Example(list(pair.prompt.encode()), [*pair.response.encode(), BYTE_END]) for pair in pairs]
+EncodePairs = Callable[[Sequence[Pair]], list[Encoded]]
+
+
+def joined(parts: Sequence[tuple[list[int], list[int]]]) -> Encoded:
+    """A conversation of its parts: each the tokens of a context, and those of the answer to it."""
+    tokens: list[int] = []
+    spans = []
+    for context, answer in parts:
+        start = len(tokens) + len(context)
+        tokens += [*context, *answer]
+        spans.append((start, len(tokens)))
+    last = spans[-1][0]
+    return Encoded(tokens[:last], tokens[last:], tuple(spans[:-1]))
+
+
+def plain_parts(pair: Pair) -> Iterator[tuple[str, str]]:
+    """Each answer of a conversation, after the texts since the answer before it."""
+    texts, begin = [*(turn["content"] for turn in pair.turns), pair.response], 0
+    for at in pair.answers():
+        yield "\n".join(texts[begin:at]), texts[at]
+        begin = at + 1
+
+
+def bytes_of_pairs(pairs: Sequence[Pair]) -> list[Encoded]:
+    """A token for each byte; each answer ends with BYTE_END."""
+    return [
+        joined([([*context.encode()], [*answer.encode(), BYTE_END]) for context, answer in plain_parts(pair)])
+        for pair in pairs
+    ]
 
 
 class PairWindows(Windows):
     """Windows over pairs.
 
-    `cut`: how many pairs lost their end; `left_out`: how many lost their whole response. ValueError if none is left.
+    `cut`: how many pairs lost their end; `left_out`: how many lost every answer. ValueError if none is left.
     """
 
-    def __init__(self, pairs: Sequence[Example], seq: int) -> None:
+    def __init__(self, pairs: Sequence[Encoded], seq: int) -> None:
         super().__init__(seq)
         self._length = seq + 1
-        kept = [pair for pair in pairs if len(pair.prompt) < self._length]
+        spans = [(*pair.answered, (len(pair.prompt), len(pair.prompt) + len(pair.answer))) for pair in pairs]
+        kept = [(pair, own) for pair, own in zip(pairs, spans, strict=True) if own[0][0] < self._length]
         self.left_out = len(pairs) - len(kept)
-        self.cut = sum(len(pair.prompt) + len(pair.answer) > self._length for pair in kept)
+        self.cut = sum(own[-1][1] > self._length for _, own in kept)
         if not kept:
             raise ValueError(
                 f"data: expected prompts of at most batch.seq tokens, found all {len(pairs):,} longer than {seq:,}; "
                 "raise batch.seq"
             )
         self.count = len(kept)
-        rows = [[*pair.prompt, *pair.answer][: self._length] for pair in kept]
+        rows = [[*pair.prompt, *pair.answer][: self._length] for pair, _ in kept]
         self._tokens = np.asarray([token for row in rows for token in row], dtype=np.int32)
         self._ends = np.cumsum([len(row) for row in rows])
         self._sizes = np.asarray([len(row) for row in rows], dtype=np.int64)
-        self._prompts = np.asarray([len(pair.prompt) for pair in kept], dtype=np.int64)
+        self._answers = np.zeros(len(self._tokens), dtype=np.bool_)
+        for (_, own), end, row in zip(kept, self._ends, rows, strict=True):
+            for start, stop in own:
+                self._answers[end - len(row) + min(start, len(row)) : end - len(row) + min(stop, len(row))] = True
+        within = [max(start for start, _ in own if start < self._length) for _, own in kept]
+        self._prompts = np.asarray(within, dtype=np.int64)  # tokens before the last answer of which something is left
+        self._several = any(own[0][0] < last for (_, own), last in zip(kept, within, strict=True))
+        self._learned = np.asarray([self._row_of(self._answers, row)[1:].sum() for row in range(self.count)])
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -70,7 +112,8 @@ class PairWindows(Windows):
     def stored(self) -> bytes:
         """The tokens and where each part begins: what the hash of the data covers."""
         parts = (self._tokens, self._sizes.astype("<i8"), self._prompts.astype("<i8"))
-        return b"".join(part.tobytes() for part in parts)
+        several = self._answers.tobytes() if self._several else b""  # else the same: data of one answer keep their hash
+        return b"".join([*(part.tobytes() for part in parts), several])
 
     def read(self, indices: IntArray) -> IntArray:
         """A copy of these windows, [len(indices), seq + 1] int64, filled up with token 0."""
@@ -81,21 +124,26 @@ class PairWindows(Windows):
         return made
 
     def counts(self, indices: IntArray) -> NDArray[np.bool_]:
-        """Which labels of these windows count, [len(indices), seq]: those of the response."""
-        targets = np.arange(1, self._length)
-        return (targets >= self._prompts[indices][:, None]) & (targets < self._sizes[indices][:, None])
+        """Which labels of these windows count, [len(indices), seq]: those of answers."""
+        made = np.zeros((len(indices), self._length), dtype=np.bool_)
+        for row, index in enumerate(indices):
+            made[row, : self._sizes[index]] = self._row_of(self._answers, int(index))
+        return made[:, 1:]
 
     def counted(self, indices: IntArray) -> int:
         """How many labels of these windows count. The first token of a window is no target."""
-        return int((self._sizes[indices] - np.maximum(self._prompts[indices], 1)).sum())
+        return int(self._learned[indices].sum())
 
     def example(self, index: int) -> Example:
-        """A prompt, and the response that the data has for it."""
+        """A prompt, and the last response that the data has for it."""
         row, size = [int(token) for token in self._row(index)], int(self._prompts[index])
         return Example(row[:size], row[size:])
 
     def _row(self, index: int) -> NDArray[np.int32]:
-        return self._tokens[self._ends[index] - self._sizes[index] : self._ends[index]]
+        return self._row_of(self._tokens, index)
+
+    def _row_of(self, values: NDArray[_T], index: int) -> NDArray[_T]:
+        return values[self._ends[index] - self._sizes[index] : self._ends[index]]
 
 
 def read_windows(path: Path, seq: int, fraction: float, encode: EncodePairs | None) -> PairWindows:

@@ -121,7 +121,8 @@ def _ships(config: RunConfig) -> bool:
 
 @functools.cache
 def _shipped_models() -> list[Any]:
-    return [yaml.safe_load(file.read_text(encoding="utf-8")) for file in (CONF / "model").glob("*.yaml")]
+    files = (CONF / "model").glob("*.yaml")
+    return [{"adapter": None, **yaml.safe_load(file.read_text(encoding="utf-8"))} for file in files]
 
 
 def _predictions(

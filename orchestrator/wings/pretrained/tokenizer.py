@@ -17,8 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from orchestrator.wings.pairs.pairs_file import Pair
-from orchestrator.wings.pairs.windows import BYTE_END, EncodePairs
-from orchestrator.workloads.sources import Example
+from orchestrator.wings.pairs.windows import BYTE_END, Encoded, EncodePairs, joined, plain_parts
 
 Encode = Callable[[list[str]], list[list[int]]]
 BYTES = 256
@@ -74,16 +73,20 @@ class _PairEncoder:
         self._tokenizer = tokenizer
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
 
-    def encode(self, pairs: Sequence[Pair]) -> list[Example]:
+    def encode(self, pairs: Sequence[Pair]) -> list[Encoded]:
         if not pairs:
             return []
+        parts = [self._templated(pair) if self._has_template else list(plain_parts(pair)) for pair in pairs]
+        texts = [text for one in parts for part in one for text in part]
+        ids = iter(self._ids(texts))
+        found = [[(next(ids), next(ids)) for _ in one] for one in parts]
         if self._has_template:
-            texts = [self._templated(pair.turns, pair.response) for pair in pairs]
-            prompts, responses = ([text[part] for text in texts] for part in (0, 1))
-            return list(map(Example, self._ids(prompts), self._ids(responses)))
+            return list(map(joined, found))
         end = [] if self.end is None else [self.end]
-        answers = self._ids([pair.response for pair in pairs])
-        return [Example(self.prompt(pair.turns), [*ids, *end]) for pair, ids in zip(pairs, answers, strict=True)]
+        for pair, one in zip(pairs, found, strict=True):
+            one[:] = [(context, [*answer, *end]) for context, answer in one]
+            one[0] = (self.prompt(pair.turns[: next(pair.answers())]), one[0][1])  # with what begins a text
+        return list(map(joined, found))
 
     def prompt(self, turns: Sequence[Mapping[str, str]]) -> list[int]:
         """The tokens of a prompt alone."""
@@ -97,7 +100,7 @@ class _PairEncoder:
         """The token that ends a response: the first special one that the template writes after it, or else the
         tokenizer's end token."""
         if self._has_template:
-            _, response = self._templated(({"role": "user", "content": "a"},), "b")
+            ((_, response),) = self._templated(Pair(({"role": "user", "content": "a"},), "b"))
             special = set(self._tokenizer.all_special_ids)
             found = next((token for token in self._ids([response])[0] if token in special), None)
             if found is not None:
@@ -105,17 +108,22 @@ class _PairEncoder:
         end: int | None = self._tokenizer.eos_token_id
         return end
 
-    def _templated(self, turns: Sequence[Mapping[str, str]], response: str) -> tuple[str, str]:
-        """The texts of the prompt and of the response. They are tokenized apart, so that the prompt's tokens are those
-        that generation begins with."""
-        prompt = self._rendered(turns, opens_answer=True)
-        whole = self._rendered([*turns, {"role": "assistant", "content": response}], opens_answer=False)
-        if not whole.startswith(prompt):
-            raise ValueError(
-                "data: expected a chat template whose text of a prompt begins that of the whole conversation, found "
-                "another; change chat_template.jinja in the model's folder, or remove it to train on plain text"
-            )
-        return prompt, whole[len(prompt) :]
+    def _templated(self, pair: Pair) -> list[tuple[str, str]]:
+        """The texts of each answer and of what comes before it. They are tokenized apart, so that the prompt's tokens
+        are those that generation begins with."""
+        turns, parts, before = [*pair.turns, {"role": "assistant", "content": pair.response}], [], ""
+        for at in pair.answers():
+            prompt = self._rendered(turns[:at], opens_answer=True)
+            whole = self._rendered(turns[: at + 1], opens_answer=False)
+            if not whole.startswith(prompt) or not prompt.startswith(before):
+                raise ValueError(
+                    "data: expected a chat template whose text of a prompt begins that of the whole conversation, "
+                    "found another; change chat_template.jinja in the model's folder, or remove it to train on plain "
+                    "text"
+                )
+            parts.append((prompt[len(before) :], whole[len(prompt) :]))
+            before = whole
+        return parts
 
     def _rendered(self, turns: Sequence[Mapping[str, str]], *, opens_answer: bool) -> str:
         text: str = self._tokenizer.apply_chat_template(

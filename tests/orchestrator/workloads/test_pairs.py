@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,8 @@ from harness.ranks import run_alone
 from harness.sft_files import make_sft_files
 
 from orchestrator.wings.pairs.pairs_file import Pair, read_pairs
-from orchestrator.wings.pairs.windows import BYTE_END, PairWindows, bytes_of_pairs
+from orchestrator.wings.pairs.windows import BYTE_END, Encoded, PairWindows, bytes_of_pairs
 from orchestrator.workloads.data import IGNORED_LABEL, TokenData, load_data
-from orchestrator.workloads.sources import Example
 
 GOOD = '{"prompt": "a", "response": "\u2028"}'
 USER = {"role": "user", "content": "two?"}
@@ -39,6 +39,8 @@ def load(path: Path, seq: int = 12, fraction: float = 0.0, **more: Any) -> Token
         ({"instruction": "a", "input": "", "output": "b"}, "a", "b"),
         ({"question": "a", "answer": "b"}, "a", "b"),
         ({"messages": [{"role": "system", "content": "s"}, USER, ANSWER]}, "s\ntwo?", "2"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "a", "b"),
+        ({"system": "s", "conversations": [USER, ANSWER, USER]}, "s\ntwo?", "2"),
     ],
 )
 def test_each_form_of_a_record_is_a_prompt_and_a_response(
@@ -48,6 +50,9 @@ def test_each_form_of_a_record_is_a_prompt_and_a_response(
     lines = tmp_path / "one.jsonl"
     lines.write_text(json.dumps(record) + "\n\n")
     assert read_pairs(lines) == [as_array]
+    packed = tmp_path / "one.jsonl.gz"
+    packed.write_bytes(gzip.compress(lines.read_bytes()))
+    assert read_pairs(packed) == [as_array]
     assert (as_array.prompt, as_array.response) == (prompt, response)
 
 
@@ -59,13 +64,17 @@ def test_each_form_of_a_record_is_a_prompt_and_a_response(
         ('[{"prompt": "a"}]', "found the keys prompt"),
         ('[{"prompt": "a", "response": 3}]', "expected a text as its response, found int"),
         ('[{"prompt": "", "response": "b"}]', "expected a text as its prompt, found an empty one"),
-        ('[{"messages": [{"role": "user", "content": "a"}]}]', "of which the last is the assistant's"),
+        ('[{"messages": [{"role": "user", "content": "a"}]}]', "of which one after the first is the assistant's"),
         ("[{", "expected a JSON array of objects, or an object in each line"),
         (f"{GOOD}\n\n{{", "pairs.json, line 3: expected a JSON array of objects, or an object in each line"),
         (f"{GOOD}\n{'[' * 9000}", "pairs.json, line 2: .*RecursionError"),
+        ('[{"conversations": [{"from": "x", "value": "a"}]}]', "`from` of human, .*, found 'x'"),
         ("\0\xff\0", "pairs.json, line 1: expected a JSON array"),
         ('{"text": "a"}', "line 1: expected an object with prompt/response, .*, found the keys text"),
-        ('[{"conversations": [{"from": "human", "value": "a"}]}]', "record 1: .*, found the keys conversations"),
+        (
+            '[{"conversations": [{"from": "human", "value": "a"}]}]',
+            "record 1: expected conversations of which",
+        ),
         (
             '{"prompt": "a", "response": "b", "completion": "c", "output": "d"}',
             "line 1: expected one response, found response and completion and output; remove all but one",
@@ -82,7 +91,7 @@ def test_a_file_that_holds_no_pairs_is_refused_with_its_place(text: str, told: s
 
 
 def test_labels_of_prompts_and_of_filling_are_ignored() -> None:
-    windows = PairWindows([Example([5, 6, 7], [8, 9]), Example([5], [6])], seq=6)
+    windows = PairWindows([Encoded([5, 6, 7], [8, 9]), Encoded([5], [6])], seq=6)
     indices = np.arange(2)
     assert windows.read(indices).tolist() == [[5, 6, 7, 8, 9, 0, 0], [5, 6, 0, 0, 0, 0, 0]]
     assert windows.counts(indices).tolist() == [[False, False, True, True, False, False], [True] + 5 * [False]]
@@ -102,6 +111,49 @@ def test_batches_have_the_labels_of_responses_alone_and_their_count(tmp_path: Pa
     assert data.learned_tokens(5) == (data.train_batch(0, 5).labels != IGNORED_LABEL).sum()
 
 
+TALK = {
+    "conversations": [
+        *({"from": "gpt", "value": "!"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "bc"}),
+        *({"from": "human", "value": "d"}, {"from": "gpt", "value": "e"}, {"from": "human", "value": "f"}),
+    ]
+}
+
+
+def test_every_answer_of_a_conversation_is_trained_and_the_rest_is_context(tmp_path: Path) -> None:
+    data = load(write(tmp_path / "p.json", [TALK]))
+    (ids,), (labels,) = (part.tolist() for part in data.train_batch(0, 1))
+    assert bytes(ids) == b"!\nabc\0de\0" + bytes(3)
+    ignored = IGNORED_LABEL
+    assert labels == [ignored, ignored, *b"bc\0", ignored, *b"e\0", *4 * [ignored]]
+    assert data.learned_tokens(1) == 5
+    (example,) = data.examples(1)
+    assert (bytes(example.prompt), bytes(example.answer)) == (b"!\nabc\0d", b"e\0")
+    short = load(write(tmp_path / "p.json", [TALK]), seq=4)  # holds a part of the first answer alone
+    assert short.train_batch(0, 1).labels.tolist() == [[ignored, ignored, *b"bc"]]
+    assert short.learned_tokens(1) == 2
+
+
+def _talk_by_template(folder: Path) -> tuple[str, list[str]]:
+    """The text of a conversation of two answers by a chat template, and the parts that are trained."""
+    from transformers import AutoTokenizer
+
+    from orchestrator.wings.pretrained.tokenizer import _PairEncoder
+
+    model, _ = make_sft_files(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    (one,) = _PairEncoder(tokenizer).encode([Pair((USER, ANSWER, USER), "3")])
+    ids = [*one.prompt, *one.answer]
+    spans = [*one.answered, (len(one.prompt), len(ids))]
+    return tokenizer.decode(ids), [tokenizer.decode(ids[start:stop]) for start, stop in spans]
+
+
+def test_a_chat_template_writes_a_conversation_whole(tmp_path: Path) -> None:
+    text, trained = run_alone(_talk_by_template, tmp_path)
+    user, opened = "<|im_start|>user\ntwo?<|im_end|>\n", "<|im_start|>assistant\n"
+    assert text == f"{user}{opened}2<|im_end|>\n{user}{opened}3<|im_end|>\n"
+    assert trained == ["2<|im_end|>\n", "3<|im_end|>\n"]
+
+
 def test_pairs_that_are_too_long_lose_their_end_or_are_left_out_and_it_is_told(tmp_path: Path) -> None:
     records = [
         {"prompt": "abc", "response": "defghi"},
@@ -116,7 +168,7 @@ def test_pairs_that_are_too_long_lose_their_end_or_are_left_out_and_it_is_told(t
         (98, BYTE_END, *3 * [IGNORED_LABEL]),
     }
     with pytest.raises(ValueError, match="found all 1 longer than 2"):
-        PairWindows([Example([1, 2, 3], [4])], seq=2)
+        PairWindows([Encoded([1, 2, 3], [4])], seq=2)
 
 
 def test_the_hash_covers_tokens_and_where_responses_begin(tmp_path: Path) -> None:
@@ -147,11 +199,11 @@ def _encoded(folder: Path) -> list[Any]:
     pair = Pair((USER,), "2")
     texts = texts_of(model, 384)
     (templated,) = _PairEncoder(tokenizer).encode([pair])
-    found: list[Any] = [tokenizer.decode(part) for part in templated]
+    found: list[Any] = [tokenizer.decode(part) for part in templated[:2]]
     found += [texts.ask("two?") == templated.prompt, tokenizer.decode([texts.end])]
     tokenizer.chat_template = None
     (plain,) = _PairEncoder(tokenizer).encode([pair])
-    found += [tokenizer.decode(part) for part in plain]
+    found += [tokenizer.decode(part) for part in plain[:2]]
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     try:
         _PairEncoder(tokenizer).encode([pair])
@@ -170,4 +222,4 @@ def test_pairs_are_written_by_the_chat_template_or_else_end_with_the_end_token(t
 
 
 def test_bytes_of_a_pair_end_with_a_byte_that_no_text_has() -> None:
-    assert bytes_of_pairs([Pair((USER,), "é")]) == [Example([*b"two?"], [*"é".encode(), BYTE_END])]
+    assert bytes_of_pairs([Pair((USER,), "é")]) == [Encoded([*b"two?"], [*"é".encode(), BYTE_END])]
