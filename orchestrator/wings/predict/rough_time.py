@@ -122,7 +122,8 @@ def _tensor_s(memory: ConfigMemory, peaks: Peaks, shares: Efficiencies) -> float
     # All messages of layers as sums: those of one token's width are alike, and the loss's gather is small. In an
     # exchange of parts a rank sends as much as in one round of a ring.
     rounds = 2 if config.parallel.tp > 1 else 1
-    ring = Ring(group, -(-group // per_node)).curve(peaks, shares, rounds=rounds)
+    whole = replace(shares, messages=1.0)  # engines divide what a unit of ZeRO sends, and not these
+    ring = Ring(group, -(-group // per_node)).curve(peaks, whole, rounds=rounds)
     full_bytes = sent.nbytes * group / (rounds * (group - 1))
     return config.batch.accumulation * sent.calls * ring.at(full_bytes / sent.calls)
 
