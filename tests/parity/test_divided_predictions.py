@@ -60,7 +60,7 @@ STAGES = [divided(stage) for stage in range(4)]
 OTHERS = [
     divided(1, "gpt2", "bf16", 2),
     divided(2, "llama", "bf16 in fp32", 2, "full"),
-    divided(3, "gpt_neox", "fp32", 1, "by_operation"),
+    divided(1, "gpt_neox", "fp32", 1, "by_operation"),
     divided(3, "llama", "bf16", 1, "every_nth"),
     divided(0, "gpt2", "fp32", 2, "full"),
     replace(divided(3), zero=Zero(stage=3, unit_numel=40_000)),  # several units in a block
@@ -73,6 +73,8 @@ OTHERS = [
 QUARTERS = [
     divided(1, "gpt2", parallel=Parallel(tp=4)),
     divided(1, "llama", recompute="full", parallel=Parallel(tp=4), loss="tiled"),
+    divided(1, "gpt2", recompute="by_operation", parallel=Parallel(tp=4)),
+    divided(1, "gpt_neox", recompute="full", parallel=Parallel(tp=4)),
 ]
 PART_STAGES = [divided(stage, parallel=PARTS) for stage in range(4)]
 PART_OTHERS = [
