@@ -44,6 +44,8 @@ FAULT, CHECK_FAULT = "ZLAB_FAULT", "orchestrator.wings.faults:problem_of"
 # Modules for what a saved model has besides its weights, and what writes the files next to weights.
 TOKENIZER, ADAPTERS = "orchestrator.wings.pretrained.tokenizer", "orchestrator.wings.pretrained.adapters"
 PAIRS = "orchestrator.wings.pairs.windows"  # the windows of data=pairs
+FIRST_RECORD = "orchestrator.wings.pairs.first_record:problem"  # of data.path, before anything starts
+TEXT_RECORDS = "orchestrator.wings.pairs.text_records"  # texts of .jsonl and of compressed files
 ADAPTER_FOLDER = "orchestrator.wings.pretrained.adapter_folder"  # a model.path or model.adapter with adapters
 WRITE_COMPANIONS = "orchestrator.wings.pretrained.companions:write_companions"
 # What a run does beside its steps: the classes of orchestrator/worker/listeners.py's listeners.

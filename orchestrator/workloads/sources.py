@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.workloads.text_files import is_text, text_files
+from orchestrator import wings
+from orchestrator.workloads.text_files import READ_AS_RECORDS, is_text, text_files
 
 STDLIB_BYTES = 8 << 20  # 65,000 windows of 128: far more than a first run reads, and loaded in 0.1 s
 SYNTHETIC_WINDOWS = 65_536
@@ -178,6 +179,8 @@ def read_text(path: Path) -> bytearray:
 
 def _append(text: bytearray, path: Path, *, always: bool) -> None:
     with path.open("rb") as file:
-        if always or is_text(file):
+        if path.name.endswith(READ_AS_RECORDS):
+            text += wings.load(wings.TEXT_RECORDS).read(path)
+        elif always or is_text(file):
             while chunk := file.read(4 << 20):
                 text += chunk

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
+READ_AS_RECORDS = (".jsonl", ".jsonl.gz", ".txt.gz")  # ends of names of files that are not read as they are
 _LOOK_BYTES = 8192
 
 
@@ -22,7 +23,8 @@ def text_files(path: Path) -> list[Path]:
 
 
 def is_text(file: BinaryIO) -> bool:
-    """Whether an open file has no NUL in its first 8 KiB (git's rule). Sets the position to the start of the file."""
+    """Whether an open file has no NUL in its first 8 KiB (git's rule), or a name of READ_AS_RECORDS. Sets the position
+    to the start of the file."""
     start = file.read(_LOOK_BYTES)
     file.seek(0)
-    return b"\0" not in start
+    return b"\0" not in start or str(file.name).endswith(READ_AS_RECORDS)

@@ -134,7 +134,7 @@ ROOMS = {
         "wings.optuna": "commands compose config plan records report",
         "plugins": "config wings.optuna",
         "wings.page": "config records report text wings",
-        "wings.pairs": "workloads",
+        "wings.pairs": "config workloads",
         "wings.pretrained": "config text wings.pairs workloads",
         "wings.scripts": "commands config exit_codes launch machine records text",
         "wings.slurm": "config launch machine records report tracking",

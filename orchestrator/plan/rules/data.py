@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from orchestrator import wings
 from orchestrator.config import pretrained
 from orchestrator.config.near import fix_of_path
 from orchestrator.config.schema import Adapter, AdapterKind, Batch, Data, DataKind, Measure, Model, Tokenizer
@@ -36,7 +37,8 @@ def text_is_there(scene: Scene, data: Data) -> Broken | None:
         return None
     path, pairs = expanded(data.path), data.kind is DataKind.pairs
     if path.is_file() or (path.is_dir() and not pairs):  # a device or a pipe may never end, and cannot be read twice
-        return None
+        found: Broken | None = wings.load(wings.FIRST_RECORD)(path, str(data.kind))
+        return found
     fixes = () if path.exists() else fix_of_path("data.path", path, also_files=True)
     rule = f"data.path must be a regular file{'' if pairs else ' or a folder'} that is there"
     return Broken(rule, data.path, (*fixes, "data=stdlib data.path=null"))

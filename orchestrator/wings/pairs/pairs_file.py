@@ -18,7 +18,7 @@ ROLES = {
 }
 # The keys of the prompt and of the response of a record.
 PAIR_KEYS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"), ("question", "answer"))
-FORMS = f"{', '.join('/'.join(keys) for keys in PAIR_KEYS)} {MESSAGES} or {CONVERSATIONS}"
+FORMS = f"{', '.join('/'.join(keys) for keys in PAIR_KEYS)}, {MESSAGES} or {CONVERSATIONS}"
 
 
 class Pair(NamedTuple):
@@ -58,14 +58,14 @@ def _pairs(path: Path) -> Iterator[Pair]:
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"data.path: expected JSON in UTF-8, found other bytes in {path}: {error}") from None
     if text.lstrip()[:1] == "[":
-        for number, record in enumerate(_parsed(str(path), text), start=1):
+        for number, record in enumerate(parsed(str(path), text), start=1):
             yield pair_of(f"{path}, record {number}", record)
         return
     # A text may hold other characters at which splitlines would divide it.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             place = f"{path}, line {number}"
-            yield pair_of(place, _parsed(place, line))
+            yield pair_of(place, parsed(place, line))
 
 
 def opened(path: Path) -> BinaryIO:
@@ -73,7 +73,8 @@ def opened(path: Path) -> BinaryIO:
     return cast("BinaryIO", gzip.open(path)) if path.name.endswith(".gz") else path.open("rb")
 
 
-def _parsed(place: str, text: str) -> Any:
+def parsed(place: str, text: str | bytes) -> Any:
+    """The JSON of a record. ValueError if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -84,6 +85,7 @@ def _parsed(place: str, text: str) -> Any:
 
 
 def pair_of(place: str, record: Any) -> Pair:
+    """A record as a pair. ValueError, which begins with `place`, if it is none."""
     if not isinstance(record, dict):
         raise ValueError(f"{place}: expected an object with {FORMS}, found {type(record).__name__}")
     answers = [
@@ -98,10 +100,10 @@ def pair_of(place: str, record: Any) -> Pair:
     keys = next((keys for keys in PAIR_KEYS if keys[0] in record and keys[1] in answers), None)
     if keys is None:
         raise ValueError(f"{place}: expected an object with {FORMS}, found the keys {', '.join(record) or 'none'}")
-    prompt, response = (_text(place, key, record[key]) for key in keys)
+    prompt, response = (text_of(place, key, record[key]) for key in keys)
     if not prompt:
         raise ValueError(f"{place}: expected a text as its {keys[0]}, found an empty one")
-    more = _text(place, "input", record.get("input") or "") if keys[0] == "instruction" else ""
+    more = text_of(place, "input", record.get("input") or "") if keys[0] == "instruction" else ""
     return Pair(({"role": "user", "content": f"{prompt}\n{more}" if more else prompt},), response)
 
 
@@ -110,7 +112,7 @@ def _conversation(place: str, turns: Any, key: str) -> Pair:
     last = max((at for at, one in enumerate(turns) if one.get("role") == "assistant"), default=0) if are_turns else 0
     if last == 0:
         raise ValueError(f"{place}: expected {key} of which one after the first is the assistant's, found none")
-    plain = [{name: _text(place, name, one.get(name)) for name in ("role", "content")} for one in turns[: last + 1]]
+    plain = [{name: text_of(place, name, one.get(name)) for name in ("role", "content")} for one in turns[: last + 1]]
     return Pair(tuple(plain[:-1]), plain[-1]["content"])
 
 
@@ -133,7 +135,8 @@ def _of_sharegpt(place: str, record: Mapping[str, Any]) -> Any:
     return [*first, *named]
 
 
-def _text(place: str, key: str, value: Any) -> str:
+def text_of(place: str, key: str, value: Any) -> str:
+    """The value of a key. ValueError if it is no text."""
     if not isinstance(value, str):
         raise ValueError(f"{place}: expected a text as its {key}, found {type(value).__name__}")
     try:

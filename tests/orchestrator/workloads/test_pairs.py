@@ -12,9 +12,12 @@ import pytest
 from harness.ranks import run_alone
 from harness.sft_files import make_sft_files
 
+from orchestrator.wings.pairs.first_record import problem
 from orchestrator.wings.pairs.pairs_file import Pair, read_pairs
+from orchestrator.wings.pairs.text_records import LINES
 from orchestrator.wings.pairs.windows import BYTE_END, Encoded, PairWindows, bytes_of_pairs
 from orchestrator.workloads.data import IGNORED_LABEL, TokenData, load_data
+from orchestrator.workloads.sources import read_text
 
 GOOD = '{"prompt": "a", "response": "\u2028"}'
 USER = {"role": "user", "content": "two?"}
@@ -88,6 +91,47 @@ def test_a_file_that_holds_no_pairs_is_refused_with_its_place(text: str, told: s
     file.write_text(text)
     with pytest.raises(ValueError, match=told):
         read_pairs(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind", "told", "fix"),
+    [
+        ("a.jsonl", '\n{"text": "a"}\n{', "pairs", "line 2: expected an object with prompt", ("data=text",)),
+        (
+            "a.jsonl",
+            '{"prompt": "a", "response": "b"}',
+            "text",
+            "line 1: expected an object with text",
+            ("data=pairs",),
+        ),
+        ("a.jsonl.gz", "3", "text", "found int", ()),
+        ("a.json", '[{"a":', "pairs", "expected a JSON array of objects", ()),
+        ("a.json", '[{"a": "b"}]', "pairs", "record 1: expected an object", ()),
+        ("a.tar.gz", "x", "text", "found another .gz", ()),
+        ("a.jsonl", '{"text": "a"}', "text", "None", None),
+        ("a.json", GOOD, "pairs", "None", None),
+        ("a.json", "[" + GOOD, "text", "None", None),
+    ],
+)
+def test_the_first_record_is_checked_before_a_start(
+    name: str, text: str, kind: str, told: str, fix: tuple[str, ...] | None, tmp_path: Path
+) -> None:
+    content = text.encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    for path in [tmp_path / name, tmp_path][: 2 if name.endswith(LINES) else 1]:
+        found = problem(path, kind)
+        assert told in str(found).replace(f"{path}", "")
+        assert (None if found is None else found.fix) == fix
+
+
+def test_texts_of_records_and_of_compressed_files_are_read(tmp_path: Path) -> None:
+    records = [{"text": "one\u2028"}, {"text": "two\n", "id": 3}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"three"))
+    assert read_text(tmp_path).decode() == "one\u2028\ntwo\nthree"
+    (tmp_path / "a.jsonl").write_text('{"prompt": "one"}')
+    with pytest.raises(ValueError, match="line 1: expected an object with text"):
+        read_text(tmp_path)
 
 
 def test_labels_of_prompts_and_of_filling_are_ignored() -> None:

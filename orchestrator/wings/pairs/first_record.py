@@ -1,0 +1,84 @@
+"""Looks at the first record of a file of data, so that a wrong file is refused before anything starts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.strict import Broken
+from orchestrator.wings.pairs.pairs_file import CONVERSATIONS, MESSAGES, PAIR_KEYS, opened, pair_of, parsed
+from orchestrator.wings.pairs.text_records import LINES, TEXT, text_record
+from orchestrator.workloads.text_files import READ_AS_RECORDS, text_files
+
+LOOK_BYTES = 1 << 20  # a record that is longer is judged by the ranks
+PAIRS = "pairs"
+
+
+def problem(path: Path, kind: str) -> Broken | None:
+    """What is wrong with the first record of data.path, a file or a folder that is there; None if nothing is, or if it
+    cannot be told from the first bytes."""
+    stat = path.stat()
+    return _problem(path, kind, (stat.st_mtime_ns, stat.st_size))
+
+
+@lru_cache  # each point of a sweep asks
+def _problem(path: Path, kind: str, stamp: tuple[int, int]) -> Broken | None:
+    try:
+        for file in text_files(path):
+            if kind == PAIRS or file.name.endswith(LINES):
+                _check(file, kind)
+            elif file == path and file.name.endswith(".gz") and not file.name.endswith(READ_AS_RECORDS):
+                raise ValueError(f"{file}: expected text, {' or '.join(READ_AS_RECORDS)}, found another .gz")
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        return Broken(f"data.path: expected a compressed file in {path}", f"another: {error}")
+    except OSError:
+        return None  # the ranks say why it cannot be read
+    except _WrongRecord as error:
+        return Broken(*_rule(error), error.fix)
+    except ValueError as error:
+        return Broken(*_rule(error))
+    return None
+
+
+class _WrongRecord(ValueError):
+    def __init__(self, text: str, record: Any, kind: str) -> None:
+        super().__init__(text)
+        keys = record if isinstance(record, dict) else {}
+        is_pair = MESSAGES in keys or CONVERSATIONS in keys or any(set(pair) <= set(keys) for pair in PAIR_KEYS)
+        self.fix = ("data=text",) if kind == PAIRS and TEXT in keys else ("data=pairs",) if is_pair else ()
+        if kind == PAIRS and is_pair:
+            self.fix = ()
+
+
+def _rule(error: ValueError) -> tuple[str, str]:
+    rule, _, found = str(error).partition(", found ")
+    return f"data.path: {rule.removeprefix('data.path: ')}", found
+
+
+def _check(path: Path, kind: str) -> None:
+    with opened(path) as file:
+        start = file.read(LOOK_BYTES)
+    whole, text = len(start) < LOOK_BYTES, start.decode(errors="replace").lstrip()
+    if kind == PAIRS and text.startswith("["):
+        place = f"{path}, record 1"
+        inside = text[1:].lstrip()
+        try:
+            record, _ = json.JSONDecoder().raw_decode(inside)
+        except (ValueError, RecursionError):
+            if whole:  # of a whole file, the same error as the ranks'
+                parsed(str(path), text)
+            return
+    else:
+        line, end, _ = text.partition("\n")
+        if not text or not (end or whole):
+            return
+        place = f"{path}, line {1 + start[: len(start) - len(start.lstrip())].count(10)}"
+        record = parsed(place, line)
+    try:
+        pair_of(place, record) if kind == PAIRS else text_record(place, record)
+    except ValueError as error:
+        raise _WrongRecord(str(error), record, kind) from None
