@@ -58,7 +58,7 @@ ODD_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Further architectures of which sequences are divided, with their own defaults that these sizes need.
 PART_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma": ("gemma", {"num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0}),
+    "gemma": ("gemma", {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}),
     "granite": ("granite", {"num_key_value_heads": 2, "embedding_multiplier": 1.5, "logits_scaling": 2.0}),
     "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": None}),
     "olmo2": ("olmo2", {"num_key_value_heads": 4}),

@@ -16,6 +16,7 @@ from harness.divided import (
     LR,
     MICRO,
     ODD_KINDS,
+    PART_KINDS,
     VOCABULARY,
     DividedRun,
     batch_of,
@@ -39,6 +40,7 @@ from zero_runtime.errors import PlanError
 from zero_runtime.offload_plan import OffloadPlan
 from zero_runtime.optim.configs import LambConfig, MuonConfig, OptimizerConfig
 from zero_runtime.parallel.tensor.division import TensorParallel
+from zero_runtime.parallel.tensor.tokens import FINAL_NORMS
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
@@ -114,6 +116,12 @@ def test_adapters_at_other_stages_and_degrees_equal_plain_torch(stage: int, degr
     kinds = ("gpt2", "llama_wide_heads", "neox_tied") if degree == 4 else ("llama_biased", "qwen3", "neox", "gpt2")
     runs = [DividedRun(kind, stage, degree, micro_batches=2, adapter_rank=3) for kind in kinds]
     check(4, [*runs, replace(runs[0], precision=BF16)])
+
+
+def test_further_architectures_with_parts_of_tokens_equal_plain_torch() -> None:
+    further = [kind for kind in PART_KINDS if kind in FINAL_NORMS]
+    assert len(further) == 4
+    check(4, [DividedRun(kind, 1, 2, micro_batches=2, gathers_logits=False) for kind in further])
 
 
 @pytest.mark.full
