@@ -114,7 +114,8 @@ def _export_adapter(checkpoint: CheckpointReader, out: Path, dtype: str, config:
         adapters.lora_config(settings["rank"], settings["alpha"], settings["targets"], base), out
     )
     print(f"{weights}; only the adapters")
-    print(f"next     peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('{base}'), '{out}')")
+    print(f"next     {_generating(out)}")
+    print(f"Python   peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('{base}'), '{out}')")
 
 
 def _export_merged(checkpoint: CheckpointReader, out: Path, asked: str | None, config: dict[str, Any]) -> None:
@@ -128,7 +129,7 @@ def _export_merged(checkpoint: CheckpointReader, out: Path, asked: str | None, c
             config["model"]["config"]["tie_word_embeddings"] = False
         print(f"{weights}; adapters merged; {write_companions(out, config, dtype)}")
     _propose("AutoModelForCausalLM", out)
-    print(f"         {program()} generate {shlex.join([f'model.path={out}', 'prompt=Once'])}")
+    print(f"         {_generating(out)}")
 
 
 def _write(source: TensorSource, out: Path, dtype: str, stem: str = "model") -> str:
@@ -141,6 +142,11 @@ def _write(source: TensorSource, out: Path, dtype: str, stem: str = "model") -> 
     return (
         f"written: {out}: {parameters} parameters in {dtype}, {size(written.bytes)}, {many(len(written.files), 'file')}"
     )
+
+
+def _generating(out: Path) -> str:
+    """The command that generates with what was written."""
+    return f"{program()} generate {shlex.join([f'model.path={out}', 'prompt=Once'])}"
 
 
 def _propose(name: str, out: Path) -> None:
