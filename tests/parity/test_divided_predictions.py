@@ -7,6 +7,7 @@ them in a step, and the bytes in the ledger.
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from orchestrator.workloads.models import token_losses
 from zero_runtime.census import take_census
 from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.parallel.tensor.division import head_of
+from zero_runtime.same_host.sizes import terms_bytes
 from zero_runtime.wire import Wire
 
 RANKS = 4
@@ -60,7 +62,7 @@ STAGES = [divided(stage) for stage in range(4)]
 OTHERS = [
     divided(1, "gpt2", "bf16", 2),
     divided(2, "llama", "bf16 in fp32", 2, "full"),
-    divided(1, "gpt_neox", "fp32", 1, "by_operation"),
+    divided(3, "gpt_neox", "fp32", 1, "by_operation"),
     divided(3, "llama", "bf16", 1, "every_nth"),
     divided(0, "gpt2", "fp32", 2, "full"),
     replace(divided(3), zero=Zero(stage=3, unit_numel=40_000)),  # several units in a block
@@ -129,6 +131,12 @@ def predicted(config: RunConfig, known: dict[str, Any]) -> Bytes:
     return Bytes(memory.parts[0].peaks.between_steps, peak.total - existing, memory.sent_bytes())
 
 
+def late_terms(config: RunConfig, known: dict[str, Any]) -> int:
+    """The most bytes of the terms of one sum: those of the largest unit's shard, in fp32."""
+    largest = max(sum(math.prod(shape) for _, shape in unit["shapes"]) for unit in known[units_key(config)]["units"])
+    return terms_bytes(4 * -(-largest * config.parallel.group // RANKS))
+
+
 def check(configs: list[RunConfig]) -> None:
     known: dict[str, Any] = {}
     expected = [predicted(config, known) for config in configs]
@@ -138,7 +146,11 @@ def check(configs: list[RunConfig]) -> None:
             assert found.between == wanted.between, what
             # Several units of a block are gathered more often than the closed form counts, with slices and without.
             assert found.sent == wanted.sent or config.zero.unit_numel is not None, what
-            assert abs(wanted.peak / found.peak - 1) <= ALLOWED_WORST, f"{what}: {wanted.peak} and {found.peak}"
+            # A rank that reads the others' memory may sum a unit's gradients during any of its waits: when that is
+            # depends on which rank comes first, and the terms of the sum then come to other tensors than predicted.
+            beyond = found.peak - late_terms(config, known) - wanted.peak
+            assert beyond <= ALLOWED_WORST * found.peak, f"{what}: {wanted.peak} and {found.peak}"
+            assert wanted.peak - found.peak <= ALLOWED_WORST * found.peak, f"{what}: {wanted.peak} and {found.peak}"
 
 
 def test_states_peaks_and_messages_of_every_stage_are_the_predicted_ones() -> None:
