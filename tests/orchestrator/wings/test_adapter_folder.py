@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.in_memory import InMemory
 
 from orchestrator.config import pretrained
 from orchestrator.config.schema import Model
@@ -21,7 +22,7 @@ def test_a_part_of_a_merged_matrix_is_that_part_of_the_whole() -> None:
         "base_model.model.a.lora_A.weight": torch.randn(3, 7),
         "base_model.model.a.lora_B.weight": torch.randn(5, 3),
     }
-    merged = MergedLora(_Held(base), _Held(pair), model, 2.0)
+    merged = MergedLora(InMemory(base), InMemory(pair), model, 2.0)
     a, b = (value.double() for value in pair.values())
     exact = (base["a.weight"].double() + 2.0 * b @ a).reshape(-1)
     # Three products, two sums, the scale (exact) and the sum with W: at most five roundings of values below these.
@@ -29,25 +30,6 @@ def test_a_part_of_a_merged_matrix_is_that_part_of_the_whole() -> None:
     for start, stop in ((0, 35), (3, 20), (8, 9), (34, 35)):
         found = merged.read("a.weight", start, stop).double()
         assert ((found - exact[start:stop]).abs() <= bound[start:stop]).all()
-
-
-class _Held:
-    """Tensors in memory: a TensorSource."""
-
-    def __init__(self, values: dict[str, torch.Tensor]) -> None:
-        self._values = values
-
-    def names(self) -> list[str]:
-        return list(self._values)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._values[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._values[name].dtype
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._values[name].reshape(-1)[start:stop].clone()
 
 
 PLAIN_LORA = {"peft_type": "LORA", "r": 3, "lora_alpha": 6}

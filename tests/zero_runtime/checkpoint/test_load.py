@@ -25,6 +25,7 @@ from harness.checkpoints import (
     train,
     whole,
 )
+from harness.in_memory import InMemory
 from harness.models import TinySpec
 from harness.oracle import ADAMW
 from harness.ranks import run_ranks
@@ -193,25 +194,6 @@ def test_loss_scale_update_count_and_random_states_of_all_ranks_are_restored(tmp
 
 
 # ---- from any source -------------------------------------------------------------------------------------------------
-
-
-class InMemory:
-    """A TensorSource of values in memory, by name."""
-
-    def __init__(self, values: dict[str, torch.Tensor]) -> None:
-        self._values = values
-
-    def names(self) -> list[str]:
-        return list(self._values)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._values[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._values[name].dtype
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._values[name].reshape(-1)[start:stop].clone()
 
 
 def filled_from_memory(stage: int) -> None:
