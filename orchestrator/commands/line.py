@@ -49,7 +49,7 @@ def run(composition: Composition, asked: Arguments) -> int:
     if problems:
         raise Refusal(problems)
     _check_fault(points)
-    _note_gpus(scene, points[0].config)
+    _note_machine(scene, [point.config for point in points])
     as_json = "--json" in asked.flags
     from orchestrator.plan.rules.output import place_problems
 
@@ -112,7 +112,7 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: Scene) -> 
     for problem in few(problems):
         complain(f"refused: {problem}")
     _check_fault(points)
-    _note_gpus(scene, points[0].config)
+    _note_machine(scene, [point.config for point in points])
     if composition.sweep.prune in ("off", False) and "--prune" not in asked.flags:
         wishes = replace(wishes, prune=False)
     return SweepRequest(
@@ -177,8 +177,12 @@ def _wishes(asked: Arguments) -> Wishes:
     )
 
 
-def _note_gpus(scene: Scene, config: RunConfig) -> None:
-    idle = scene.hardware.idle_gpus
+def _note_machine(scene: Scene, configs: Sequence[RunConfig]) -> None:
+    config = configs[0]
+    idle, cores = scene.hardware.idle_gpus, scene.hardware.cores
+    ranks = max(one.resources.ranks for one in configs)
+    if ranks > cores and config.resources.device is Device.cpu and config.cluster.kind is ClusterKind.local:
+        complain(f"warning: {ranks} CPU ranks take turns on {cores} cores: their speed is not that of as many cores")
     if idle and config.resources.device is Device.cpu:
         print(f"note: {idle} GPUs stay idle: the installed torch is built without CUDA", file=sys.stderr)
     warning = environment.caution(os.environ, config.resources.device)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator import wings
 from orchestrator.compose import folders
 from orchestrator.compose.arguments import Arguments
 from orchestrator.compose.composition import Composition
@@ -30,11 +32,14 @@ def composed(asked: Arguments) -> Composition:
 
     folder = asked.flags.get("--config-dir")
     problems = [*asked.problems, *_folder_problems(folder)]
+    if any(word.startswith(("model=", "model.path=")) and "/" in word for word in asked.overrides):
+        asked.overrides = wings.load(wings.MODEL_NAMES)(asked.overrides)
     # Shell completion gets words that are still incomplete, so they are not checked.
     if asked.shows_config or not asked.shows:
         tree = read_tree(folder)
         problems += overrides.check(asked.overrides, tree, multirun=asked.multirun, flags=asked.folders())
     _note_own_files(asked)
+    _note_replaced(asked.overrides)
     if problems:
         raise Refusal(problems)
     from orchestrator.compose import compose  # imported here: it looks for plugins, which no wrong word needs
@@ -60,6 +65,14 @@ def _note_own_files(asked: Arguments) -> None:
     for file in (own / f"{folders.PRIMARY}.yaml" for own in folders.own_folders(folder)):
         if file.is_file() and "--config-name" not in asked.flags:
             _note(f"{shown(file)} is not used: give it another name, and --config-name NAME")
+
+
+def _note_replaced(words: Sequence[str]) -> None:
+    """Names a setting that is given twice: the last one is used."""
+    last = {word.partition("=")[0]: word for word in words}
+    for word in words:
+        if "=" in word and word != (kept := last[word.partition("=")[0]]):
+            _note(f"{kept} replaces {word}, which is given before it")
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.errors import HydraException, OverrideParseException
 
-from orchestrator.compose import suggestions
+from orchestrator import wings
 from orchestrator.compose.settable import OPEN_KEYS, WHOLE_FILES, Tree, is_native
 from orchestrator.compose.sweep_file import SweepFile, spelled
 from orchestrator.config.strict import convert, wanted
@@ -34,7 +34,7 @@ def check(words: Sequence[str], tree: Tree, *, multirun: bool, flags: Sequence[s
         typed, equals, text = word.partition("=")
         key = typed.lstrip("+~").strip()
         if not key or not (equals or typed.startswith("~")):
-            problems.append(suggestions.word(word, [other for other in words if other != word], tree))
+            problems.append(_hints().word(word, [other for other in words if other != word], tree))
             continue
         found = _check_key(typed[: -len(typed.lstrip("+~"))], key, text if equals else None, tree)
         try:
@@ -55,6 +55,11 @@ def check(words: Sequence[str], tree: Tree, *, multirun: bool, flags: Sequence[s
     return list(dict.fromkeys(problems))
 
 
+def _hints() -> Any:
+    """What a wrong word probably meant: a module that only wrong words need."""
+    return wings.load(wings.SUGGESTIONS)
+
+
 def unreadable(word: str, error: Exception) -> str:
     """Why Hydra's grammar cannot read the word, in one line, with the quotes that it probably needs."""
     if isinstance(error, RecursionError):
@@ -64,7 +69,7 @@ def unreadable(word: str, error: Exception) -> str:
     # Hydra puts the word, and 1.4 the whole command line, before some reasons.
     lines = [line.strip() for line in str(error).splitlines() if not line.startswith(("Error parsing", "Error when"))]
     reason = next(filter(None, lines), "")
-    return suggestions.quoted(word, reason) if isinstance(error, OverrideParseException) else f"{word}: {reason}"
+    return _hints().quoted(word, reason) if isinstance(error, OverrideParseException) else f"{word}: {reason}"
 
 
 def _spaced(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -98,7 +103,7 @@ def _check_key(sign: str, key: str, value: str | None, tree: Tree) -> list[str]:
         return []
     if _is_open(key) and (sign in ("+", "++") or is_native(key) or _below_known(key, tree)):
         return []
-    return [f"'{key}' is not a setting.{suggestions.key(key, value, tree)}"]
+    return [f"'{key}' is not a setting.{_hints().key(key, value, tree)}"]
 
 
 def _is_open(key: str) -> bool:
@@ -151,7 +156,7 @@ def _check_option(group: str, value: object, text: str, tree: Tree) -> str | Non
     option = (value if isinstance(value, str) else text).removesuffix(".yaml")
     if option in options or isinstance(value, dict):
         return None
-    return f"{group} has no option '{option}'.{suggestions.option(group, option, options)}"
+    return f"{group} has no option '{option}'.{_hints().option(group, option, options)}"
 
 
 def _check_scalar(key: str, value: object, text: str, hint: Any) -> str | None:
@@ -161,6 +166,6 @@ def _check_scalar(key: str, value: object, text: str, hint: Any) -> str | None:
         convert(hint, value)
     except ValueError:
         expected = wanted(hint, value)
-        near = suggestions.near_value(text, re.findall(r"\w+", expected)) if expected.startswith("one of") else None
+        near = _hints().near_value(text, re.findall(r"\w+", expected)) if expected.startswith("one of") else None
         return f"{key}={text}: expected {expected}" + (f". Did you mean '{near}'?" if near else "")
     return None

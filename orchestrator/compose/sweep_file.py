@@ -134,9 +134,19 @@ def _misshapen(data: Mapping[str, Any]) -> list[str]:
 
 def _as_lists(axes: Any) -> str:
     """The correct spelling of the axes that were written as a text instead of a list."""
-    texts = axes.items() if _is_mapping(axes) else ()
-    meant = [f"{key}: [{', '.join(value.replace(',', ' ').split())}]" for key, value in texts if isinstance(value, str)]
+    texts: list[list[str]] = []
+    for key, value in axes.items() if _is_mapping(axes) else ():
+        if value is None and texts:  # {zero: range(0,4)} is read as two keys: the second is the rest of a text
+            texts[-1][1] += f",{key}"
+        elif isinstance(value, str):
+            texts.append([key, value])
+    meant = [f"{key}: [{', '.join(map(str, _values(text)))}]" for key, text in texts]
     return f"; write {' '.join(meant)}" if meant else ""
+
+
+def _values(text: str) -> Sequence[object]:
+    numbers = re.fullmatch(r"range\((\d+), ?(\d+)\)", text)
+    return range(int(numbers[1]), int(numbers[2])) if numbers else text.replace(",", " ").split()
 
 
 def _is_mapping(value: Any) -> bool:

@@ -57,8 +57,13 @@ def completed(model: Model) -> Model:
         return model
     adapter = model.adapter and str(expanded(model.adapter).absolute())
     return replace(
-        model, path=str(path), adapter=adapter, name=path.name, model_type=config["model_type"], config=config
+        model, path=str(path), adapter=adapter, name=_name(path), model_type=config["model_type"], config=config
     )
+
+
+def _name(path: Path) -> str:
+    """That of the folder; in the hub's cache, where the folder is a revision's, that of the model."""
+    return path.parent.parent.name.rpartition("--")[2] if path.parent.name == "snapshots" else path.name
 
 
 def is_adapter(path: Path) -> bool:

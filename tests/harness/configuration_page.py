@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 
-from orchestrator.compose import folders, help_page
-from orchestrator.compose.meanings import DECIDES, option_comment, option_values, root_meaning
+from orchestrator.compose import folders
 from orchestrator.compose.settable import WHOLE_FILES, with_all_keys
 from orchestrator.config.schema import AskedConfig
 from orchestrator.config.strict import describe, hints_of
+from orchestrator.wings.words import help_page
+from orchestrator.wings.words.meanings import DECIDES, option_comment, option_values, root_meaning
 
 WIDTH = 120
 HEAD = """\

@@ -141,6 +141,7 @@ ROOMS = {
         "wings.torchrun": "commands config launch machine plan records report tracking",
         "wings.transport": "report text",
         "wings.validation": "config launch records report text worker workloads",
+        "wings.words": "compose config text",
         "wings.engines": "commands compose config exit_codes machine plan report text wings wings.page wings.predict "
         "worker",
         "wings.foreign": "commands compose config exit_codes plan records report text wings wings.engines "

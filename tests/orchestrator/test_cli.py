@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -129,7 +130,7 @@ def test_the_command_line_imports_nothing_heavy(line: str) -> None:
 
 
 def test_help_lists_every_group_and_marks_the_defaults() -> None:
-    done = typed("zero=stage1", "-h")
+    done = typed("--help", "all")
     assert done.returncode == 0
     assert "stage2*" in done.stdout
     assert "model.config.KEY" in done.stdout
@@ -137,6 +138,15 @@ def test_help_lists_every_group_and_marks_the_defaults() -> None:
         assert group.stem in done.stdout or group.suffix
     usual = done.stdout.replace(program(), ".venv/bin/python run.py")  # the place of an interpreter may be longer
     assert max(map(len, usual.splitlines())) <= 120
+
+
+def test_the_short_help_has_every_verb_and_fits_a_terminal() -> None:
+    done = typed("zero=stage1", "-h")
+    assert done.returncode == 0
+    lines = done.stdout.replace(program(), "zlab").splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    assert [verb for verb in VERBS if not re.search(rf"^  (.*, )?{verb}\b", done.stdout, re.MULTILINE)] == []
 
 
 @pytest.mark.parametrize(

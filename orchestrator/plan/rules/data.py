@@ -15,6 +15,7 @@ from orchestrator.text.paths import expanded
 BYTE_TOKENS = 256
 # The kinds of data that are read from data.path, and what it is.
 FROM_FILES = {DataKind.text: "FILE_OR_FOLDER", DataKind.pairs: "FILE.json"}
+MOST_FILES = 3  # of a folder, that a fix names
 LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 
 
@@ -40,8 +41,10 @@ def text_is_there(scene: Scene, data: Data) -> Broken | None:
         found: Broken | None = wings.load(wings.FIRST_RECORD)(path, str(data.kind))
         return found
     fixes = () if path.exists() else fix_of_path("data.path", path, also_files=True)
+    if path.is_dir():
+        fixes = tuple(f"data.path={file}" for file in sorted(path.glob("*.json*"))[:MOST_FILES])
     rule = f"data.path must be a regular file{'' if pairs else ' or a folder'} that is there"
-    return Broken(rule, data.path, (*fixes, "data=stdlib data.path=null"))
+    return Broken(rule, data.path, fixes or ("data=stdlib data.path=null",))
 
 
 def vocabulary_holds_bytes(scene: Scene, model: Model, data: Data) -> Broken | None:

@@ -12,13 +12,13 @@ import pytest
 from orchestrator.compose import arguments, compose, folders, line
 from orchestrator.compose.compose import ComposeError, OwnSource
 from orchestrator.compose.composition import Composition
-from orchestrator.compose.help_topics import Topics
 from orchestrator.compose.labels import sweep_name
 from orchestrator.compose.settable import read_tree
 from orchestrator.config.strict import Refusal
 from orchestrator.machine.hardware import Hardware
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
+from orchestrator.wings.words.help_topics import Topics
 
 LAPTOP = Scene(Hardware(cores=4, cpu="cpu"))
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.compose import arguments, compose, suggestions
+from orchestrator.compose import arguments, compose
 from orchestrator.compose.compose import ComposeError
 from orchestrator.compose.overrides import check
 from orchestrator.compose.settable import Tree, read_tree
+from orchestrator.wings.words import suggestions
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -65,6 +66,15 @@ def tree() -> Tree:
         ("dtype=bf16", "Did you mean 'precision=bf16'?"),
         ("batch=8", "Did you mean 'batch.micro=8'?"),
         (f"data={__file__}", f"Did you mean 'data=text data.path={__file__}'?"),
+        ("data=x.jsonl", "options: pairs"),  # there is no such file
+        ("dataset=x.jsonl.gz", "Did you mean 'data=pairs data.path=x.jsonl.gz'?"),
+        ("deepspeed=ds.json", "run.py import ds.json'?"),
+        ("fp16=true", "Did you mean 'precision=fp16'?"),
+        ("lora_r=8", "Did you mean 'adapter=lora adapter.rank=8'?"),
+        ("adapter.r=8", "Did you mean 'adapter=lora adapter.rank=8'?"),
+        ("max_seq_length=512", "Did you mean 'batch.seq'"),
+        ("optim=adamw_torch", "Did you mean 'optimizer=adamw'?"),
+        ("gradient_checkpointing=true", "Did you mean 'recompute=full'?"),
         ("tracking.uri=[x", "tracking.uri=[x: no viable alternative at input '[x'"),
         ("optimizer.clip_norm={a:1}", "optimizer.clip_norm={a:1}: expected a number, or null"),
         ("batch.micro=foo(1)", "batch.micro=foo(1): HydraException while evaluating 'foo(1)': Unknown function 'foo'"),

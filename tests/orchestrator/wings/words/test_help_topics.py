@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from orchestrator import cli
-from orchestrator.compose.help_topics import Topics
-from orchestrator.compose.meanings import DECIDES, meaning
 from orchestrator.compose.settable import read_tree
 from orchestrator.config.strict import Refusal
 from orchestrator.text.paths import program
+from orchestrator.wings.words.help_topics import Topics
+from orchestrator.wings.words.meanings import DECIDES, meaning
 
 TOPICS = Topics(read_tree())
 

@@ -19,14 +19,22 @@ from orchestrator.text.paths import expanded, program
 KEYS = {
     "epochs": "train.epochs",
     "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
     "max_steps": "train.max_steps",
     "train_steps": "train.max_steps",
     "batch_size": "batch.micro",
+    "per_device_train_batch_size": "batch.micro",
     "micro_batch_size": "batch.micro",
     "gradient_accumulation_steps": "batch.accumulation",
     "seq_len": "batch.seq",
     "seq_length": "batch.seq",
     "sequence_length": "batch.seq",
+    **dict.fromkeys(("max_seq_length", "max_length", "model_max_length", "cutoff_len", "block_size"), "batch.seq"),
+    "max_grad_norm": "optimizer.clip_norm",
+    "optim": "optimizer",
+    "lr_scheduler_type": "scheduler",
+    "gradient_checkpointing": "recompute",
+    "model_name_or_path": "model.path",
     "learning_rate": "optimizer.lr",
     "gpus": "resources.ranks",
     "num_gpus": "resources.ranks",
@@ -42,7 +50,18 @@ KEYS = {
     "sequence_parallel_size": "parallel.sp",
     "ulysses": "parallel.sp",
 }
-VALUES = {"gpu": "cuda", "float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+# Other programs' names for one of our options, or for a key of an option that must be chosen too.
+LINES = {
+    **{name: f"precision={name}" for name in ("fp32", "fp16", "bf16")},
+    **dict.fromkeys(("lora_r", "lora_rank", "adapter.r"), "adapter=lora adapter.rank={}"),
+    **dict.fromkeys(("lora_alpha", "adapter.lora_alpha"), "adapter=lora adapter.alpha={}"),
+    **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config"), "PROGRAM import {}"),
+    **dict.fromkeys(("dataset", "dataset_path", "train_file", "data_path"), "data={}"),
+}
+VALUES = {
+    **{"gpu": "cuda", "float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"},
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+}
 # The key to suggest if a group is given a number.
 NUMBERED = {
     "batch": "batch.micro",
@@ -51,8 +70,7 @@ NUMBERED = {
     "optimizer": "optimizer.lr",
     "parallel": "parallel.tp",
 }
-# The option and the key to suggest if a group is given a file or folder.
-FILED = {"data": "data=text data.path", "model": "model=pretrained model.path"}
+RECORDS = re.compile(r".*\.(jsonl?|parquet|arrow)(\.gz)?")  # files that hold samples rather than text
 GRAMMAR = re.compile(r"[\[{]|(choice|range|interval|glob|shuffle|sort|tag)\(")  # begins what is no text
 # Words taken for verbs, though a run and a sweep have none, and the flags that the command needs instead.
 NOT_VERBS = {"run": (), "train": (), "start": (), "plan": ("--plan",), "sweep": ("-m",), "help": ("--help",)}
@@ -69,8 +87,8 @@ def option(group: str, text: str, options: Sequence[str]) -> str:
     numbered = NUMBERED.get(group)
     if numbered and re.fullmatch(r"[\d.e+-]+", text):
         hint = f" Did you mean '{numbered}={text}'?"
-    elif group in FILED and text and os.path.exists(expanded(text)):
-        hint = f" Did you mean '{FILED[group]}={text}'?"
+    elif group == "data" and text and os.path.exists(expanded(text)):
+        hint = f" Did you mean '{_data(text)}'?"
     else:
         ends = next((one for one in options if text and one.endswith(text)), None)
         begins = next((one for one in options if one.startswith(f"{text}_")), None)  # h100 is h100_80gb, not h200
@@ -79,8 +97,15 @@ def option(group: str, text: str, options: Sequence[str]) -> str:
     return f"{hint}      options: {' '.join(options)}"
 
 
+def _data(path: str) -> str:
+    return f"data={'pairs' if RECORDS.fullmatch(path) else 'text'} data.path={path}"
+
+
 def key(name: str, value: str | None, tree: Tree) -> str:
     """The suggestion for an unknown key. The last part of a key is sufficient: micro is batch.micro."""
+    if value and name in LINES:
+        meant = _data(value) if LINES[name] == "data={}" else LINES[name].format(value).replace("PROGRAM", program())
+        return f" Did you mean '{meant}'?"
     group, _, last = name.rpartition(".")
     mapping = ".".join(name.split(".")[:2])
     if mapping not in (name, *OPEN_KEYS) and (near := nearest(mapping, OPEN_KEYS)):
@@ -91,6 +116,8 @@ def key(name: str, value: str | None, tree: Tree) -> str:
     if known is None and siblings and nearest(last, siblings) is None:
         return f"      {group} has: {' '.join(siblings)}"
     near = known or nearest(name, [*tree.groups, *tree.keys]) or tails.get(nearest(last, tails) or "")
+    if near == "recompute":
+        return " Did you mean 'recompute=full'?"
     if near in tree.groups:
         options = tree.groups[near]
         return f" Did you mean '{near}={near_value(value or '', options) or value}'?      options: {' '.join(options)}"

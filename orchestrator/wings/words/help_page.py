@@ -13,25 +13,42 @@ from orchestrator.config.strict import describe
 from orchestrator.text.paths import program
 
 WIDTH = 120
-HEAD = """\
-Runs ZeRO training as an experiment: one point, or a sweep with one table at its end.
+# What `--help` prints; PROGRAM is replaced by how this program is started.
+SHORT = """\
+Which ZeRO stage, precision, offload and batch is the fastest that fits?
 
-  python run.py zero=stage2 precision=bf16                                 one point
-  python run.py -m zero=stage0,stage1,stage2,stage3 precision=fp32,bf16    a sweep: every combination
-  python run.py sweeps=stages                                              a sweep from a file of sweeps/
-  python run.py data=text data.path=FILE_OR_FOLDER                         your own text
-  torchrun --nproc-per-node 2 run.py zero=stage3                           joins the processes that are there
-  python run.py fit model=llama2_7b hardware=a100_80gb                     what fits; no GPU needed
-  python run.py export-weights CHECKPOINT OUT --dtype bf16                 a checkpoint as Hugging Face files
-  python run.py import ds_config.json                                      a DeepSpeed setup as one of ours
-  python run.py export RUN --to deepspeed                                  a point for another stack
-  python run.py io-bench FOLDER                                            a drive's speed, offload settings
-  python run.py launch --ranks 2 SCRIPT.py ARGUMENTS                       your own script, on ranks here
-  python run.py doctor                                                     what this machine has and can run
-  python run.py list | status | watch | logs | report | cancel | resume | retry    sweeps, from any terminal
-  python run.py compare SWEEP [SWEEP]                                      what became slower or larger
-  python run.py ui                                                         the dashboard
-  python run.py completion bash                                            tab completion; also zsh, fish
+  PROGRAM zero=stage2 precision=bf16               one run
+  PROGRAM -m zero=stage1,stage2 batch.micro=2,4    a sweep, with one table
+  PROGRAM sweeps=stages                            a sweep from a file of sweeps/
+  PROGRAM measure=train data=pairs data.path=FILE  trains on your own prompts
+  torchrun --nproc-per-node 2 run.py zero=stage3   joins processes
+
+Verbs (PROGRAM VERB --help)
+  fit model=NAME hardware=NAME     what fits, and why; needs no GPU
+  choose model=NAME                the fastest that fits, with a few short runs
+  calibrate                        measures what predicted speeds need
+  list, status, watch, logs        sweeps of this folder, from any terminal
+  report, compare, ui, sync        tables, pictures, MLflow
+  cancel, resume, retry            ends, goes on, runs failed points again
+  import ds_config.json            your DeepSpeed setup as settings
+  export RUN --to deepspeed        a point for another engine
+  export-weights CHECKPOINT OUT    a checkpoint as Hugging Face files; --merge
+  generate model.path=FOLDER       text from a model
+  launch --ranks 2 SCRIPT.py       your own script on ranks of this machine
+  doctor, io-bench FOLDER          what this machine can run; a drive's speed
+  completion bash                  tab completion; also zsh, fish
+
+Flags
+  --plan        what a line would run, predicted; starts nothing
+  --fresh       measure again what was measured      --retry error,oom,...
+  --detach      return, and leave the sweep running  --prune off
+  --json        one JSON document on stdout          --version
+
+--help all: every group, option, setting and flag     --help WORD: what it means
+Exit codes: 0 all answered, 1 a point failed, 2 the line was wrong, 3 points are
+left, 4 nothing fits, 130 stopped"""
+HEAD = """\
+All groups, settings and flags; `--help` has the verbs.
 """
 # Keys that are defined by other libraries; a + adds one that the option's file does not have.
 OPEN = (
@@ -62,6 +79,11 @@ Exit codes: 0 every point has its answer (out of memory is one), 1 at least one 
 nothing was started, 3 some points are left, 4 nothing fits, 130 stopped."""
 
 
+def short() -> str:
+    """The page of what is typed most, of at most 40 lines and 80 columns where the program's name is short."""
+    return SHORT.replace("PROGRAM", program())
+
+
 def page(primary: Path, tree: Tree) -> str:
     """The page, ready to print; * marks the default option of a group."""
     chosen = default_choices(primary)
@@ -71,7 +93,7 @@ def page(primary: Path, tree: Tree) -> str:
     keys += [f"  {key:<26} {text}" for key, text in OPEN]
     return "\n".join(
         [
-            HEAD.replace("python run.py", program()),
+            HEAD,
             "Groups: group=option (* = default)      --help GROUP: their meaning, and that of their keys",
             *groups,
             "",

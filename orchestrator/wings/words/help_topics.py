@@ -8,16 +8,18 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from orchestrator.compose import folders, help_page
-from orchestrator.compose.meanings import DECIDES, group_class, meaning, option_comment, option_values
+from orchestrator.compose import folders
 from orchestrator.compose.settable import WHOLE_FILES, Tree, with_all_keys
-from orchestrator.config.near import did_you_mean
 from orchestrator.config.strict import Refusal, describe
 from orchestrator.text.paths import program
+from orchestrator.wings.words import help_page
+from orchestrator.wings.words.meanings import DECIDES, group_class, meaning, option_comment, option_values
 
+ALIKE = 0.75  # the least similarity of a word that is proposed: any word can be asked, and few are alike by chance
 _LINK = re.compile(r" ?\(\[[^]]*\]\([^)]*\)\)")
 
 
@@ -46,7 +48,8 @@ class Topics:
             pages = [textwrap.dedent("\n".join(self._key(key, full=True))) for key in keys]
             return "\n\n".join([*pages, *(self._option(group, name) for group in files)])
         known = [*self.tree.groups, *self.tree.keys, *(one for names in self.tree.groups.values() for one in names)]
-        hint = did_you_mean(name, known)
+        near = get_close_matches(name, known, n=1, cutoff=ALIKE)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
         raise Refusal([f"--help {name}: there is no group, key or option of that name.{hint}      all: --help"])
 
     def _group(self, group: str) -> str:

@@ -1,0 +1,48 @@
+"""Models as people name them: a folder, the config.json in it, or the name of a model in the hub's local cache."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.config.pretrained import CONFIG
+from orchestrator.config.strict import Refusal
+from orchestrator.text.paths import expanded
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # an organisation and a model, as the hub spells them
+
+
+def spelled(words: Sequence[str]) -> list[str]:
+    """The words, with `model=PATH` and `model=NAME` as the settings of a local folder. Refusal: a name of the hub whose
+    files are not here; nothing is downloaded."""
+    return [other for word in words for other in _spelled(word)]
+
+
+def _spelled(word: str) -> list[str]:
+    key, _, value = word.partition("=")
+    if key not in ("model", "model.path") or "/" not in value or "," in value:
+        return [word]
+    path = expanded(value)
+    if path.name == CONFIG and path.is_file():
+        path = path.parent
+    elif HUB_NAME.fullmatch(value) and not path.exists():
+        path = cached(value)
+    return [*(["model=pretrained"] if key == "model" else []), f"model.path={path}"]
+
+
+def cached(name: str) -> Path:
+    """The folder of the hub's cache with the files of the model `name`."""
+    from huggingface_hub import constants, try_to_load_from_cache  # imported here: only such a name needs it
+
+    found = try_to_load_from_cache(name, CONFIG)
+    if isinstance(found, str):
+        return Path(found).parent
+    fetch = f"hf download {shlex.quote(name)}"
+    raise Refusal(
+        [
+            f"{name}: expected a folder, or a model in the hub's cache ({constants.HF_HUB_CACHE}), found neither; "
+            f"nothing is downloaded here      fix: {fetch}   or, for fit alone: {fetch} {CONFIG}"
+        ]
+    )
