@@ -28,7 +28,7 @@ from orchestrator.records.record_shapes import JOB, STATE, SWEEP
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RETRIED, RunState
 from orchestrator.records.sweep_record import Standing, SweepPaths
-from orchestrator.report import comparison, sweep_table
+from orchestrator.report import comparison, ranking, sweep_table
 from orchestrator.report.progress import step_line
 from orchestrator.report.summary import Row
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown, verb
@@ -75,8 +75,10 @@ def parser() -> VerbParser:
     add_threshold(report)
     cancel = add("cancel", _cancel, "Ends a sweep, or some of its points. What was measured stays.")
     cancel.add_argument("points", nargs="*", help="labels; default: all")
-    add("resume", _resume, "The same command again: points with an answer are kept, all others are run.")
+    resume = add("resume", _resume, "The same command again: points with an answer are kept, all others are run.")
     retry = add("retry", _retry, "Runs failed points again.")
+    for again in (resume, retry):
+        again.add_argument("--detach", action="store_true", help="leave the sweep running and return")
     retry.add_argument("--retry", default="error,hang,timeout", metavar="STATES", help=f"of {','.join(RETRIED)}")
     return parser
 
@@ -107,7 +109,8 @@ def _list(asked: argparse.Namespace) -> int:
         except (BadRecord, OSError) as error:
             warn_once(str(error))
             points, alive = "its plan cannot be read", False
-        rows.append({"sweep": sweep.name, "running": alive, "points": points, "command": command})
+        found = "" if alive else _conclusion(sweep)
+        rows.append({"sweep": sweep.name, "running": alive, "points": points, "command": command, "found": found})
     if asked.json:
         print(json.dumps(rows, ensure_ascii=False))
         return 0
@@ -116,8 +119,18 @@ def _list(asked: argparse.Namespace) -> int:
     for row in rows:
         print(
             f"{row['sweep']}{'  (runs)' if row['running'] else ''}  {row['points']}\n    {row['command'] or PROPOSED}"
+            + (f"\n    {row['found']}" if row["found"] else "")
         )
     return 0
+
+
+def _conclusion(sweep: SweepPaths) -> str:
+    """The best point of a sweep that has ended; empty if none was measured or its records cannot be read."""
+    try:
+        ranked = comparison.ranked(sweep)
+        return ranking.conclusion(ranked) if any(row.is_measured for row in ranked) else ""
+    except (BadRecord, OSError):
+        return ""
 
 
 def _status(asked: argparse.Namespace) -> int:
@@ -248,17 +261,17 @@ def _say(asked: argparse.Namespace, sweep: SweepPaths, text: str) -> None:
 
 
 def _resume(asked: argparse.Namespace) -> int:
-    return _again(find_sweep(asked.output, asked.sweep), ["--json"] if asked.json else [])
+    return _again(asked, [])
 
 
 def _retry(asked: argparse.Namespace) -> int:
     retry_states(asked.retry)  # refuses what cannot be retried
-    more = ["--json"] if asked.json else []
-    return _again(find_sweep(asked.output, asked.sweep), ["--retry", asked.retry, *more])
+    return _again(asked, ["--retry", asked.retry])
 
 
-def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
+def _again(asked: argparse.Namespace, more: Sequence[str]) -> int:
     """Runs the command that created the sweep, in the folder where it was typed."""
+    sweep = find_sweep(asked.output, asked.sweep)
     from orchestrator.commands import typed  # imported here: a table of sweeps needs none of the modules that run them
 
     facts = require_json(sweep.sweep, SWEEP)
@@ -269,6 +282,7 @@ def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
         raise Refusal([f"{sweep.name} is a batch that a program proposed: run that again, and answers are kept"])
     where = "" if Path(folder) == Path.cwd() else f"in {folder}: "
     os.chdir(folder)
-    command = [*command, *more]
+    flags = [f"--{flag}" for flag in ("detach", "json") if getattr(asked, flag) and f"--{flag}" not in command]
+    command = [*command, *more, *flags]
     complain(f"{where}{program()} {shlex.join(command)}")
     return typed.answer(arguments.split(command))

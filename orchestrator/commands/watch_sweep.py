@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.text import Text
 
 from orchestrator.launch.cluster import cluster_of
-from orchestrator.records.record_file import EventTail
-from orchestrator.records.record_shapes import SWEEP_EVENTS
+from orchestrator.records.record_file import EventTail, read_or_warn
+from orchestrator.records.record_shapes import SWEEP, SWEEP_EVENTS
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Standing, SweepPaths, controller_pid, is_on_cluster, standings
 from orchestrator.report import comparison, sweep_table
@@ -53,7 +53,9 @@ class SweepWatch:
         self._every_s = pause_s(sweep)
         self._events = EventTail(sweep.events, SWEEP_EVENTS)
         self._shown: dict[str, str] = {}
-        self._begun = self._said = time.monotonic()
+        # The clock of the sweep, by whichever command it is watched.
+        self._begun = (read_or_warn(sweep.sweep, SWEEP) or {}).get("time", time.time())
+        self._said = time.monotonic()
         self._ended = False
 
     def until_end(self) -> None:
@@ -85,19 +87,25 @@ class SweepWatch:
 
     def _say_changes(self, current: list[Standing]) -> None:
         now = time.monotonic()
+        cancelled: dict[str, list[str]] = {}
         for point in current:
             line = _line(point)
             if self._shown.get(point.label) != line and point.state not in (RunState.queued, RunState.starting):
                 self._shown[point.label] = line
-                self._screen.say(line)
                 self._said = now
+                if point.state is RunState.cancelled:
+                    cancelled.setdefault(line.removeprefix(point.label), []).append(point.label)
+                else:
+                    self._screen.say(line)
+        for what, labels in cancelled.items():  # a queue that is cancelled is one line
+            self._screen.say(f"{labels[0] if len(labels) == 1 else f'{len(labels)} points'}{what}")
         if now - self._said > SAY_EVERY_S:
             self._screen.say(": ".join(filter(None, [sweep_table.counts(current), sweep_table.running_text(current)])))
             self._said = now
 
     def _table(self, current: list[Standing]) -> Group:
         done = sum(point.state.final for point in current)
-        elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - self._begun))
+        elapsed = time.strftime("%H:%M:%S", time.gmtime(max(0, time.time() - self._begun)))
         title = f"{self._sweep.name}   done {done}/{len(current)}   {elapsed}"
         leave = f"Ctrl-C: {self._leaving}"
         gap = "   " if len(title) + len(leave) + 3 <= self._screen.console.width else "\n"
@@ -130,11 +138,14 @@ def ask_at_interrupt(current: list[Standing]) -> Choice:
         "[d]etach: continue without this terminal   [w]ait for running points, drop the queue   "
         "[c]ancel all   [Enter] continue"
     )
-    try:
-        answer = input("> ").strip().lower()[:1]
-    except (EOFError, KeyboardInterrupt):
-        return Choice.CANCEL
-    return Choice(answer) if answer in [choice.value for choice in Choice] else Choice.GO_ON
+    while True:
+        try:
+            answer = input("> ").strip().lower()[:1]
+        except (EOFError, KeyboardInterrupt):
+            return Choice.CANCEL
+        if answer in [choice.value for choice in Choice]:
+            return Choice(answer)
+        print(f"expected d, w, c or Enter, found {answer}")
 
 
 def conclude(sweep: SweepPaths, screen: Screen, *, with_png: bool = False) -> int:

@@ -99,7 +99,7 @@ class Controller:
             elif request["do"] == "drain":
                 self._drop(self._waiting, "the queue was dropped")
             elif request["do"] == "cancel":
-                self._cancel("it was cancelled", request.get("labels"))
+                self._cancel("by request", request.get("labels"))
         if self._viewer is not None and not is_alive(*self._viewer):
             self._cancel("the terminal that it ran in was closed")
 
