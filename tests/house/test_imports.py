@@ -140,6 +140,7 @@ ROOMS = {
         "wings.slurm": "config launch machine records report tracking",
         "wings.torchrun": "commands config launch machine plan records report tracking",
         "wings.transport": "report text",
+        "wings.usage": "",
         "wings.validation": "config launch records report text worker workloads",
         "wings.engines": "commands compose config exit_codes machine plan report text wings wings.page wings.predict "
         "worker",
