@@ -97,6 +97,7 @@ IMPORTERS = {
     "transformers": {
         "orchestrator/workloads/models.py",
         "orchestrator/wings/pretrained/tokenizer.py",
+        "zero_runtime/deepspeed/integrations/memory_usage.py",
         "zero_runtime/deepspeed/integrations/pretrained.py",
         "zero_runtime/deepspeed/integrations/transformers.py",
         "zero_runtime/parallel/sequence/attention.py",
@@ -228,6 +229,7 @@ ROOMS = {
 # The files that are exempt: they integrate another library, and are imported only where a script names them.
 INTEGRATIONS = {
     "zero_runtime/deepspeed/json_text.py": {"hjson"},
+    "zero_runtime/deepspeed/integrations/memory_usage.py": {"transformers"},
     "zero_runtime/deepspeed/integrations/pretrained.py": {"transformers"},
     "zero_runtime/deepspeed/integrations/transformers.py": {"transformers"},
     "zero_runtime/parallel/sequence/attention.py": {"transformers"},
