@@ -84,7 +84,8 @@ def case_peak(case: Case) -> CasePeak:
     if case.model not in MODELS:
         raise ValueError("encoders and encoder-decoders are not traced")
     memory = engine_memory(case)
-    activations = activation_bytes(case.model, case.seq, case.micro, case.recompute, case.kernels)
+    autocasts = case.engine == "ddp"
+    activations = activation_bytes(case.model, case.seq, case.micro, case.recompute, case.kernels, autocasts)
     allocated = memory.peak(activations, micro_batches=case.accumulation)
     return CasePeak(memory, activations, allocated, overhead_bytes(case))
 
@@ -163,20 +164,20 @@ def lora_numel(model: str) -> int:
 
 
 @functools.cache
-def activation_bytes(model: str, seq: int, micro: int, recompute: str, kernels: str) -> int:
+def activation_bytes(model: str, seq: int, micro: int, recompute: str, kernels: str, autocasts: bool = False) -> int:
     """Peak bytes of one micro-batch's activations; see [Note: activations of a deep model]. ValueError if the kernels
     are not known."""
-    return trace_at(model, seq, micro, recompute, kernels).total().peak
+    return trace_at(model, seq, micro, recompute, kernels, autocasts).total().peak
 
 
-def trace_at(model: str, seq: int, micro: int, recompute: str, kernels: str) -> Trace:
+def trace_at(model: str, seq: int, micro: int, recompute: str, kernels: str, autocasts: bool = False) -> Trace:
     """The trace of a long sequence or of several sequences, from two smaller ones."""
     if seq > LONG_SEQ[1] and kernels.startswith("flash"):
-        ends = [trace_at(model, one, micro, recompute, kernels) for one in LONG_SEQ]
+        ends = [trace_at(model, one, micro, recompute, kernels, autocasts) for one in LONG_SEQ]
         return linear(ends[0], ends[1], Fraction(seq - LONG_SEQ[0], LONG_SEQ[1] - LONG_SEQ[0]))
     if micro == 1 or kernels.endswith("liger"):  # the size of Liger's tiles depends on the micro-batch
-        return traced(model, seq, micro, recompute, kernels)
-    ends = [traced(model, seq, one, recompute, kernels) for one in MICRO]
+        return traced(model, seq, micro, recompute, kernels, autocasts=autocasts)
+    ends = [traced(model, seq, one, recompute, kernels, autocasts=autocasts) for one in MICRO]
     return linear(ends[0], ends[1], Fraction(micro - MICRO[0], MICRO[1] - MICRO[0]))
 
 
@@ -190,8 +191,11 @@ def linear(low: Trace, high: Trace, steps: Fraction) -> Trace:
 
 
 @functools.cache
-def traced(model: str, seq: int, micro: int, recompute: str, kernels: str, *, whole: bool = False) -> Trace:
-    """The trace of one step in bf16; fp16 has the same sizes. whole: all blocks are traced."""
+def traced(
+    model: str, seq: int, micro: int, recompute: str, kernels: str, *, whole: bool = False, autocasts: bool = False
+) -> Trace:
+    """The trace of one step in bf16; fp16 has the same sizes. whole: all blocks are traced. autocasts: the forward is
+    under torch.autocast."""
     if kernels == "fused":
         raise ValueError("Megatron's fused softmax is not traced")
     rules, rule = UnitRules(MixedPrecision("bf16")), RecomputeRule(kind=recompute)  # type: ignore[arg-type]  # a word
@@ -206,6 +210,7 @@ def traced(model: str, seq: int, micro: int, recompute: str, kernels: str, *, wh
             [ids, ids.clone()],
             lambda model, ids, labels: token_losses(model, ids, labels, tile),
             on_cuda=True,
+            autocast=torch.bfloat16 if autocasts else None,
         )
 
     if not whole:

@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from orchestrator import wings
 from orchestrator.launch.cluster import cluster_of
 from orchestrator.records.record_file import EventTail, read_or_warn
 from orchestrator.records.record_shapes import SWEEP, SWEEP_EVENTS
@@ -104,13 +105,12 @@ class SweepWatch:
             self._said = now
 
     def _table(self, current: list[Standing]) -> Group:
-        done = sum(point.state.final for point in current)
         elapsed = time.strftime("%H:%M:%S", time.gmtime(max(0, time.time() - self._begun)))
-        title = f"{self._sweep.name}   done {done}/{len(current)}   {elapsed}"
+        gpus = "" if self._is_sent else wings.load(wings.GPUS)()  # a cluster's GPUs are not this machine's
+        title = f"{self._sweep.name}   done {sum(one.state.final for one in current)}/{len(current)}   {elapsed}{gpus}"
         leave = f"Ctrl-C: {self._leaving}"
         gap = "   " if len(title) + len(leave) + 3 <= self._screen.console.width else "\n"
-        rows = current
-        room = max(5, self._screen.console.height - 6)
+        rows, room = current, max(5, self._screen.console.height - 6)
         if len(rows) > room:  # running points first, then queued ones, then those that have ended
             rows = sorted(current, key=lambda point: (point.state.final, point.state is RunState.queued))[:room]
         styles = [sweep_table.STYLES.get(point.state, "red") for point in rows]

@@ -68,7 +68,7 @@ RESULT = {
     "throughput": {
         "tokens_per_second": SPREAD,
         "step_ms": SPREAD,
-        "tokens_per_second_per_rank": NUMBER,
+        **{"tokens_per_second_per_rank": NUMBER, "samples_per_second": Maybe(NUMBER)},
         "steps_counted": int,
         "warmup_steps": int,
     },
@@ -197,7 +197,7 @@ REQUESTS = Events("do", {"cancel": {"labels": Maybe([str])}})
 METRICS = Events(
     "event",
     {
-        "ready": {"parameters": Maybe(NUMBER), "warning": Maybe(str)},
+        "ready": {"parameters": Maybe(NUMBER), "warning": Maybe(str), "memory_mib": Maybe(NUMBER)},
         "resumed": {"step": int, "path": str, "updates": Maybe(NUMBER), "missing_steps": Maybe([[int]])},
         "passed_over": {"path": str, "why": str},
         "saved": {"step": int},
@@ -210,8 +210,7 @@ METRICS = Events(
             "grad_norm": NUMBER_OR_NULL,
             "step_ms": NUMBER,
             "tokens_per_second": NUMBER,
-            "memory_mib": NUMBER_OR_NULL,
-            "memory_kind": str,
+            **{"memory_mib": NUMBER_OR_NULL, "memory_kind": str, "reserved_mib": Maybe(NUMBER)},
         },
         "validation": {"step": int, "loss": NUMBER, "best": Maybe(bool)},
         "example": EXAMPLE,

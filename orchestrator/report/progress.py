@@ -86,8 +86,13 @@ def _further_rounds(events: Sequence[Mapping[str, Any]]) -> int:
 
 def step_numbers(event: Mapping[str, Any]) -> str:
     """The numbers of a step's event in one line."""
-    memory = f"{event['memory_kind']} {digits(event['memory_mib'])} MiB"
-    return f"loss {loss(event['loss'])}  {digits(event['tokens_per_second'])} tokens/s  {memory}"
+    return f"loss {loss(event['loss'])}  {digits(event['tokens_per_second'])} tokens/s  {memory_text(event)}"
+
+
+def memory_text(event: Mapping[str, Any]) -> str:
+    """The memory of rank 0 in an event."""
+    reserved = f", reserved {digits(event['reserved_mib'])} MiB" if event.get("reserved_mib") is not None else ""
+    return f"{event['memory_kind']} {digits(event['memory_mib'])} MiB{reserved}"
 
 
 def phase(event: Mapping[str, Any]) -> str:

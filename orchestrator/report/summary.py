@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from orchestrator.config.lossy import lossy_words
 from orchestrator.config.schema import AdapterKind, CheckpointKind, DataKind, RunConfig, Tokenizer, to_dict
 from orchestrator.config.state_groups import Offload
+from orchestrator.report.progress import memory_text
 from orchestrator.rounds import recorded
 from orchestrator.rounds.intervals import of_rounds
 from orchestrator.text.paths import program
@@ -149,6 +150,7 @@ def ready_text(event: Mapping[str, Any]) -> str:
     predicted = f", model states predicted {size(_sum(states, 'predicted_bytes'))} a rank" if states else ""
     predicted += f", activations {size(kept)}" if kept is not None else ""
     predicted += f", peak {size(peak)}" if peak is not None else ""
+    predicted += f", loaded: {memory_text(event)}" if event.get("memory_mib") is not None else ""
     return f"{count(event.get('parameters'))} parameters{predicted}, data hash {event.get('data_hash', ABSENT)}"
 
 

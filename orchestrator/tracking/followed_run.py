@@ -61,9 +61,9 @@ class FollowedRun:
             points = self._later if self._is_fast(event["event"], when) else self._waiting
             for name, value in names.step_metrics(event).items():
                 # A job that was requeued makes some steps twice, with equal losses; histories have each step once.
-                if event["step"] > self._last_steps.get(name, -1):
-                    self._last_steps[name] = event["step"]
-                    points.append((name, value, event["step"], when))
+                if (step := event.get("step", 0)) > self._last_steps.get(name, -1):
+                    self._last_steps[name] = step
+                    points.append((name, value, step, when))
         if self._waiting:
             self._store.log_metrics(self.run, self._waiting)
             self._waiting = []

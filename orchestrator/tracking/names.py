@@ -61,8 +61,9 @@ def step_metrics(event: Mapping[str, Any]) -> dict[str, float]:
     """The values that one event of metrics.jsonl adds to the histories."""
     if event["event"] == "validation":
         return finite({"validation/loss": event["loss"]})
-    if event["event"] != "step":
-        return {}
+    kind, mib, reserved = map(event.get, ("memory_kind", "memory_mib", "reserved_mib"))
+    if event["event"] != "step":  # of those that name memory: before the first step
+        return finite({f"memory/loaded_{kind}_mib": mib, "memory/loaded_reserved_mib": reserved})
     return finite(
         {
             "train/loss": event["loss"],
@@ -70,7 +71,8 @@ def step_metrics(event: Mapping[str, Any]) -> dict[str, float]:
             "train/grad_norm": event["grad_norm"],
             "throughput/tokens_per_second": event["tokens_per_second"],
             "time/step_ms": event["step_ms"],
-            f"memory/{event['memory_kind']}_mib": event["memory_mib"],
+            f"memory/{kind}_mib": mib,
+            "memory/reserved_mib": reserved,
         }
     )
 
@@ -83,6 +85,7 @@ def summary_metrics(result: Mapping[str, Any]) -> dict[str, float]:
         "tokens_per_second_p10": speed["tokens_per_second"]["p10"],
         "tokens_per_second_p90": speed["tokens_per_second"]["p90"],
         "tokens_per_second_per_rank": speed["tokens_per_second_per_rank"],
+        "samples_per_second": speed.get("samples_per_second"),
         "step_ms": speed["step_ms"]["median"],
         "loss_first": losses["first"],
         "loss_last": losses["last"],

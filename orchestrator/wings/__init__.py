@@ -52,6 +52,8 @@ FIRST_RECORD = "orchestrator.wings.pairs.first_record:problem"  # of data.path, 
 TEXT_RECORDS = "orchestrator.wings.pairs.text_records"  # texts of .jsonl and of compressed files
 ADAPTER_FOLDER = "orchestrator.wings.pretrained.adapter_folder"  # a model.path or model.adapter with adapters
 WRITE_COMPANIONS = "orchestrator.wings.pretrained.companions:write_companions"
+USAGE = "orchestrator.wings.usage:memory_now"  # the memory of a rank in its events
+GPUS = "orchestrator.wings.gpus:memory_text"  # for a watcher: what this machine's GPUs hold now
 # What a run does beside its steps: the classes of orchestrator/worker/listeners.py's listeners.
 LISTENERS = {
     "energy": "orchestrator.wings.energy:Energy",

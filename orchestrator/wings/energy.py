@@ -9,7 +9,6 @@ count what every process does. A counter that is missing or cannot be read leave
 from __future__ import annotations
 
 import contextlib
-import importlib
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from orchestrator.rounds.recorded import Round
+from orchestrator.wings.gpus import nvml
 from orchestrator.worker.listeners import Listener, RankRun
 
 POWERCAP = Path("/sys/class/powercap")
@@ -65,15 +65,13 @@ class PackageCounter:
 
 def gpu_counters(uuid: str) -> list[EnergyCounter]:
     """The counter of the GPU with this UUID, as NVML writes it; none without the package pynvml or without NVML."""
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-    except ImportError:
+    known = nvml()
+    if known is None:
         return []
     try:
-        nvml.nvmlInit()
-        counter = GpuCounter(uuid, nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
+        counter = GpuCounter(uuid, known, known.nvmlDeviceGetHandleByUUID(uuid))
         counter.read_j()
-    except (nvml.NVMLError, OSError):
+    except (known.NVMLError, OSError):
         return []
     return [counter]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from orchestrator.rounds.recorded import Round
@@ -44,13 +43,6 @@ class Readings:
         self.phases_s.append(phases_s)
         self.step_s.append(sum(phases_s.values()))
         return self.step_s[-1]
-
-
-def memory_now(device: torch.device) -> tuple[str, float]:
-    """(kind, MiB) of this process: ("allocated", peak so far) on CUDA, ("rss", current value) on a CPU."""
-    if device.type == "cuda":
-        return "allocated", torch.cuda.max_memory_allocated() / 2**20
-    return "rss", psutil.Process().memory_info().rss / 2**20
 
 
 def begin_peak() -> None:
@@ -97,17 +89,19 @@ def memory(accounts: Accounts, worst: Mapping[str, int | None]) -> dict[str, Any
     return {**states, "other_tensors_bytes": other, **others}
 
 
-def throughput(readings: Readings, tokens_per_step: int, world: int, warmup_steps: int) -> dict[str, Any]:
-    """Time and tokens per second over the steps that count. Padding and masked tokens are counted too.
+def throughput(readings: Readings, tokens: int, samples: int, world: int, warmup_steps: int) -> dict[str, Any]:
+    """Time, tokens and samples (sequences) per second over the steps that count. tokens, samples: of a step. Padding
+    and masked tokens are counted too.
 
     A median is that of the rounds' medians; p10 and p90 are of all steps.
     """
     rounds = [one.step_ms for one in readings.rounds if one.used]
     rounds = rounds or [[seconds * 1e3 for seconds in readings.step_s[warmup_steps:]]]
-    per_second = _of_rounds([[1e3 * tokens_per_step / ms for ms in steps] for steps in rounds])
+    per_second = _of_rounds([[1e3 * tokens / ms for ms in steps] for steps in rounds])
     return {
         "tokens_per_second": per_second,
         "tokens_per_second_per_rank": per_second["median"] / world,
+        "samples_per_second": per_second["median"] * samples / tokens,
         "step_ms": _of_rounds(rounds),
         "steps_counted": sum(map(len, rounds)),
         "warmup_steps": warmup_steps,

@@ -69,7 +69,7 @@ def combined(
             "seq": config.batch.seq,
             "tokens_per_step": tokens,
         },
-        "throughput": measure.throughput(readings, tokens, facts.world, warmup),
+        "throughput": measure.throughput(readings, tokens, config.batch.global_size, facts.world, warmup),
         "load": {"others_share": others},
         "phases_ms": measure.phases_ms(readings, warmup),
         "memory": measure.memory(facts.accounts, memory),

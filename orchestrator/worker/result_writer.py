@@ -60,6 +60,7 @@ class ResultWriter:
             parameters=self.facts.parameters,
             data_hash=self._data.hash,
             predicted=self.facts.accounts.states({}) | self._planned(),
+            **wings.load(wings.USAGE)(self._runtime.device, peak=False),
             **more,
         )
 
@@ -77,7 +78,6 @@ class ResultWriter:
         """The event of a step (from 1) that took so many seconds."""
         if self._rank.rank != 0:
             return  # before the memory is read, which takes a system call
-        kind, mib = measure.memory_now(self._runtime.device)
         self.tell(
             "step",
             step=step,
@@ -90,8 +90,7 @@ class ResultWriter:
             lr=lr,
             step_ms=seconds * 1e3,
             tokens_per_second=self.facts.tokens_per_step / seconds,
-            memory_mib=mib,
-            memory_kind=kind,
+            **wings.load(wings.USAGE)(self._runtime.device),
         )
 
     def tell_validation(self, saving: Saving, step: int, loss: float, **more: bool) -> None:

@@ -97,6 +97,7 @@ IMPORTERS = {
     "transformers": {
         "orchestrator/workloads/models.py",
         "orchestrator/wings/pretrained/tokenizer.py",
+        "zero_runtime/deepspeed/integrations/memory_usage.py",
         "zero_runtime/deepspeed/integrations/pretrained.py",
         "zero_runtime/deepspeed/integrations/transformers.py",
         "zero_runtime/parallel/sequence/attention.py",
@@ -128,7 +129,8 @@ ROOMS = {
         "api": "commands config records report",
         "orchestrator": "api",
         "wings.divided": "config",
-        "wings.energy": "rounds worker",
+        "wings.gpus": "text",
+        "wings.energy": "rounds wings.gpus worker",
         "wings.faults": "wings worker",
         "wings.lossy": "config records report",
         "wings.optuna": "commands compose config plan records report",
@@ -140,6 +142,7 @@ ROOMS = {
         "wings.slurm": "config launch machine records report tracking",
         "wings.torchrun": "commands config launch machine plan records report tracking",
         "wings.transport": "report text",
+        "wings.usage": "",
         "wings.validation": "config launch records report text worker workloads",
         "wings.words": "compose config text",
         "wings.engines": "commands compose config exit_codes machine plan report text wings wings.page wings.predict "
@@ -228,6 +231,7 @@ ROOMS = {
 # The files that are exempt: they integrate another library, and are imported only where a script names them.
 INTEGRATIONS = {
     "zero_runtime/deepspeed/json_text.py": {"hjson"},
+    "zero_runtime/deepspeed/integrations/memory_usage.py": {"transformers"},
     "zero_runtime/deepspeed/integrations/pretrained.py": {"transformers"},
     "zero_runtime/deepspeed/integrations/transformers.py": {"transformers"},
     "zero_runtime/parallel/sequence/attention.py": {"transformers"},

@@ -112,6 +112,7 @@ def make_result(config: RunConfig, median: float = 9412.0) -> dict[str, Any]:
         "throughput": {
             "tokens_per_second": {"median": median, "p10": median * 0.98, "p90": median * 1.01},
             "tokens_per_second_per_rank": median / world,
+            "samples_per_second": median / batch.seq,
             "step_ms": {"median": 108.8, "p10": 107.5, "p90": 111.0},
             "steps_counted": config.measure.steps,
             "warmup_steps": config.measure.warmup_steps,

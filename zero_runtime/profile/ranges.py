@@ -11,7 +11,6 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,13 +31,13 @@ class StepRanges:
 
     def __init__(self, model: nn.Module, clock: PhaseClock, at_mark: Callable[[], None] | None = None) -> None:
         self._model, self._clock, self._at_mark = model, clock, at_mark
-        self._phases: list[tuple[str, Any]] = []
-        self._calls: list[tuple[str, Any]] = []
+        self._phases: list[tuple[str, _Range]] = []
+        self._calls: list[tuple[str, _Range]] = []
         self._handles: list[RemovableHandle] = []
         self._thread = threading.get_ident()
         self._numbers: list[int] = []  # autograd's number at each change of the innermost module
         self._names: list[str | None] = []  # the innermost module from that number on
-        self._step = record_function(STEP)
+        self._step: _Range | None = None
 
     @property
     def phase(self) -> str:
@@ -61,14 +60,15 @@ class StepRanges:
             # Also if the forward raises: a recomputation ends with an exception once it has all it needs.
             self._handles.append(module.register_forward_hook(self._close_call, always_call=True))
         self._clock.listen(self._on_mark)
-        self._step.__enter__()
+        self._step = _Range(STEP)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._on_mark(0, "")
-        self._step.__exit__(kind, error, trace)
+        assert self._step is not None
+        self._step.close()
         self._clock.listen(None)
         for handle in self._handles:
             handle.remove()
@@ -76,21 +76,21 @@ class StepRanges:
 
     def _on_mark(self, depth: int, phase: str) -> None:
         while len(self._phases) > depth:
-            self._phases.pop()[1].__exit__(None, None, None)
+            self._phases.pop()[1].close()
         if len(self._phases) < depth:
-            self._phases.append((phase, _opened(f"{PHASE}{phase}")))
+            self._phases.append((phase, _Range(f"{PHASE}{phase}")))
         if self._at_mark is not None:
             self._at_mark()
 
     def _opening(self, name: str) -> Callable[..., None]:
         def open_call(*_: object) -> None:
-            self._calls.append((name, _opened(f"{MODULE}{name}")))
+            self._calls.append((name, _Range(f"{MODULE}{name}")))
             self._note()
 
         return open_call
 
     def _close_call(self, *_: object) -> None:
-        self._calls.pop()[1].__exit__(None, None, None)
+        self._calls.pop()[1].close()
         self._note()
 
     def _note(self) -> None:
@@ -99,7 +99,16 @@ class StepRanges:
             self._names.append(self.module)
 
 
-def _opened(name: str) -> Any:
-    opened = record_function(name)
-    opened.__enter__()
-    return opened
+class _Range:
+    """An open range of the profiler's trace, and of nvtx where this process uses CUDA, for NVIDIA's Nsight Systems. Its
+    ranges are not those of a thread: backward runs in another one than forward."""
+
+    def __init__(self, name: str) -> None:
+        self._record = record_function(name)
+        self._record.__enter__()
+        self._nvtx = torch.cuda.nvtx.range_start(name) if torch.cuda.is_initialized() else None
+
+    def close(self) -> None:
+        if self._nvtx is not None:
+            torch.cuda.nvtx.range_end(self._nvtx)
+        self._record.__exit__(None, None, None)

@@ -79,6 +79,9 @@ class TrainingEngine(Protocol):
 class EngineModule(Protocol):
     """A module in wings.ENGINES.
 
+    One whose forward runs under torch.autocast has `autocast_of(config) -> str | None` too: the dtype, or None at these
+    settings. Its activations are then counted so, with the casts of its weights.
+
     PACKAGES: the distributions whose versions are part of a row. EXTRA: zero-lab's extra that installs the first of
     them; empty if it is always there.
     """

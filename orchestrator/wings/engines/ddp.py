@@ -64,9 +64,15 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     return {**given, **config.engine.native}
 
 
+def autocast_of(config: RunConfig) -> str | None:
+    param = config.precision.dtypes.param
+    return None if param == "fp32" else param
+
+
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     views = bool(settings_of(config)["gradient_as_bucket_view"])
-    return peers.ddp(model, weights=ITEMSIZE_BYTES[config.precision.dtypes.param], views=views)
+    weights = ITEMSIZE_BYTES[config.precision.dtypes.param]
+    return peers.ddp(model, weights=weights, views=views, accumulates=config.batch.accumulation > 1)
 
 
 def meaning(config: RunConfig) -> RunConfig:

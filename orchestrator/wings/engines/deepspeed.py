@@ -82,8 +82,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
         "zero_optimization": zero,
     }
     if dtypes.param == "fp16":
-        rule = values_of(config.precision.scale)
-        given["fp16"] = {"enabled": True, **rule, "loss_scale": rule["loss_scale"] or 0}
+        given["fp16"] = {"enabled": True, **values_of(scale := config.precision.scale), "loss_scale": scale.static or 0}
     elif dtypes.param == "bf16":
         # Like the others, it skips no step, and keeps no 16-bit gradient that was added to the fp32 sum.
         bf16 = {"bf16": {"enabled": True, "check_grad_overflow": False, "immediate_grad_update": True}}
@@ -93,6 +92,10 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
     return deepspeed_bytes.memory_of(model, config, settings_of(config))
+
+
+def autocast_of(config: RunConfig) -> str | None:
+    return deepspeed_bytes.autocast_in(settings_of(config))
 
 
 def meaning(config: RunConfig) -> RunConfig:

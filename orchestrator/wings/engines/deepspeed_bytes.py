@@ -37,6 +37,12 @@ def settings_in(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, **away, **more}
 
 
+def autocast_in(given: Mapping[str, Any]) -> str | None:
+    """The dtype of torch_autocast in a configuration of DeepSpeed; None if it is not enabled."""
+    section = given.get("torch_autocast") or {}
+    return {"bfloat16": "bf16", "float16": "fp16"}[section["dtype"]] if section.get("enabled") else None
+
+
 def memory_of(model: PeerModel, config: RunConfig, given: Mapping[str, Any]) -> PeerMemory | None:
     """The bytes of a rank; None for offload at stage 0, which DeepSpeed has not. given: its configuration.
 

@@ -25,6 +25,7 @@ from orchestrator.wings.predict import memory_cache
 from orchestrator.wings.predict.sliced import divide, divide_sequences
 from orchestrator.worker.setup import build_deferred, unit_rules
 from orchestrator.workloads.models import token_losses
+from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.predict.memory.activation_count import LinearTrace, Trace
 from zero_runtime.predict.memory.activation_trace import trace_step
 from zero_runtime.predict.memory.repeated_blocks import linear_with_blocks
@@ -120,7 +121,7 @@ def shorten_once(config: RunConfig) -> None:
 def _counted(config: RunConfig, model: nn.Module, rules: UnitRules) -> tuple[Trace, SegmentTable[Work]]:
     ids = torch.zeros((config.batch.micro, config.batch.seq), dtype=torch.int64)
     head, sequence, work = divide(config, model), divide_sequences(config, model), WorkCounter()
-    tile = config.loss.tile_tokens
+    tile, autocast = config.loss.tile_tokens, memory_cache.autocast_of(config)
     trace = trace_step(
         model,
         rules,
@@ -129,6 +130,7 @@ def _counted(config: RunConfig, model: nn.Module, rules: UnitRules) -> tuple[Tra
         lambda built, ids, labels, tokens: token_losses(built, ids, labels, tile, head, sequence) / tokens,
         on_cuda=config.resources.device is Device.cuda,
         observe=work,
+        autocast=None if autocast is None else TORCH_DTYPE[autocast],
     )
     return trace, work.table(trace)
 

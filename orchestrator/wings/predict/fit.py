@@ -92,7 +92,7 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None) ->
     if asked.engine is not None:
         if over:
             raise Refusal(["--table and --as cannot be asked for together"])
-        points = _points(overrides, None)
+        points = fit_peers.points_of(asked.engine, _points(overrides, None))
         answers = answers_for(points, quiet=asked.json)
         counted = _counted(points, answers)
         found = fit_peers.rows_as(asked.engine, counted, answers)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from orchestrator.config.schema import Device
+from orchestrator import wings
+from orchestrator.config.engine import EngineKind
+from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal
 from orchestrator.plan.point import Point
 from orchestrator.report.screen import Screen, make_console
@@ -26,6 +29,20 @@ EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 HEADER = ("row", "micro", "peak", "at rest", "activations", "largest term")
 GIVEN = ("row", "micro", "fits", "at rest", "peak", "activations", "reserved", "host", "of node", "largest term")
 DROPPED = ("activations", "host", "of node", "largest term")  # by a narrow terminal, in this order
+
+
+def points_of(engine: str, points: Sequence[Point]) -> list[Point]:
+    """The points as this engine's, so that their activations are counted as it computes them: in the dtype of the
+    parameters, or under its autocast. Those of an engine whose rules alone are known stay as they are."""
+    if engine not in wings.ENGINES:
+        return list(points)
+    return [replace(one, config=_of_engine(EngineKind(engine), one.config)) for one in points]
+
+
+def _of_engine(kind: EngineKind, config: RunConfig) -> RunConfig:
+    dtype = config.precision.compute if kind is EngineKind.plain else config.precision.dtypes.param
+    precision = replace(config.precision, compute=dtype)
+    return replace(config, engine=replace(config.engine, kind=kind), precision=precision)
 
 
 def rows_as(engine: str, points: Sequence[Point], answers: Mapping[str, Mapping[str, Any]]) -> list[PeerFit]:

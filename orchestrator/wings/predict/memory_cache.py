@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator import wings
 from orchestrator.config.parts import plain
 from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.machine import provenance
@@ -54,10 +55,20 @@ def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
     parts |= {"kind": str(config.measure.kind)}
     if (matrices := config.optimizer.rule.matrix_patterns) is not None:  # in units of their own
         parts |= {"matrices": matrices}
+    if (autocast := autocast_of(config)) is not None:
+        parts |= {"autocast": autocast}
     if config.parallel.tp > 1:  # the sums of the layers receive tensors
         parts |= {"comm": transport(config)}
     parts |= {"cuda": config.resources.device is Device.cuda, "micro": None if any_micro else config.batch.micro}
     return "activations-" + _hash(parts)
+
+
+def autocast_of(config: RunConfig) -> str | None:
+    """The dtype of torch.autocast around the forward of the configuration's engine; None: it uses none."""
+    if config.engine.is_own:
+        return None
+    tell = getattr(wings.load(wings.ENGINES[config.engine.kind]), "autocast_of", None)
+    return tell(config) if tell is not None else None
 
 
 def trace_prefix(config: RunConfig) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from orchestrator.report.entry import Entry
 from orchestrator.report.extras import ExtraColumn
 from orchestrator.report.named_apart import names
+from orchestrator.report.summary import Row
 from orchestrator.rounds import recorded
 from orchestrator.rounds.comparison import SpeedVerdict, compare
-from orchestrator.text.units import significant
-from orchestrator.wings.profile import costs
-from orchestrator.wings.profile.efficiency import TERA, rows, share_text
+from orchestrator.text.units import digits, significant
+from orchestrator.wings.profile import costs, efficiency
+from orchestrator.wings.profile.efficiency import TERA, share_text
 
 __all__ = ["cells", "columns", "lines", "rows"]
 PROFILED = (
@@ -22,6 +24,20 @@ PROFILED = (
     "mfu",
     "hfu",
 )
+SAMPLES = "samples/s"
+
+
+def rows(result: Mapping[str, Any], config: Mapping[str, Any]) -> list[Row]:
+    """Sequences a second, and what a profile tells of a run."""
+    known = _samples(result)
+    told = [] if known is None else [Row(SAMPLES, f"{digits(known)} median, sequences of all ranks")]
+    return [*told, *efficiency.rows(result, config)]
+
+
+def _samples(result: Mapping[str, Any] | None) -> float | None:
+    """Sequences a second, of all ranks; None in a record of an earlier version."""
+    speed: dict[str, Any] = (result or {}).get("throughput") or {}
+    return speed.get("samples_per_second")
 
 
 def cells(entry: Entry, entries: Sequence[Entry]) -> dict[str, object]:
@@ -29,6 +45,7 @@ def cells(entry: Entry, entries: Sequence[Entry]) -> dict[str, object]:
     profile = (entry.result or {}).get("profile") or {}
     price = costs.price_of(entry.config)
     return {
+        "samples_per_second_median": _samples(entry.result),
         **{name: profile.get(name) for name in PROFILED},
         "profiled_peak_bytes": profile.get("peak_bytes"),
         "joules_per_step": costs.joules_per_step(entry.result),
@@ -39,12 +56,16 @@ def cells(entry: Entry, entries: Sequence[Entry]) -> dict[str, object]:
 
 
 def columns(entries: Sequence[Entry]) -> list[ExtraColumn]:
-    """MFU, energy and cost; more of a profile in the page."""
+    """MFU, energy and cost; more of a profile in the page. Samples a second are in the page, and on the screen where
+    the points differ in the tokens of a sample, so that tokens/s order them otherwise."""
+    samples = [_samples(entry.result) for entry in entries]
+    differ = len({(entry.config.get("batch") or {}).get("seq") for entry in entries}) > 1
     profiles = [(entry.result or {}).get("profile") or {} for entry in entries]
     prices = {price.currency for entry in entries if (price := costs.price_of(entry.config))}
     rates = [one.get("model_flops_per_s") for one in profiles]
     money = [costs.cost_per_billion(one.config, one.result) for one in entries]
     return [
+        ExtraColumn.of_numbers(SAMPLES, samples, digits, on_screen=differ),
         ExtraColumn.of_numbers("MFU", [one.get("mfu") for one in profiles], share_text),
         ExtraColumn.of_numbers("TFLOP/s", rates, lambda rate: significant(rate / TERA), on_screen=False),
         ExtraColumn.of_numbers("J/token", [costs.joules_per_token(entry.result) for entry in entries], significant),

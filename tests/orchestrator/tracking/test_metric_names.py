@@ -17,6 +17,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "tracking.md"
 ENDS = {
     "-": "",
     "tokens/s": "_per_second",
+    "samples/s": "_per_second",
     "ms": "_ms",
     "MiB (2^20 bytes)": "_mib",
     "MiB (2^20 bytes) a step": "_mib_per_step",
@@ -33,7 +34,8 @@ def logged() -> set[str]:
     result["memory"] |= dict.fromkeys(sizes, 1 << 20)
     found = {*names.summary_metrics(result), *names.step_metrics({"event": "validation", "step": 1, "loss": 5.3})}
     for kind in ("rss", "allocated"):
-        found |= names.step_metrics(step_event(1, 0) | {"memory_kind": kind}).keys()
+        event = step_event(1, 0) | {"memory_kind": kind, "reserved_mib": 1.0}
+        found |= names.step_metrics(event).keys() | names.step_metrics({**event, "event": "ready"}).keys()
     return found
 
 

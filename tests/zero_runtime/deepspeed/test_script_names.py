@@ -15,6 +15,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ from torch import nn
 
 import zero_runtime
 import zero_runtime.deepspeed as deepspeed
-from zero_runtime.deepspeed.runtime import lr_schedules
+from zero_runtime.deepspeed.accelerator import CurrentAccelerator
+from zero_runtime.deepspeed.runtime import lr_schedules, utils
 from zero_runtime.errors import CallOrderError, CheckpointError, PlanError
 
 # ---- the rest on ranks ---------------------------------------------------------------------------------------------
@@ -365,7 +367,14 @@ def device() -> None:
     deepspeed.logger.log = lambda level, text, *more: lines.append(text % more)  # type: ignore[method-assign]
     deepspeed.runtime.utils.see_memory_usage("not asked for")
     deepspeed.runtime.utils.see_memory_usage("now", force=True)
-    assert [line.split(":")[0] for line in lines] == ["[rank 0] now"]
+    assert [line.split(" GiB")[0].rstrip(".0123456789") for line in lines] == ["[rank 0] now: process "]
+    names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    answers = {name: lambda gib=gib: gib << 30 for gib, name in enumerate(names, start=1)}
+    with mock.patch.multiple(torch.cuda, is_available=lambda: True, reset_peak_memory_stats=lambda: None, **answers):
+        on_gpu = CurrentAccelerator()
+        with mock.patch.object(utils, "get_accelerator", return_value=on_gpu):
+            utils.see_memory_usage("then", force=True)
+    assert lines[1] == ("[rank 0] then: allocated 1.00 GiB, at most 2.00 GiB; reserved 3.00 GiB, at most 4.00 GiB")
 
 
 def test_the_accelerator_and_the_memory_of_a_cpu() -> None:

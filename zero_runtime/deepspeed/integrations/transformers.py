@@ -13,12 +13,14 @@ from typing import Any
 import transformers
 
 from zero_runtime.deepspeed.integrations.arguments import ZeroArguments
+from zero_runtime.deepspeed.integrations.memory_usage import MemoryUsageCallback
 from zero_runtime.deepspeed.integrations.pretrained import from_pretrained
 from zero_runtime.deepspeed.integrations.trainer import ZeroTrainer
 from zero_runtime.deepspeed.json_text import load
 
 __all__ = [
     "HfDeepSpeedConfig",
+    "MemoryUsageCallback",
     "Seq2SeqTrainer",
     "Seq2SeqTrainingArguments",
     "Trainer",

@@ -21,10 +21,19 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     if not force:
         return
     gc.collect()
+    log_dist(f"{message}: {memory_text()}", ranks=[0])
+    get_accelerator().reset_peak_memory_stats()
+
+
+def memory_text() -> str:
+    """What is allocated and reserved on this rank's device now, and the most of it since the last peak began; on a CPU
+    the memory of the process."""
     device = get_accelerator()
-    now, peak = device.memory_allocated() / _GIB, device.max_memory_allocated() / _GIB
-    log_dist(f"{message}: allocated {now:.2f} GiB, at most {peak:.2f} GiB", ranks=[0])
-    device.reset_peak_memory_stats()
+    names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    now, most, held, most_held = (getattr(device, name)() / _GIB for name in names)
+    if device.device_name() == "cpu":
+        return f"process {now:.2f} GiB, at most {most:.2f} GiB"
+    return f"allocated {now:.2f} GiB, at most {most:.2f} GiB; reserved {held:.2f} GiB, at most {most_held:.2f} GiB"
 
 
 def move_to_device(item: Any, device: torch.device | str) -> Any:

@@ -129,16 +129,18 @@ def trace_step(
     *,
     on_cuda: bool = False,
     observe: Callable[..., None] | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Trace:
     """Trace the storages that `loss_of(model, *inputs)` and its backward create and free.
 
     The runtime's own hooks mark in the trace when units are used. The model must be on the meta device and cannot be
-    used afterwards. observe: called for each operation, see `Counter`.
+    used afterwards. observe: called for each operation, see `Counter`. autocast: the model's forward runs under
+    torch.autocast to this dtype, with fp32 weights where they are trained; the casts of weights are traced.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = recompute.offload == "none"  # its keys would keep offloaded storages alive
     with fake:
-        specs = give_parameters(model, rules, torch.empty)
+        specs = give_parameters(model, rules, torch.empty, trained=None if autocast is None else torch.float32)
     params = [param for spec in specs for _, param in spec.params]
     counter = Counter([*params, *model.buffers(), *inputs], observe)
     marking = MarkingSchedule(counter.trace)
@@ -148,6 +150,10 @@ def trace_step(
     recomputation = Recomputation(model, recompute, copies=_FakeCopies(fake, counter) if on_cuda else None)
     for block in block_modules(model):  # after Recomputation, so that only the first forward is marked
         block.forward = _Marked(block.forward, counter)
+    if autocast is not None:
+        # The CPU's list of operations. CUDA's computes norms and softmax in fp32 as well; their inputs are fp32 without
+        # it in models whose norms read the residual stream.
+        model.forward = torch.autocast("cpu", autocast)(model.forward)
     units = [MarkedUnit(spec, position, marking) for position, spec in enumerate(specs)]
     hooks = ModuleHooks(model, cast("list[Any]", units), cast("Any", marking))
     with _no_collection(), CudaLayerNorm() if on_cuda else nullcontext(), counter:
@@ -163,17 +169,23 @@ def trace_step(
     return counter.trace
 
 
-def give_parameters(model: nn.Module, rules: UnitRules, make: Callable[..., torch.Tensor]) -> list[UnitSpec]:
+def give_parameters(
+    model: nn.Module, rules: UnitRules, make: Callable[..., torch.Tensor], trained: torch.dtype | None = None
+) -> list[UnitSpec]:
     """Replace every parameter with `make(shape of its slice, dtype=its compute dtype)`; tied parameters stay tied.
+    trained: the dtype of those that are trained, for autocast, which casts what it computes with; the others are then
+    in the dtype that they are held in.
 
     Returns the units of the full model, with the new parameters: units planned from slices could be others.
     """
     made: dict[int, nn.Parameter] = {}
     specs = plan_units(model, rules)
     for spec in specs:
-        dtype = TORCH_DTYPE[spec.precision.compute or spec.precision.param]
+        precision = spec.precision
+        dtype = TORCH_DTYPE[precision.param if trained is not None else precision.compute or precision.param]
         for (_, param), (_, shape) in zip(spec.params, spec.shapes, strict=True):
-            made[id(param)] = nn.Parameter(make(shape, dtype=dtype), requires_grad=param.requires_grad)
+            own = trained if trained is not None and param.requires_grad else dtype
+            made[id(param)] = nn.Parameter(make(shape, dtype=own), requires_grad=param.requires_grad)
     for module in model.modules():
         for name, held in module._parameters.items():
             if held is not None:

@@ -92,8 +92,6 @@ def _deepspeed_replicated(model: PeerModel, settings: DeepSpeedSettings, weights
     yield PeerTerm(f"parameters, {weights}T", weights * trained, state=state)
     frozen = (model.numel - trained) * (HALF if settings.autocast else weights)
     yield PeerTerm("frozen parameters", frozen, state=PARAMS)
-    if settings.autocast:
-        yield PeerTerm("16-bit copies of the weights, 2T", HALF * trained, Moment.COMPUTE, each=HALF)
     yield from weights_terms(model, weights, trained, "T")
     yield PeerTerm(f"gradients, {weights}T", weights * trained, Moment.GRADIENTS, GRADS)
     if weights == SINGLE:

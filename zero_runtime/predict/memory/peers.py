@@ -266,12 +266,14 @@ def nanotron(model: PeerModel, plan: ZeroPlan, world: int) -> PeerMemory:
     return PeerMemory("nanotron 0.5", tuple(terms))
 
 
-def ddp(model: PeerModel, *, weights: int = HALF, views: bool = True) -> PeerMemory:
+def ddp(model: PeerModel, *, weights: int = HALF, views: bool = True, accumulates: bool = False) -> PeerMemory:
     """DistributedDataParallel: fp32 parameters, gradients and optimizer's states, 16P; in 16 bits by autocast.
 
     Sources: torch's documentation of DistributedDataParallel (views: with `gradient_as_bucket_view` the gradients are
-    views of the buckets, which stay; without it the buckets are a second copy of them, 4T) and of autocast (16-bit
-    copies of the trained weights are cached until the end of forward, 2T; the others are held in 16 bits).
+    views of the buckets, which stay; without it the buckets are a second copy of them, 4T. accumulates: those of
+    micro-batches under `no_sync` are tensors of their own until the last one copies them to the buckets) and of
+    autocast (16-bit copies of the trained weights are part of the activations, which keep them for backward; the others
+    are held in 16 bits).
     """
     trained = model.trained_numel
     autocast = weights == HALF  # fp32 weights that compute in 16 bits are masters
@@ -283,8 +285,8 @@ def ddp(model: PeerModel, *, weights: int = HALF, views: bool = True) -> PeerMem
     ]
     if not views:
         terms.append(PeerTerm("gradients, 4T", SINGLE * trained, Moment.GRADIENTS, GRADS))
-    if autocast:
-        terms.append(PeerTerm("16-bit copies of the weights, 2T", HALF * trained, Moment.COMPUTE, each=HALF))
+    elif accumulates:
+        terms.append(PeerTerm("gradients of earlier micro-batches, 4T", SINGLE * trained, Moment.COMPUTE))
     return PeerMemory("DDP with autocast" if autocast else "DDP", tuple(terms))
 
 

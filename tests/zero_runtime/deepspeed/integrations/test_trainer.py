@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import transformers
 from harness.ranks import run_alone, run_ranks
 from harness.trainer_runs import (
     STEPS,
@@ -137,7 +136,9 @@ SCHEDULED = {
 
 def with_sections_and_bf16(folder: str) -> dict[str, Any]:
     """One process: sections of the configuration instead of the Trainer's optimizer, bf16, the memory callback."""
-    memory = MemoryUsageCallback(print_every_n_steps=2)
+    from zero_runtime.integrations.transformers import MemoryUsageCallback
+
+    memory = MemoryUsageCallback(print_every_n_steps=4)
     arguments = {"warmup_steps": 2, "bf16": True, "gradient_checkpointing": True, "load_best_model_at_end": True}
     case = TrainerCase({"stage": 2}, config=SCHEDULED, arguments=arguments)
     trainer = make_trainer(case, folder, callbacks=[memory])
@@ -147,27 +148,11 @@ def with_sections_and_bf16(folder: str) -> dict[str, Any]:
     return {
         "lrs": logged(trainer, "learning_rate"),
         "dtypes": {str(value.dtype) for value in weights_in(f"{folder}/final").values()},
-        "told": memory.told,
+        "history": memory.history,
         "is_best": all(
             torch.equal(value, weights_in(best)[name]) for name, value in weights_in(f"{folder}/final").items()
         ),
     }
-
-
-class MemoryUsageCallback(transformers.TrainerCallback):
-    """The callback of a script that prints a GPU's memory; here torch.cuda answers as a GPU would."""
-
-    def __init__(self, print_every_n_steps: int = 10) -> None:
-        self.print_every_n_steps = print_every_n_steps
-        self.told: list[str] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and state.global_step % self.print_every_n_steps == 0:
-            answers = {"memory_allocated": lambda: 2**30, "memory_reserved": lambda: 2**31, "synchronize": lambda: None}
-            with mock.patch.multiple(torch.cuda, **answers):
-                torch.cuda.synchronize()
-                allocated, reserved = torch.cuda.memory_allocated() / 1024**3, torch.cuda.memory_reserved() / 1024**3
-            self.told.append(f"[Step {state.global_step}] {allocated:.2f} GB, {reserved:.2f} GB")
 
 
 def test_sections_of_the_configuration_bf16_callbacks_and_the_best_model_work(tmp_path: Path) -> None:
@@ -175,7 +160,8 @@ def test_sections_of_the_configuration_bf16_callbacks_and_the_best_model_work(tm
     # WarmupDecayLR from 0 to 1e-2 over 2 steps, then to 0 at step 6: DeepSpeed's starts with its first rate twice.
     assert found["lrs"] == pytest.approx([0.0, 0.0, 5e-3, 1e-2, 7.5e-3, 5e-3])
     assert found["dtypes"] == {"torch.bfloat16"}
-    assert found["told"] == [f"[Step {step}] 1.00 GB, 2.00 GB" for step in (2, 4, 6)]
+    assert [one.step for one in found["history"]] == [0, 4, 6]  # loaded, every fourth step, the end
+    assert all(one.allocated == one.reserved > 0 for one in found["history"])  # of the process, on a CPU
     assert found["is_best"]
 
 

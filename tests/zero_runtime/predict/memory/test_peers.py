@@ -123,7 +123,7 @@ def test_nanotron_has_twenty_bytes_or_eight_and_twelve_shared() -> None:
     assert nanotron(MODEL, PLANS[1], WORLD).resting == (8 + 12 / WORLD) * NUMEL
 
 
-def test_ddp_with_autocast_has_twenty_bytes_and_two_in_forward() -> None:
-    memory = ddp(MODEL, views=False)
-    assert memory.resting == 20 * NUMEL
-    assert memory.at(Moment.COMPUTE) == 2 * NUMEL
+def test_ddp_has_sixteen_bytes_and_four_where_gradients_are_no_views_of_buckets() -> None:
+    assert ddp(MODEL).resting == 16 * NUMEL
+    assert ddp(MODEL, views=False).resting == 20 * NUMEL
+    assert ddp(MODEL, accumulates=True).at(Moment.COMPUTE) == 4 * NUMEL  # until the last micro-batch copies them
