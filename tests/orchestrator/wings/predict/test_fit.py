@@ -88,6 +88,9 @@ def test_the_table_shows_the_best_rows_and_counts_the_others(say: Say) -> None:
     assert "not shown" in out
     assert "plan " in out
     assert "--explain stage1" in out
+    assert f"\ntake     stage1, micro-batch {HIGHEST}, " in out
+    assert f"\nsecond   stage2, micro-batch {HIGHEST}, " in out
+    assert "\ndecided  the least work " in out
 
 
 def test_all_rows_are_shown_on_request_with_labels_that_differ(say: Say) -> None:
@@ -134,6 +137,9 @@ def test_offload_that_exceeds_the_host_s_memory_does_not_fit(say: Say) -> None:
     assert "keeps 2 x " in lacking["stage0-optimizer_cpu"]
     assert all(not row["micro"] for row in rows if row["label"] in lacking)
     assert "stage0" not in lacking
+    asked = say(*TWO, "zero=stage1", "offload=optimizer_cpu", "recompute=full").out  # of the a10 it is not known
+    assert re.search(r"of host memory for 2 ranks: hardware.host_memory_gib is not known      fix: ", asked)
+    assert "not known" not in say(*TWO, "offload=optimizer_cpu", "hardware.host_memory_gib=64").out
 
 
 def test_rows_that_cannot_be_counted_are_reported_with_the_reason(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,10 +398,13 @@ def test_a_price_adds_the_cost_of_a_billion_tokens_at_the_estimated_speed(say: S
     line = [word.replace("a10", "a100_80gb") for word in TWO]
     priced = say(*line, "hardware.price_per_hour=1.5", "hardware.currency=USD").out.splitlines()
     header = next(line for line in priced if "USD/1B tokens" in line)
-    assert re.search(r"tokens/s +USD/1B tokens", header)
+    assert re.search(r"tokens/s +MFU +USD/1B tokens", header)
     row = priced[priced.index(header) + 1].split()
-    least, most, cost = (float(cell.replace(",", "")) for cell in re.split("-", f"{row[3]}-{row[4]}".replace("~", "")))
-    assert row[4].startswith("~")
+    least, most = (float(cell.replace(",", "")) for cell in row[3].removeprefix("~").split("-"))
+    mfu, cost = int(row[4]) / 100, float(row[6].removeprefix("~").replace(",", ""))
+    # Two digits of each end are shown: at most half of the last one, 5 %, is lost.
+    assert mfu == pytest.approx(6 * 1_869_504 * (least + most) / 2 / (2 * 312e12), abs=0.005 + 0.05)
+    assert row[6].startswith("~")
     dearest, cheapest = (2 * 1.5 * 1e9 / (3600 * speed) for speed in (least, most))
     assert cheapest < cost < dearest
     assert "1B tokens" not in say(*line).out
