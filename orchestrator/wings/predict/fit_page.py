@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from orchestrator.config import pretrained
+from orchestrator.config.hardware import GpuNode
 from orchestrator.config.lossy import lossy_words
 from orchestrator.config.schema import Device, to_dict
 from orchestrator.config.strict import Refusal, nearest
@@ -18,6 +19,7 @@ from orchestrator.text.units import ABSENT, count, digits, many, significant, si
 from orchestrator.wings.predict import fit_arithmetic, note_ledger, take
 from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.fit_rows import Fit
+from orchestrator.wings.predict.fit_words import Length
 from orchestrator.wings.predict.moments import all_moments
 from orchestrator.wings.predict.prediction import hardware_name
 from orchestrator.wings.predict.speed import NOT_SHOWN, ROUGH, Speed
@@ -62,15 +64,17 @@ class FitPage:
     """The output of one command. words, flags: the overrides as typed and the flags that name a folder of options, for
     the commands that it proposes."""
 
-    def __init__(self, screen: Screen, words: Sequence[str], flags: Sequence[str] = ()) -> None:
-        self._screen, self._words, self._flags = screen, list(words), list(flags)
+    def __init__(
+        self, screen: Screen, words: Sequence[str], flags: Sequence[str] = (), job: Length | None = None
+    ) -> None:
+        self._screen, self._words, self._flags, self._job = screen, list(words), list(flags), job
 
     def rows(self, fits: Sequence[Fit], *, show_all: bool) -> None:
         """The rows that fit, and how many are not shown."""
         best = fit.best(fits)
         given = all(one.given for one in fits)
         shown = list(fits) if show_all or (given and len(fits) <= FEW) else best
-        self._screen.rows(_head(fits[0]))
+        self._screen.rows(_heads(fits))
         if shown:
             unit = _unit(max(one.peak.total for one in shown))
             or_one = ", or at 1" if any(not one.micro for one in shown) else ""
@@ -167,11 +171,19 @@ class FitPage:
         """Says which row to take, which is the second, and what decided; the row, at the micro-batch to take."""
         if not best:
             return []
+        groups: dict[GpuNode, list[Fit]] = {}
+        for one in best:
+            groups.setdefault(one.config.hardware, []).append(one)
         others = [one for one in fits if one.micro and one not in best] if len(best) == 1 else []
-        choice = take.of_fits([*best, *others[:1]], hardware_name(best[0].config))
+        choices = [take.of_fits([*rows, *others[:1]], hardware_name(rows[0].config)) for rows in groups.values()]
         self._screen.console.print()
-        self._screen.rows(take.rows(choice))
-        return [replace(choice.first.fit, micro=choice.first.micro)]
+        first = choices[0]
+        if len(choices) == 1:
+            self._screen.rows(take.rows(first, self._job))
+        else:
+            first = take.best_machine(choices)
+            self._screen.rows(take.rows_of_machines(choices, first, self._job))
+        return [replace(first.first.fit, micro=first.first.micro)]
 
     def _propose(self, best: Sequence[Fit], more: Sequence[str] = ()) -> None:
         explained = [Row("explain", f"{program()} {self._line(*more, '--explain', one.label)}") for one in best[:1]]
@@ -205,6 +217,15 @@ def named(rows: Sequence[AnyRow], label: str) -> AnyRow:
     near = nearest(label, [one.label for one in rows])
     hint = f" Did you mean '{near}'?" if near else ""
     raise Refusal([f"there is no row '{label}'.{hint}      rows: {' '.join(one.label for one in rows)}"])
+
+
+def _heads(fits: Sequence[Fit]) -> list[Row]:
+    """The model and each machine."""
+    firsts: dict[GpuNode, Fit] = {}
+    for one in fits:
+        firsts.setdefault(one.config.hardware, one)
+    found = [_head(one) for one in firsts.values()]
+    return [row for number, rows in enumerate(found) for row in rows if not number or row.name == "machine"]
 
 
 def _head(one: Fit, *, over_ranks: bool = False) -> list[Row]:
@@ -243,7 +264,6 @@ def _unit(largest: int) -> tuple[str, int]:
 def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
     header: tuple[str, ...] = ("row", "micro", "fits", "tokens", "tokens/s", "MFU", "at rest", "peak", "states")
     header += ("activations", "reserved", "host", "of node", "scratch", "sent", "largest part")
-    hardware = hardware_name(fits[0].config)
     configs = [to_dict(one.config) for one in fits]
     cost = costs.column_name({price.currency for config in configs if (price := costs.price_of(config))})
     header = (*header[:6], cost, *header[6:])
@@ -257,7 +277,7 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
             _micro(one),
             one.verdict if one.given else ABSENT,
             f"{one.tokens:,}" if one.micro else ABSENT,
-            ABSENT if (speed := one.speed(hardware)) is None else speed.text,
+            ABSENT if (speed := one.speed(hardware_name(one.config))) is None else speed.text,
             ABSENT if speed is None else speed.mfu_text,
             _cost(config, speed),
             sized(one.resting_bytes * bool(one.given)),

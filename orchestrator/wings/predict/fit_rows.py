@@ -316,8 +316,10 @@ class _Room:
 
 def order(fits: Sequence[Fit]) -> list[Fit]:
     """The rows that fit first, and among them those whose step has the least to do in addition to the model's own work:
-    copies to the host, then recomputation, then data to send. The larger micro-batch first among equals."""
-    return sorted(fits, key=order_key)
+    copies to the host, then recomputation, then data to send. The larger micro-batch first among equals. The rows of
+    a machine are together."""
+    nodes = list(dict.fromkeys(one.config.hardware for one in fits))
+    return sorted(fits, key=lambda one: (nodes.index(one.config.hardware), *order_key(one)))
 
 
 def order_key(fit: Fit) -> tuple[Any, ...]:

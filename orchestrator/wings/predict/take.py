@@ -19,6 +19,7 @@ from orchestrator.text.paths import program
 from orchestrator.text.units import size
 from orchestrator.wings.predict.choice import Candidate
 from orchestrator.wings.predict.fit_rows import RECOMPUTED, Fit, order_key
+from orchestrator.wings.predict.fit_words import Length, length_text
 from orchestrator.wings.predict.speed import Speed, speed_of
 from orchestrator.wings.predict.step import with_micro
 from zero_runtime.predict.timing.data_sheet import LONGEST, SHORTEST
@@ -155,9 +156,40 @@ def described(one: Candidate) -> str:
     return f"{one.fit.label}, micro-batch {one.micro}{room}, {tokens:,} tokens a step{speed}"
 
 
-def rows(choice: Taken) -> list[Row]:
-    """The three lines; two if there is no second choice."""
+def rows(choice: Taken, job: Length | None = None) -> list[Row]:
+    """The three lines; two if there is no second choice. With a job one more, what it takes with each."""
     found = [Row("take", f"{described(choice.first)}: {work_text(choice.first.fit)}")]
     if choice.second is not None:
         found.append(Row("second", f"{described(choice.second)}: {why_second(choice)}"))
-    return [*found, Row("decided", decided(choice))]
+    found.append(Row("decided", decided(choice)))
+    return [*found, *(Row("job", text) for text in job_texts(choice.first, job))]
+
+
+def job_texts(one: Candidate, job: Length | None) -> list[str]:
+    """The hours of the job, and what they cost; empty without a job."""
+    return [] if job is None else [length_text(job, one.config, interval(one.speed))]
+
+
+def best_machine(choices: Sequence[Taken]) -> Taken:
+    """The choice of the machine whose row is the fastest by prediction; the first if no speed is known."""
+    known = [one for one in choices if interval(one.first.speed) is not None]
+    return max(known, key=lambda one: one.first.tokens_per_second) if known else choices[0]
+
+
+def rows_of_machines(choices: Sequence[Taken], best: Taken, job: Length | None) -> list[Row]:
+    """The row to take on each of several machines, the job there, and what decided between the machines."""
+    found = []
+    for choice in choices:
+        one = choice.first
+        found.append(Row("take", "; ".join([f"{described(one)}: {work_text(one.fit)}", *job_texts(one, job)])))
+    known = {one.first: ends for one in choices if (ends := interval(one.first.speed)) is not None}
+    name = best.first.fit.label
+    if not known:
+        why = "no machine is the first, because no speed is known"
+    elif len(known) < len(choices):
+        why = f"{name} is the fastest of those whose speed is known; the others cannot be compared"
+    elif all(ends[1] < known[best.first][0] for one, ends in known.items() if one is not best.first):
+        why = f"{name}: its range of speed lies above those of the other machines"
+    else:
+        why = f"{name} is the fastest by prediction, but ranges overlap: it is not told from the next"
+    return [*found, Row("decided", why)]
