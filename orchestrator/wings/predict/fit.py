@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +11,6 @@ from dataclasses import replace
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
-from orchestrator.config.pretrained import CONFIG
 from orchestrator.config.schema import Device, MeasureKind, RunConfig
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INCOMPLETE, OK
@@ -22,7 +20,7 @@ from orchestrator.plan.points import distinct, judged
 from orchestrator.plan.predictor import NOT_ASKED
 from orchestrator.plan.rules.scene import here
 from orchestrator.report.screen import Screen, make_console
-from orchestrator.text.paths import expanded, program
+from orchestrator.text.paths import program
 from orchestrator.text.streams import complain, few
 from orchestrator.text.units import many
 from orchestrator.wings.predict import counting_child, fit_estimator, fit_peers, memory_cache, step
@@ -30,6 +28,7 @@ from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.counting_child import Answer
 from orchestrator.wings.predict.fit_page import Columns, FitPage, named
 from orchestrator.wings.predict.fit_rows import Fit
+from orchestrator.wings.predict.fit_words import NODES, RANKS, TOKENS, Length, Machine, job_of, machines, with_folder
 from orchestrator.wings.predict.memory_cache import activations_key, units_key
 from orchestrator.wings.predict.prediction import gpu_bytes_here, overhead_of
 from orchestrator.wings.predict.rough_time import offloads, without_offload
@@ -47,10 +46,9 @@ PLAIN = {"offload": "none", "recompute": "none", "loss": "full"}  # options that
 SMALLEST = 2  # a batch of one is traced alone: torch treats dimensions of one differently
 TRACED_TOKENS = 1 << 17  # of the largest micro-batch that is traced
 TABLE = re.compile(r"(ranks|tp|sp)=([0-9]+(?:,[0-9]+)*)")
-RANKS, NODES = "resources.ranks", "resources.nodes"
 KEYS = {"ranks": RANKS, "tp": "parallel.tp", "sp": "parallel.sp"}  # that the columns of --table vary
 NOT_COUNTED = "the activations cannot be counted"
-MACHINES = ("hardware", RANKS, NODES)
+MACHINES = ("hardware", RANKS, NODES, TOKENS)
 FLAGS = ("--multirun", "--plan", "--config-dir", "--max-points")  # that a line of fit may have; all others start runs
 # What depends on the micro-batch that fit finds, and what to do instead.
 OWN_KEYS = {
@@ -62,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the table, one row's arithmetic, or a table over numbers. Returns 0, 1 if nothing fits, or 3 if rows are
     missing because they could not be counted."""
     asked, words = parser().parse_known_args(argv)
-    overrides = [one for word in words for one in _with_folder(word)]
+    overrides = [one for word in words for one in with_folder(word)]
     if asked.estimator is not None:
         if asked.table or asked.engine or asked.explain or asked.all:
             raise Refusal([f"{fit_estimator.FLAG} prints its own tables: leave out --table, --as, --explain and --all"])
@@ -70,9 +68,10 @@ def main(argv: Sequence[str]) -> int:
     if asked.steps and (asked.explain is None or asked.engine):
         raise Refusal(["--steps is of one row of ours      fix: --explain ROW --steps, without --as"])
     over = _columns(asked.table)
+    job, overrides = job_of(overrides)
     line = _name_of(words_that_count(words), asked.table, asked.explain)
     with counting_child.started_ahead(needed=memory_cache.stored(line) is None):
-        code = _answer(asked, overrides, over)
+        code = _answer(asked, overrides, over, job)
     if code != INCOMPLETE:
         memory_cache.store(line, {"answered": True})
     return code
@@ -88,7 +87,7 @@ def words_that_count(words: Sequence[str]) -> set[str]:
     return {word for word in words if not word.startswith(("-", *MACHINES))}
 
 
-def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None) -> int:
+def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None, job: Length | None) -> int:
     if asked.engine is not None:
         if over:
             raise Refusal(["--table and --as cannot be asked for together"])
@@ -107,7 +106,7 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None) ->
         typed = arguments.split(overrides)
         folder = typed.flags.get("--config-dir")
         flags = [] if folder is None else ["--config-dir", folder]
-        page = FitPage(Screen(make_console()), typed.overrides, flags)
+        page = FitPage(Screen(make_console()), typed.overrides, flags, job)
         if asked.explain is not None and asked.steps:
             page.ledger(fits[0])
         elif asked.explain is not None:
@@ -168,16 +167,6 @@ def _columns(table: str | None) -> Columns | None:
     return Columns(match[1], sorted({int(number) for number in match[2].split(",")}))
 
 
-def _with_folder(word: str) -> list[str]:
-    """model=PATH as the settings of a local folder. The path may also be that of the folder's config.json."""
-    key, _, value = word.partition("=")
-    if key not in ("model", "model.path") or os.sep not in value:
-        return [word]
-    path = expanded(value)
-    folder = path.parent if path.name == CONFIG and path.is_file() else path
-    return [*(["model=pretrained"] if key == "model" else []), f"model.path={folder}"]
-
-
 def _points(overrides: Sequence[str], over: Columns | None) -> list[Point]:
     """The combinations of the settings that the command line leaves open, without those that a rule forbids."""
     given = names(overrides)
@@ -193,17 +182,28 @@ def _points(overrides: Sequence[str], over: Columns | None) -> list[Point]:
         )
     wrong = sorted(set(arguments.split(overrides).flags) - set(FLAGS))
     problems += [f"fit starts no run and has no {flag}      see: {program()} fit --help" for flag in wrong]
+    lines = machines(overrides)
+    if len(lines) > 1 and over:
+        problems.append("--table is of one machine      fix: name one in hardware=NAME, or leave --table out")
     if problems:
         raise Refusal(problems)
     axes = [f"{group}={options}" for group, options in AXES.items() if group not in given]
     if over is None:
-        return valid_points([*overrides, *axes])
-    gpus = _gpus_of_a_node(overrides) if over.name == "ranks" and NODES not in given else None
+        return points_of(lines, axes)
+    (_, overrides), key_given = lines[0], NODES in given
+    gpus = _gpus_of_a_node(overrides) if over.name == "ranks" and not key_given else None
     found: list[Point] = []
     for number in over.numbers:
         nodes = [f"{NODES}={-(-number // gpus)}"] if gpus and number > gpus else []
         found += valid_points([*overrides, *axes, f"{key}={number}", *nodes], f"-{over.name}{number}")
     return found
+
+
+def points_of(lines: Sequence[Machine], axes: Sequence[str]) -> list[Point]:
+    """The valid points of each machine's line with these axes; of several machines labels end with the machine's
+    name."""
+    found = [valid_points([*words, *axes], f"-{name}" if name else "") for name, words in lines]
+    return [point for points in found for point in points]
 
 
 def names(words: Sequence[str]) -> set[str]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from orchestrator.config import pretrained
+from orchestrator.config.hardware import GpuNode
 from orchestrator.config.lossy import lossy_words
 from orchestrator.config.schema import Device, to_dict
 from orchestrator.config.strict import Refusal, nearest
@@ -15,9 +16,10 @@ from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, digits, many, significant, size
-from orchestrator.wings.predict import fit_arithmetic, note_ledger
+from orchestrator.wings.predict import fit_arithmetic, note_ledger, take
 from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.fit_rows import Fit
+from orchestrator.wings.predict.fit_words import Length
 from orchestrator.wings.predict.moments import all_moments
 from orchestrator.wings.predict.prediction import hardware_name
 from orchestrator.wings.predict.speed import NOT_SHOWN, ROUGH, Speed
@@ -26,7 +28,7 @@ from orchestrator.wings.profile import costs
 # How a count of torch differs from the tensors that are counted here (device_overhead.py).
 WORKSPACES = "of tensors; torch.cuda.max_memory_allocated also counts cuBLAS's workspaces, 64 MiB on Hopper"
 # Columns in the order in which a narrow terminal leaves them out.
-DROPPED = ("tokens", "activations", "states", "reserved", "largest part", "closed form", "what exists")
+DROPPED = ("tokens", "activations", "states", "reserved", "MFU", "largest part", "closed form", "what exists")
 MACHINES = ("resources.ranks=", "resources.nodes=", "parallel.tp=", "parallel.sp=")
 COLUMNS = {
     "ranks": "the number of ranks",
@@ -62,15 +64,17 @@ class FitPage:
     """The output of one command. words, flags: the overrides as typed and the flags that name a folder of options, for
     the commands that it proposes."""
 
-    def __init__(self, screen: Screen, words: Sequence[str], flags: Sequence[str] = ()) -> None:
-        self._screen, self._words, self._flags = screen, list(words), list(flags)
+    def __init__(
+        self, screen: Screen, words: Sequence[str], flags: Sequence[str] = (), job: Length | None = None
+    ) -> None:
+        self._screen, self._words, self._flags, self._job = screen, list(words), list(flags), job
 
     def rows(self, fits: Sequence[Fit], *, show_all: bool) -> None:
         """The rows that fit, and how many are not shown."""
         best = fit.best(fits)
         given = all(one.given for one in fits)
         shown = list(fits) if show_all or (given and len(fits) <= FEW) else best
-        self._screen.rows(_head(fits[0]))
+        self._screen.rows(_heads(fits))
         if shown:
             unit = _unit(max(one.peak.total for one in shown))
             or_one = ", or at 1" if any(not one.micro for one in shown) else ""
@@ -78,7 +82,7 @@ class FitPage:
             self._say(f"bytes of one rank in {unit[0]}, {at}")
             table = _table(shown, unit)
             self._screen.table(table)
-            for note in _notes(shown):
+            for note in [*_notes(shown), *_host_notes(shown)]:
                 self._screen.say(note)
             self._screen.rows([Row(f"fits {one}", VERDICTS[one]) for one in VERDICTS if one in _verdicts(shown)])
         self._close(fits, best, shown)
@@ -161,7 +165,25 @@ class FitPage:
             self._screen.say(
                 f"{_micro(one)}: {one.most_micro} fits if CUDA, cuBLAS and NCCL take the least of their range"
             )
-        self._propose(best or [_nearest(not_fitting)])
+        self._propose(self._taken(fits, best) or [_nearest(not_fitting)])
+
+    def _taken(self, fits: Sequence[Fit], best: Sequence[Fit]) -> list[Fit]:
+        """Says which row to take, which is the second, and what decided; the row, at the micro-batch to take."""
+        if not best:
+            return []
+        groups: dict[GpuNode, list[Fit]] = {}
+        for one in best:
+            groups.setdefault(one.config.hardware, []).append(one)
+        others = [one for one in fits if one.micro and one not in best] if len(best) == 1 else []
+        choices = [take.of_fits([*rows, *others[:1]], hardware_name(rows[0].config)) for rows in groups.values()]
+        self._screen.console.print()
+        first = choices[0]
+        if len(choices) == 1:
+            self._screen.rows(take.rows(first, self._job))
+        else:
+            first = take.best_machine(choices)
+            self._screen.rows(take.rows_of_machines(choices, first, self._job))
+        return [replace(first.first.fit, micro=first.first.micro)]
 
     def _propose(self, best: Sequence[Fit], more: Sequence[str] = ()) -> None:
         explained = [Row("explain", f"{program()} {self._line(*more, '--explain', one.label)}") for one in best[:1]]
@@ -195,6 +217,15 @@ def named(rows: Sequence[AnyRow], label: str) -> AnyRow:
     near = nearest(label, [one.label for one in rows])
     hint = f" Did you mean '{near}'?" if near else ""
     raise Refusal([f"there is no row '{label}'.{hint}      rows: {' '.join(one.label for one in rows)}"])
+
+
+def _heads(fits: Sequence[Fit]) -> list[Row]:
+    """The model and each machine."""
+    firsts: dict[GpuNode, Fit] = {}
+    for one in fits:
+        firsts.setdefault(one.config.hardware, one)
+    found = [_head(one) for one in firsts.values()]
+    return [row for number, rows in enumerate(found) for row in rows if not number or row.name == "machine"]
 
 
 def _head(one: Fit, *, over_ranks: bool = False) -> list[Row]:
@@ -231,12 +262,11 @@ def _unit(largest: int) -> tuple[str, int]:
 
 
 def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
-    header: tuple[str, ...] = ("row", "micro", "fits", "tokens", "tokens/s", "at rest", "peak", "states", "activations")
-    header += ("reserved", "host", "of node", "scratch", "sent", "largest part")
-    hardware = hardware_name(fits[0].config)
+    header: tuple[str, ...] = ("row", "micro", "fits", "tokens", "tokens/s", "MFU", "at rest", "peak", "states")
+    header += ("activations", "reserved", "host", "of node", "scratch", "sent", "largest part")
     configs = [to_dict(one.config) for one in fits]
     cost = costs.column_name({price.currency for config in configs if (price := costs.price_of(config))})
-    header = (*header[:5], cost, *header[5:])
+    header = (*header[:6], cost, *header[6:])
 
     def sized(nbytes: int) -> str:
         return digits(nbytes / unit[1]) if nbytes else ABSENT
@@ -247,7 +277,8 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
             _micro(one),
             one.verdict if one.given else ABSENT,
             f"{one.tokens:,}" if one.micro else ABSENT,
-            ABSENT if (speed := one.speed(hardware)) is None else speed.text,
+            ABSENT if (speed := one.speed(hardware_name(one.config))) is None else speed.text,
+            ABSENT if speed is None else speed.mfu_text,
             _cost(config, speed),
             sized(one.resting_bytes * bool(one.given)),
             sized(one.peak.total),
@@ -255,7 +286,7 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
             sized(one.peak.activations),
             ABSENT if one.reserved is None else sized(one.reserved.reserved),
             sized(one.host_bytes),
-            sized(one.host_bytes * one.ranks_per_node * bool(one.given)),
+            sized(one.host_of_node * bool(one.given)),
             sized(one.scratch_bytes),
             sized(one.sent_bytes),
             one.binds if one.micro else "host memory" if one.host_lacks else one.binds,
@@ -263,7 +294,7 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
         for one, config in zip(fits, configs, strict=True)
     ]
     # Without offload, on CPU ranks, not known, or no micro-batch was given.
-    for name in ("scratch", "of node", "host", "reserved", "at rest", cost, "tokens/s", "fits"):
+    for name in ("scratch", "of node", "host", "reserved", "at rest", cost, "MFU", "tokens/s", "fits"):
         at = header.index(name)
         if all(row[at] == ABSENT for row in rows):
             header = (*header[:at], *header[at + 1 :])
@@ -283,10 +314,21 @@ def _notes(fits: Sequence[Fit]) -> list[str]:
     notes = []
     if any(one.within and not one.outside for one in speeds):
         notes.append(f"tokens/s: of all ranks; {ROUGH} from the data sheet, where 80 % of other published runs are")
+        notes.append("MFU: at the middle of the range, 6 FLOP for each parameter and token, of the peak")
     if any(one.within is None and not one.outside for one in speeds):
         notes.append(f"{ROUGH} without a range: no published run has an offload, so it only orders such rows")
     notes += [f"{NOT_SHOWN}: no published run is known for {why}" for why in {one.outside for one in speeds} - {""}]
     return [*notes, "see docs/speed.md"] if notes else []
+
+
+def _host_notes(fits: Sequence[Fit]) -> list[str]:
+    """What rows need of a host whose memory is not known, so that it was not compared."""
+    rows = sorted((one for one in fits if one.host_unknown), key=lambda one: one.host_of_node)
+    if not rows:
+        return []
+    needs = " to ".join(dict.fromkeys(size(one.host_of_node) for one in (rows[0], rows[-1])))
+    why = f"{needs} of host memory for {many(rows[0].ranks_per_node, 'rank')}: hardware.host_memory_gib is not known"
+    return [f"{why}      fix: hardware.host_memory_gib=N, what a node has"]
 
 
 def _verdicts(fits: Sequence[Fit]) -> set[str]:
@@ -331,8 +373,9 @@ def _after(one: Fit) -> list[Row]:
         need = larger.total + one.overhead.most
         rows.append(Row("one more", f"micro-batch {one.micro + 1} would use up to {size(need)}"))
     if one.host_bytes:
-        node = f"{one.ranks_per_node} ranks of a node: {size(one.host_bytes * one.ranks_per_node)}"
+        node = f"{one.ranks_per_node} ranks of a node: {size(one.host_of_node)}"
         limit = f" of {size(one.host_limit_bytes)}" if one.host_limit_bytes is not None else ""
+        limit += "; hardware.host_memory_gib is not known" * one.host_unknown
         rows.append(Row("host memory", f"{size(one.host_bytes)} of each rank; {node}{limit}"))
     if one.needless:
         rows.append(Row("not needed", f"the offload: {one.needless}"))

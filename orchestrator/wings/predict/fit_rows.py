@@ -137,9 +137,20 @@ class Fit:
         return name
 
     @property
+    def host_of_node(self) -> int:
+        """Bytes that all ranks of a node keep in its host memory."""
+        return self.host_bytes * self.ranks_per_node
+
+    @property
+    def host_unknown(self) -> bool:
+        """Whether the row needs host memory of a described node, of which it is not known how much there is."""
+        is_compared = self.host_limit_bytes is not None or self.config.resources.device is not Device.cuda
+        return self.host_bytes > 0 and not is_compared
+
+    @property
     def host_lacks(self) -> bool:
         """Whether a node has not enough host memory for what its ranks keep there in steps."""
-        return self.host_limit_bytes is not None and self.host_bytes * self.ranks_per_node > self.host_limit_bytes
+        return self.host_limit_bytes is not None and self.host_of_node > self.host_limit_bytes
 
     @property
     def reason(self) -> str:
@@ -148,8 +159,7 @@ class Fit:
             return ""
         if self.host_lacks:
             kept = f"{self.ranks_per_node} x {size(self.host_bytes)}"
-            total = size(self.host_bytes * self.ranks_per_node)
-            return f"keeps {kept} = {total} in a node's host memory of {size(self.host_limit_bytes)}"
+            return f"keeps {kept} = {size(self.host_of_node)} in a node's host memory of {size(self.host_limit_bytes)}"
         if self.used_bytes[1] <= self.limit_bytes and (outside := self._outside_reason):
             return outside
         _, largest = max(parts(self.peak), key=lambda part: part[1])
@@ -198,7 +208,7 @@ class Fit:
             "peak_parts_bytes": dict(parts(self.peak)),
             "binds": self.binds,
             "host_bytes_per_rank": self.host_bytes,
-            "host_bytes_per_node": self.host_bytes * self.ranks_per_node,
+            "host_bytes_per_node": self.host_of_node,
             "host_limit_bytes_per_node": self.host_limit_bytes,
             "scratch_bytes_per_rank": self.scratch_bytes,
             "sent_bytes_per_step": self.sent_bytes,
@@ -306,11 +316,14 @@ class _Room:
 
 def order(fits: Sequence[Fit]) -> list[Fit]:
     """The rows that fit first, and among them those whose step has the least to do in addition to the model's own work:
-    copies to the host, then recomputation, then data to send. The larger micro-batch first among equals."""
-    return sorted(fits, key=_cost)
+    copies to the host, then recomputation, then data to send. The larger micro-batch first among equals. The rows of
+    a machine are together."""
+    nodes = list(dict.fromkeys(one.config.hardware for one in fits))
+    return sorted(fits, key=lambda one: (nodes.index(one.config.hardware), *order_key(one)))
 
 
-def _cost(fit: Fit) -> tuple[Any, ...]:
+def order_key(fit: Fit) -> tuple[Any, ...]:
+    """What `order` sorts by: (fits not, kinds of offload, recomputation, bytes sent, -micro-batch, tiled loss)."""
     offloads = (fit.host_bytes > 0) + (fit.scratch_bytes > 0)
     recomputed = RECOMPUTED[str(fit.config.recompute.kind)]
     return (fit.micro == 0, offloads, recomputed, fit.sent_bytes, -fit.micro, _is_tiled(fit))

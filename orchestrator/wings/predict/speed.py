@@ -17,7 +17,7 @@ from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.config.state_groups import Offload
 from orchestrator.machine.hardware import described_cpu
 from orchestrator.records.cache import read_cached, write_cached
-from orchestrator.text.units import digits
+from orchestrator.text.units import ABSENT, digits
 from orchestrator.wings.predict import memory_cache
 from orchestrator.wings.predict.rough_time import offloads, outside, peak_flops_per_s, rough_time
 from orchestrator.wings.predict.step import ConfigMemory, with_micro
@@ -183,12 +183,26 @@ class Speed:
 
     @property
     def text(self) -> str:
-        """Tokens per second, marked if they are estimated, as the range that they are in where it is known."""
+        """Tokens per second, marked if they are estimated: two digits, as the range that they are in where it is
+        known."""
         if self.outside:
             return NOT_SHOWN
-        if self.within is None:
-            return f"{ROUGH if self.rough else ''}{digits(self.tokens_per_second)}"
-        return ROUGH + "-".join(f"{float(f'{end:.3g}'):,.0f}" for end in self.within)
+        if not self.rough:
+            return digits(self.tokens_per_second)
+        ends = dict.fromkeys(float(f"{end:.2g}") for end in self.within or [self.tokens_per_second])
+        return ROUGH + "-".join(f"{end:,.0f}" for end in ends)
+
+    @property
+    def mfu_text(self) -> str:
+        """`mfu` at the middle of the range that is shown, in percent; ABSENT where no speed is, or no peak is known.
+
+        MFU = model FLOP of the step / (ranks x peak FLOP/s x seconds of the step), where the model FLOP are those of
+        `model_flops`: 6 for each trained parameter and token, 4 for each frozen one.
+        """
+        if self.mfu is None or self.outside:
+            return ABSENT
+        middle = sum(self.within) / 2 if self.within else self.tokens_per_second
+        return f"{100 * self.mfu * middle / self.tokens_per_second:.0f} %"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for records and other programs; without numbers that are not to be shown."""

@@ -11,7 +11,7 @@ from points import config_of_line
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.state_groups import Offload
-from orchestrator.wings.predict import choice, speed
+from orchestrator.wings.predict import choice, speed, take
 from orchestrator.wings.predict.choice import Candidate, ShortRun, best_run
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.speed import Speed
@@ -94,6 +94,43 @@ def test_of_runs_that_tie_with_the_fastest_the_prediction_decides() -> None:
     assert best_run(runs, ["fast"]) == "fast"
     equal = {"tied": tied, "fast": fast._replace(predicted=2.0)}
     assert best_run(equal, ["tied", "fast"]) == "fast"  # predictions are equal
+
+
+ROWS = {"plain": "zero=stage1", "again": "zero=stage1 recompute=full", "more": "zero=stage3"}
+
+
+@pytest.mark.parametrize(
+    ("speeds", "first", "second", "by_speed"),
+    [
+        # No speed: the least work. Stage 3 sends more, and recomputation counts before what is sent.
+        ({"again": None, "more": None, "plain": None}, "plain", "more", False),
+        # One range alone reaches the fastest: it is taken, whatever it has to do.
+        ({"plain": (10, 12), "more": (5, 9), "again": (20, 30)}, "again", "plain", True),
+        # Ranges overlap: they are not told apart, and the one with less to do is taken.
+        ({"plain": (10, 21), "more": (5, 9), "again": (20, 30)}, "plain", "again", False),
+        # A row whose speed is not known cannot be told from the fastest.
+        ({"plain": None, "again": (20, 30)}, "plain", "again", False),
+        ({"again": (20, 30)}, "again", None, True),
+    ],
+)
+def test_one_row_is_taken_by_speed_where_ranges_tell_and_else_by_the_least_work(
+    speeds: dict[str, tuple[int, int] | None], first: str, second: str | None, by_speed: bool
+) -> None:
+    rows = []
+    for name, ends in speeds.items():
+        found = row(name, ROWS[name])
+        one = Candidate(replace(found, sent_bytes=3 if name == "more" else 2), 8)
+        timed_one = timed(one, model_s=1.0)
+        assert timed_one.speed is not None
+        middle = ends and replace(timed_one.speed, tokens_per_second=sum(ends) / 2, within=ends, rough=True)
+        rows.append(replace(one, speed=middle))
+    choice = take.taken(rows)
+    assert choice.first.fit.label == first
+    assert (choice.second and choice.second.fit.label) == second
+    assert choice.by_speed == by_speed
+    lines = {line.name: line.text for line in take.rows(choice)}
+    assert lines["take"].startswith(f"{first}, micro-batch 8, 160 tokens a step")
+    assert ("slower by prediction" in lines.get("second", "")) == (by_speed and second is not None)
 
 
 # ---- times between measured micro-batches ----------------------------------------------------------------------------

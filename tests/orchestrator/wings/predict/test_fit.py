@@ -14,13 +14,9 @@ import pytest
 from harness.warm_shapes import WarmShapes
 
 from orchestrator import cli
-from orchestrator.config.strict import Refusal
 from orchestrator.plan.point import Point
-from orchestrator.report.narrow import Narrowed, narrowed
-from orchestrator.report.summary import Table
 from orchestrator.wings.predict import counting_child, fit_arithmetic, memory_cache
 from orchestrator.wings.predict import fit as command
-from orchestrator.wings.predict.fit_page import DROPPED
 from orchestrator.wings.predict.fit_rows import Fit
 from zero_runtime.predict.memory.activation_count import LinearTrace
 
@@ -88,6 +84,9 @@ def test_the_table_shows_the_best_rows_and_counts_the_others(say: Say) -> None:
     assert "not shown" in out
     assert "plan " in out
     assert "--explain stage1" in out
+    assert f"\ntake     stage1, micro-batch {HIGHEST}, " in out
+    assert f"\nsecond   stage2, micro-batch {HIGHEST}, " in out
+    assert "\ndecided  the least work " in out
 
 
 def test_all_rows_are_shown_on_request_with_labels_that_differ(say: Say) -> None:
@@ -134,6 +133,9 @@ def test_offload_that_exceeds_the_host_s_memory_does_not_fit(say: Say) -> None:
     assert "keeps 2 x " in lacking["stage0-optimizer_cpu"]
     assert all(not row["micro"] for row in rows if row["label"] in lacking)
     assert "stage0" not in lacking
+    asked = say(*TWO, "zero=stage1", "offload=optimizer_cpu", "recompute=full").out  # of the a10 it is not known
+    assert re.search(r"of host memory for 2 ranks: hardware.host_memory_gib is not known      fix: ", asked)
+    assert "not known" not in say(*TWO, "offload=optimizer_cpu", "hardware.host_memory_gib=64").out
 
 
 def test_rows_that_cannot_be_counted_are_reported_with_the_reason(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +244,12 @@ def test_a_table_has_a_column_for_each_number_of_parts(monkeypatch: pytest.Monke
         ((*TWO, "parallel.sp=2", "--table", "sp=1,2"), "--table varies parallel.sp"),
         ((*TWO, "--detach"), "fit starts no run and has no --detach"),
         ((*TWO, "--tabel"), "there is no flag '--tabel'"),
-        (("model=llama_tiny", "hardware=a100"), "hardware has no option 'a100'"),
+        (("model=llama_tiny", "hardware=a100"), "hardware has no option 'a100', found a100_40gb and a100_80gb"),
+        (("hardware=a10,3xrtx_9090",), "hardware has no option 'rtx_9090'"),
+        (("hardware=a10,t4", "--table", "ranks=1,2"), "--table is of one machine"),
+        ((*TWO, "train.tokens=many"), "train.tokens: expected a number above 0, found 'many'"),
+        ((*TWO, "train.tokens=5e6", "train.epochs=1"), "train.tokens and train.epochs are two lengths"),
+        ((*TWO, "train.epochs=1", "data=pairs", "data.path=/no/such"), "data.path"),
         (("model=lama_tiny", "hardware=a10"), "model has no option 'lama_tiny'"),
         (("resources.device=cuda",), "resources.device=cuda: no GPU is here"),
         (("model=/no/such/folder", "hardware=a10"), "model.path must be a folder that is there"),
@@ -255,32 +262,29 @@ def test_what_cannot_be_answered_is_refused_in_one_line(say: Say, words: tuple[s
     assert len(err.splitlines()) == 2  # and that nothing was started
 
 
-def test_a_config_json_suffices_for_a_model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "vocab_size": 256}')
-    for words in (f"model={tmp_path}", f"model={tmp_path}/config.json"):
-        overrides = command._with_folder(words)
-        assert overrides == ["model=pretrained", f"model.path={tmp_path}"]
-    points = command._points([*overrides, "hardware=a10"], None)
-    assert points[0].config.model.model_type == "llama"
-    assert command._with_folder("model=llama2_7b") == ["model=llama2_7b"]
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(Refusal, match="model_type"):
-        command._points([*overrides, "hardware=a10"], None)
-
-
-def test_a_group_that_is_given_is_kept_and_lists_are_compared() -> None:
-    points = command._points(["zero=stage2,stage3", "offload=none", "hardware=a10", "loss=full"], None)
-    assert [point.label for point in points] == [
-        f"stage{stage}{ending}" for stage in (2, 3) for ending in ("", "-by_operation", "-full")
+def test_machines_are_compared_in_one_table_with_the_hours_and_money_of_a_job(say: Say) -> None:
+    machines = ("hardware=2xa100_80gb,rtx_4090,2xh100", "hardware.price_per_hour=1.5", "hardware.currency=USD")
+    line = ("model=llama_tiny", *machines, *LINE[3:], "zero=stage1", "train.tokens=1e9")
+    code, out, err = say(*line)
+    assert (code, err) == (0, "")
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("machine ")] == [
+        *("a100_80gb:", "rtx_4090:", "h100_80gb:")
     ]
-    (one,) = command._points(["zero=stage2", "offload=none", "hardware=a10", "loss=full", "recompute=full"], None)
-    assert one.label == "stage2"
-
-
-def test_other_lists_are_part_of_the_label() -> None:
-    fixed = ["zero=stage2", "offload=none", "hardware=a10", "loss=full", "recompute=none,full"]
-    points = command._points([*fixed, "precision=fp32,bf16", "batch.seq=64,128"], None)
-    assert [point.label for point in points][:3] == ["stage2-fp32-seq64", "stage2-fp32-seq128", "stage2-bf16-seq64"]
+    takes = {line.split()[1].rstrip(","): line for line in out.splitlines() if line.startswith("take ")}
+    assert {label.rpartition("-")[2] for label in takes} == {"2xa100_80gb", "2xh100", "rtx_4090"}
+    a100, gpu = (next(line for label, line in takes.items() if name in label) for name in ("2xa100_80gb", "rtx_4090"))
+    least, most = (float(one.replace(",", "")) for one in re.findall(r"~([\d,]+)-([\d,]+) tokens/s", a100)[0])
+    hours = [float(one) for one in re.findall(r" ([\d.]+)-([\d.]+) h, ", a100)[0]]
+    # Ends of two digits: each is at most 5 % off, and so is what is computed here from those of the speed.
+    assert hours == pytest.approx([1e9 / most / 3600, 1e9 / least / 3600], rel=0.1)
+    money = [float(one) for one in re.findall(r"h, ([\d.]+)-([\d.]+) USD", a100)[0]]
+    assert money == pytest.approx([2 * 1.5 * one for one in hours], rel=0.1)
+    assert "hours are not known" in gpu
+    assert "\ndecided  stage1" in out
+    # A tokenizer counts what it makes of data; bytes are counted here.
+    (tokens,) = re.findall(r"^job +([\d.]+) M tokens are", say(*TWO, "train.epochs=2").out, re.MULTILINE)
+    (half,) = re.findall(r"^job +([\d.]+) M tokens are", say(*TWO, "train.epochs=1").out, re.MULTILINE)
+    assert float(tokens) == pytest.approx(2 * float(half), abs=0.01)
 
 
 def test_rows_that_another_engine_s_rules_do_not_know_are_counted(say: Say) -> None:
@@ -360,24 +364,6 @@ def _of_ranks(moments: dict[str, dict[str, int]]) -> list[dict[str, int]]:
     return [moment for name, moment in moments.items() if name != "export-weights"]
 
 
-def test_ranks_on_a_cpu_have_no_offload_to_host_memory() -> None:
-    points = command._points(["model=llama_tiny", "resources.device=cpu", "loss=full", "recompute=none"], None)
-    assert [point.label for point in points] == ["stage0", "stage1", "stage2", "stage3"]
-
-
-def test_a_narrow_terminal_loses_columns_before_it_cuts_names() -> None:
-    table = Table(
-        ("row", "micro", "tokens", "activations", "largest part"),
-        (("stage1", "2", "8,192", "48.7", "blocks"),),
-        drops=DROPPED,
-    )
-    assert narrowed(table, None) == narrowed(table, 80) == Narrowed(table)
-    assert narrowed(table, 42).table.header == ("row", "micro", "activations", "largest part")
-    assert narrowed(table, 20).fits
-    assert not narrowed(table, 1).fits
-    assert narrowed(table, 20).left_out == ("tokens", "activations", "largest part")
-
-
 @pytest.mark.parametrize("verb", ["fit", "choose", "calibrate"])
 def test_an_evaluation_is_refused_with_one_error(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([verb, "model=llama_tiny", "measure=eval", "resources.device=cpu"]) == 2
@@ -392,10 +378,13 @@ def test_a_price_adds_the_cost_of_a_billion_tokens_at_the_estimated_speed(say: S
     line = [word.replace("a10", "a100_80gb") for word in TWO]
     priced = say(*line, "hardware.price_per_hour=1.5", "hardware.currency=USD").out.splitlines()
     header = next(line for line in priced if "USD/1B tokens" in line)
-    assert re.search(r"tokens/s +USD/1B tokens", header)
+    assert re.search(r"tokens/s +MFU +USD/1B tokens", header)
     row = priced[priced.index(header) + 1].split()
-    least, most, cost = (float(cell.replace(",", "")) for cell in re.split("-", f"{row[3]}-{row[4]}".replace("~", "")))
-    assert row[4].startswith("~")
+    least, most = (float(cell.replace(",", "")) for cell in row[3].removeprefix("~").split("-"))
+    mfu, cost = int(row[4]) / 100, float(row[6].removeprefix("~").replace(",", ""))
+    # Two digits of each end are shown: at most half of the last one, 5 %, is lost.
+    assert mfu == pytest.approx(6 * 1_869_504 * (least + most) / 2 / (2 * 312e12), abs=0.005 + 0.05)
+    assert row[6].startswith("~")
     dearest, cheapest = (2 * 1.5 * 1e9 / (3600 * speed) for speed in (least, most))
     assert cheapest < cost < dearest
     assert "1B tokens" not in say(*line).out

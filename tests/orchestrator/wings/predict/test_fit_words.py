@@ -1,0 +1,88 @@
+"""The words of `fit`: machines, models and groups as the points that they make, and the columns of a narrow table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.strict import Refusal
+from orchestrator.report.narrow import Narrowed, narrowed
+from orchestrator.report.summary import Table
+from orchestrator.wings.predict import fit as command
+from orchestrator.wings.predict import fit_words
+from orchestrator.wings.predict.fit_page import DROPPED
+
+RANKS_4 = "resources.ranks=4"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("hardware=8xh100", ["hardware=h100_80gb"]),
+        ("hardware=4xh200", ["hardware=h200 hardware.gpus=4"]),
+        ("hardware=16xh100", ["hardware=h100_80gb resources.nodes=2"]),
+        ("hardware=2xrtx_4090", ["hardware=rtx_4090 hardware.gpus=2"]),
+        ("hardware=rtx_4090 resources.ranks=2", ["hardware=rtx_4090 hardware.gpus=2 resources.ranks=2"]),
+        ("hardware=a100_80gb resources.ranks=16", ["hardware=a100_80gb resources.nodes=2 resources.ranks=16"]),
+        ("hardware=a100_80gb resources.ranks=2", ["hardware=a100_80gb resources.ranks=2"]),  # of the node's 8
+        (
+            "hardware=t4 resources.ranks=4 resources.nodes=2",
+            [f"hardware=t4 hardware.gpus=2 {RANKS_4} resources.nodes=2"],
+        ),
+        (
+            "hardware=rtx_4090 hardware.gpus=3 resources.ranks=2",
+            ["hardware=rtx_4090 hardware.gpus=3 resources.ranks=2"],
+        ),
+        ("hardware=t4,2xa10 zero=stage3", ["hardware=t4 zero=stage3", "hardware=a10 hardware.gpus=2 zero=stage3"]),
+        ("zero=stage3", ["zero=stage3"]),
+    ],
+)
+def test_ranks_and_nodes_follow_from_the_machine(line: str, found: list[str]) -> None:
+    assert [" ".join(words) for _, words in fit_words.machines(line.split())] == found
+
+
+def test_a_config_json_suffices_for_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "vocab_size": 256}')
+    for words in (f"model={tmp_path}", f"model={tmp_path}/config.json"):
+        overrides = fit_words.with_folder(words)
+        assert overrides == ["model=pretrained", f"model.path={tmp_path}"]
+    points = command._points([*overrides, "hardware=a10"], None)
+    assert points[0].config.model.model_type == "llama"
+    assert fit_words.with_folder("model=llama2_7b") == ["model=llama2_7b"]
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Refusal, match="model_type"):
+        command._points([*overrides, "hardware=a10"], None)
+
+
+def test_a_group_that_is_given_is_kept_and_lists_are_compared() -> None:
+    points = command._points(["zero=stage2,stage3", "offload=none", "hardware=a10", "loss=full"], None)
+    assert [point.label for point in points] == [
+        f"stage{stage}{ending}" for stage in (2, 3) for ending in ("", "-by_operation", "-full")
+    ]
+    (one,) = command._points(["zero=stage2", "offload=none", "hardware=a10", "loss=full", "recompute=full"], None)
+    assert one.label == "stage2"
+
+
+def test_other_lists_are_part_of_the_label() -> None:
+    fixed = ["zero=stage2", "offload=none", "hardware=a10", "loss=full", "recompute=none,full"]
+    points = command._points([*fixed, "precision=fp32,bf16", "batch.seq=64,128"], None)
+    assert [point.label for point in points][:3] == ["stage2-fp32-seq64", "stage2-fp32-seq128", "stage2-bf16-seq64"]
+
+
+def test_ranks_on_a_cpu_have_no_offload_to_host_memory() -> None:
+    points = command._points(["model=llama_tiny", "resources.device=cpu", "loss=full", "recompute=none"], None)
+    assert [point.label for point in points] == ["stage0", "stage1", "stage2", "stage3"]
+
+
+def test_a_narrow_terminal_loses_columns_before_it_cuts_names() -> None:
+    table = Table(
+        ("row", "micro", "tokens", "activations", "largest part"),
+        (("stage1", "2", "8,192", "48.7", "blocks"),),
+        drops=DROPPED,
+    )
+    assert narrowed(table, None) == narrowed(table, 80) == Narrowed(table)
+    assert narrowed(table, 42).table.header == ("row", "micro", "activations", "largest part")
+    assert narrowed(table, 20).fits
+    assert not narrowed(table, 1).fits
+    assert narrowed(table, 20).left_out == ("tokens", "activations", "largest part")
