@@ -15,6 +15,7 @@ import torch
 
 from harness.models import IGNORED, TinySpec, TinyTransformer, batch, token_loss_sum
 from harness.plain_optimizers import plain_optimizer
+from harness.read_back import LARGEST_CODES, read_back
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.optim.configs import AdamWConfig, OptimizerConfig
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
@@ -138,18 +139,6 @@ def oracle(
             trace.abs_grad_sum = _abs_sum(parts)
             trace.first_update = {name: masters[name] - before[name] for name in masters}
     return trace
-
-
-LARGEST_CODES = {"int8": 127, "int4": 7}
-
-
-def read_back(values: torch.Tensor, largest: int) -> torch.Tensor:
-    """What frozen weights are after they were stored as codes of 64 elements with a bf16 scale; fp32."""
-    flat = values.reshape(-1).float()
-    blocks = torch.cat([flat, flat.new_zeros(-flat.numel() % 64)]).view(-1, 64)
-    scales = (blocks.abs().amax(1, keepdim=True) / largest).bfloat16().float()
-    codes = (blocks / scales.where(scales > 0, 1.0)).round().clamp(-largest, largest)
-    return (codes * scales).view(-1)[: flat.numel()].view(values.shape)
 
 
 def _go_on(plain: torch.optim.Optimizer, masters: dict[str, torch.Tensor], start: Start) -> None:

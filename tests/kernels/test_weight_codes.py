@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.oracle import read_back
+from harness.read_back import read_back
 
 from zero_runtime.kernels.weight_codes import BLOCK_NUMEL, CHUNK_NUMEL, LEVELS, decode_weights_, encode_weights_
 from zero_runtime.kernels.weight_codes import stored_bytes as bytes_of

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness.oracle import LARGEST_CODES, read_back
 from harness.ranks import run_alone, run_ranks
+from harness.read_back import LARGEST_CODES, write_read_back
 
 from orchestrator import cli
 from orchestrator.config import pretrained
@@ -192,20 +192,6 @@ def test_adapters_are_trained_on_a_frozen_base_and_exported_without_it(
     assert torch.equal(run_alone(_with_peft, root / "llama", out), last)
 
 
-def _write_read_back(base: Path, to: Path, largest: int) -> torch.Tensor:
-    """Writes the base with its blocks' matrices as they are read back from codes. Returns its logits."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(base).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if ".layers." in name and weight.dim() == 2:
-                weight.copy_(read_back(weight, largest))
-        model.save_pretrained(to)
-        found: torch.Tensor = model(input_ids=IDS).logits
-    return found
-
-
 @pytest.mark.parametrize(("stage", "code"), [(1, "int4"), pytest.param(3, "int8", marks=pytest.mark.full)])
 def test_adapters_beside_codes_are_those_of_plain_lora_on_what_is_read_back(
     folders, stage: int, code: str, tmp_path: Path
@@ -213,7 +199,7 @@ def test_adapters_beside_codes_are_those_of_plain_lora_on_what_is_read_back(
     """Training, the reload at another stage, PEFT's use of the exported adapters and both merges have equal bits."""
     root, wanted = folders
     base, checkpoint = tmp_path / "read_back", root / f"lora{stage}{code}" / "step-00000002"
-    logits = run_alone(_write_read_back, root / "llama", base, LARGEST_CODES[code])
+    logits = run_alone(write_read_back, root / "llama", base, LARGEST_CODES[code], IDS)
     assert not torch.equal(logits, wanted["llama"])
     first, last, _ = run_ranks(_adapted, 2, root, stage, code)[0]
     assert torch.equal(first, logits)
