@@ -191,7 +191,7 @@ class UnitBuilder:
         aligned = self._settings.wire.aligned_numel(self._settings.tensor_parallel.degree)
         collectives = self._collectives
         rules = LayoutRules(collectives.shard_count, collectives.data_world, config.block_numel, aligned)
-        return [rules.layout(spec.shapes, trainable=spec.trainable) for spec in specs]
+        return [rules.layout(spec.shapes, trainable=spec.trainable, coded=spec.is_coded) for spec in specs]
 
     def _agree_on_kernels(self) -> None:
         """Refuse different kernels on different ranks. Those for CPUs all have the reference's bits."""

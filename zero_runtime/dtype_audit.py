@@ -137,4 +137,5 @@ def _sized(unit: Unit, runtime: ZeroRuntime) -> SizedUnit:
     params = tuple((segment.name, segment.numel) for segment in layout.segments)
     config = runtime.optimizer.config
     own = None if config.matrix_patterns is None else config.held_by(matrices=unit.matrices)
-    return SizedUnit(unit.name, params, layout.padded_numel, layout.shard_numel, unit.trainable, own)
+    codes = unit.param_shard.numel() if unit.parameters.is_coded else 0
+    return SizedUnit(unit.name, params, layout.padded_numel, layout.shard_numel, unit.trainable, own, codes)

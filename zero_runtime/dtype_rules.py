@@ -73,6 +73,7 @@ class SizedUnit:
     shard_numel: int
     trainable: bool
     states: tuple[HeldState, ...] | None = None  # of the optimizer, if it has others for this unit
+    code_bytes: int = 0  # of a shard that is stored as codes
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ class AskedDTypes:
             one = self.of_param(name)
             yield _count(GATHERED, unit, one.compute or one.param, numel)
         kind = self.of_param(unit.params[0][0])
-        yield _count(PARAMS, unit, kind.param, unit.shard_numel)
+        stored = ("uint8", unit.code_bytes) if unit.code_bytes else (kind.param, unit.shard_numel)
+        yield _count(PARAMS, unit, *stored)
         if unit.trainable:
             yield _count(MASTER, unit, kind.master, unit.shard_numel)
             for state in self.states if unit.states is None else unit.states:
@@ -118,7 +120,7 @@ class AskedDTypes:
         kind = self.of_param(unit.params[0][0])
         if component == ALL_GATHER:
             codes = self.plan is not None and self.wire.gathers(self.plan, trainable=unit.trainable)
-            return "uint8" if codes else kind.param
+            return "uint8" if codes or unit.code_bytes else kind.param
         if component == OUTER_GATHER:
             return kind.param
         if component in SIGNS:

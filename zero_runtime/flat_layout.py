@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeVar
 
+from zero_runtime.precision import CODED_NUMEL
+
 # A shard's size is a multiple of this, so that every shard starts at a 64-byte boundary in dtypes of 16 bits or more.
 SHARD_ALIGNMENT_NUMEL = 32
 READ_NUMEL = 4 << 20  # elements read from a source at a time: bounds the memory needed in addition to the shards
@@ -138,7 +140,9 @@ class LayoutRules:
     state_block_numel: int = 1
     aligned_numel: int = 1
 
-    def layout(self, shapes: Iterable[tuple[str, tuple[int, ...]]], *, trainable: bool) -> FlatLayout:
-        """The layout of a unit: blocks of codes of its states and messages stay in one shard."""
-        blocks = math.lcm(self.state_block_numel if trainable else 1, self.aligned_numel)
+    def layout(
+        self, shapes: Iterable[tuple[str, tuple[int, ...]]], *, trainable: bool, coded: bool = False
+    ) -> FlatLayout:
+        """The layout of a unit: blocks of codes of its states, messages and weights (`coded`) stay in one shard."""
+        blocks = math.lcm(self.state_block_numel if trainable else 1, self.aligned_numel, CODED_NUMEL if coded else 1)
         return FlatLayout.build(shapes, shard_count=self.shard_count, world=self.world, block_numel=blocks)

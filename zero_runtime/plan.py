@@ -143,6 +143,10 @@ class ZeroPlan:
             found = "zero.stage=1" if self.grads is R else "zero.stage=2"
             raise ConfigError([Broken(rule, found, ("zero.stage=3", "zero.stage=0"))])
 
+    def freeing_params(self) -> ZeroPlan:
+        """A plan that frees full copies after their use, for parameters that are stored in another form."""
+        return self if self.params is S else ZeroPlan(S, S, S, shard_ranks=self.shard_ranks)
+
     @property
     def keeps_full_params(self) -> bool:
         """Whether every rank keeps the full parameters in memory throughout; else they are freed between uses."""

@@ -10,6 +10,9 @@ from zero_runtime.limits import NO_KEY, Limits
 DType = Literal["fp32", "bf16", "fp16"]
 ITEMSIZE_BYTES: dict[DType, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 _KNOWN = f"one of {', '.join(ITEMSIZE_BYTES)}"
+WeightCode = Literal["int8", "int4"]
+CODE_BITS: dict[WeightCode, int] = {"int8": 8, "int4": 4}
+CODED_NUMEL, SCALE_BYTES = 64, 2  # elements of a code block, which share one bf16 scale
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class MixedPrecision:
         tensor unless only the masters are offloaded.
     compute: forward and backward run in this dtype; None means `param`. fp32 with a 16-bit `param` is for processors
         without 16-bit matrix instructions: parameters are stored and sent in 16 bits and converted for computing.
+    weights: frozen matrices of the repeated blocks are stored and gathered as codes of 8 or 4 bits, and are read back
+        into `compute` while they are in use; see [Note: weight codes] in kernels/weight_codes.py. None: no codes.
     """
 
     param: DType = "fp32"
@@ -30,11 +35,13 @@ class MixedPrecision:
     accumulate: DType = "fp32"
     master: DType = "fp32"
     compute: DType | None = field(default=None, metadata=NO_KEY)
+    weights: WeightCode | None = None
 
     def __post_init__(self) -> None:
-        limits = Limits(vars(self), "precision", dict.fromkeys(vars(self), "fp32"), ["compute"])
-        for name in vars(self):
+        limits = Limits(vars(self), "precision", dict.fromkeys(vars(self), "fp32"), ["compute", "weights"])
+        for name in vars(self).keys() - {"weights"}:
             limits.must(name, ITEMSIZE_BYTES.__contains__, _KNOWN)
+        limits.must("weights", CODE_BITS.__contains__, "int8, int4 or null", None)
         limits.conclude()
         if ITEMSIZE_BYTES[self.master] < ITEMSIZE_BYTES[self.param]:
             fix = f"precision.master={self.param}"
@@ -50,8 +57,10 @@ class MixedPrecision:
         return self.compute in (None, self.param)
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes of one element of a parameter shard."""
+    def stored_bytes(self) -> float:
+        """Bytes of one element of a parameter shard; with its part of a scale if it is a code."""
+        if self.weights is not None:
+            return CODE_BITS[self.weights] / 8 + SCALE_BYTES / CODED_NUMEL
         return ITEMSIZE_BYTES[self.param]
 
     def grad(self, micro_batches: int) -> DType:

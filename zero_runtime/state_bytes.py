@@ -7,7 +7,7 @@ Bytes are counted between the last backward and the step, when every state exist
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, TypedDict
 
 from zero_runtime.flat_layout import FlatLayout
@@ -122,7 +122,7 @@ class BytesPerElement:
 
 def _param_terms(plan: ZeroPlan, precision: MixedPrecision) -> tuple[Term, ...]:
     size = precision.stored_bytes
-    if precision.computes_as_param or plan.params is Partition.SHARDED:
+    if precision.computes_as_param or precision.weights or plan.params is Partition.SHARDED:
         return ((size, plan.held_params),)
     # The full copy is a cast of the gathered parameters, so the shard that is gathered cannot be a slice of it.
     return ((ITEMSIZE_BYTES[precision.compute or precision.param], plan.params), (size, plan.optimizer))
@@ -205,16 +205,18 @@ def formula(
 
     With outer sharding, N are all ranks and G those of a shard group.
 
-    `with_frozen`: Ψ are the trained parameters, Φ the frozen ones. matrix_state_bytes: of the trained matrices, M, if
-    the optimizer keeps other states for them.
+    `with_frozen`: Ψ are the trained parameters, Φ the frozen ones, without Q that are stored as codes.
+    matrix_state_bytes: of the trained matrices, M, if the optimizer keeps other states for them.
     """
+    coded, precision = precision, replace(precision, weights=None)
     of = BytesPerElement.of(plan, precision, micro_batches, state_bytes, error_bytes, kept_bytes)
     trained = _closed_form([term for component in asdict(of).values() for term in component], "Ψ")
     if matrix_state_bytes is not None:
         whole = BytesPerElement.of(plan, precision, micro_batches, matrix_state_bytes, error_bytes, kept_bytes)
         terms = [term for component in asdict(whole).values() for term in component]
         trained = f"{_closed_form(terms, 'M')} (M in matrices) + {trained}"
-    return f"{trained} + {_closed_form(of.params, 'Φ')} (Φ frozen)" if with_frozen else trained
+    codes = f" + {_closed_form(_param_terms(plan, coded), 'Q')} (Q in {coded.weights})" if coded.weights else ""
+    return f"{trained} + {_closed_form(of.params, 'Φ')} (Φ frozen){codes}" if with_frozen else trained
 
 
 def _closed_form(terms: Iterable[Term], letter: str) -> str:

@@ -25,6 +25,7 @@ from zero_runtime.tensor_source import ReadInto, TensorSource, read_in_blocks, r
 from zero_runtime.unit_gradients import UnitGradients
 from zero_runtime.unit_parameters import DataState, UnitParameters
 from zero_runtime.unit_planner import UnitSpec
+from zero_runtime.wings import STORED_CODES, load
 from zero_runtime.wire import EXACT, Wire
 
 
@@ -55,11 +56,12 @@ class Unit:
         self.slices = spec.slices
         self.full_shapes = {name: tuple(param.shape) for name, param in spec.params}
         self.layout = layout
-        self._plan = plan
         self._collectives = collectives
-        self.parameters = parameters = UnitParameters(
+        made: type[UnitParameters] = load(STORED_CODES) if spec.is_coded else UnitParameters
+        self.parameters = parameters = made(
             spec, layout, plan, collectives, device, offloaded or OffloadedShards(), wire
         )
+        self._plan = parameters.plan
         self.gradients = UnitGradients(
             spec, layout, plan, collectives, device, spec.precision.grad(micro_batches), wire
         )
@@ -131,7 +133,7 @@ class Unit:
         A collective if the plan keeps it and it is stale.
         """
         parameters = self.parameters
-        alone = self._collectives.shard_count == 1 and not parameters.params_offloaded
+        alone = self._collectives.shard_count == 1 and not (parameters.params_offloaded or parameters.is_coded)
         if self._plan.keeps_full_params or alone:
             self.unshard()
         parameters.end_gather()
@@ -262,13 +264,13 @@ class Unit:
 
     @property
     def weights_shard(self) -> torch.Tensor:
-        """[S]: the shard that holds the weights: the master, or param_shard for frozen parameters.
+        """[S]: the shard that holds the weights: the master, or param_shard for frozen parameters; for codes, their
+        values in fp32, a copy.
 
         Waits for an update that is under way.
         """
         self.settle()
-        master = self.parameters.master_shard
-        return self.parameters.param_shard if master is None else master
+        return self.parameters.weights
 
     def settle(self) -> None:
         """Block until no update or copy of the shards is under way."""
@@ -295,9 +297,9 @@ class Unit:
         if not names:
             return
         self.drop_full()  # first, because a gather under way reads the shard
+        self.settle()
         with torch.no_grad():
-            self.parameters.fill(self.weights_shard, names, read_into)
-            self.parameters.refresh_param_shard()
+            self.parameters.fill_weights(names, read_into)
 
     def set_values(self, values: dict[str, torch.Tensor]) -> None:
         """Set some parameters to new full values, which must be the same on every rank; the full copy becomes stale."""

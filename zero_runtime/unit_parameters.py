@@ -86,7 +86,8 @@ class UnitParameters:
         wire: Wire = EXACT,
     ) -> None:
         precision = spec.precision
-        self.name = spec.name
+        self.name, self.plan = spec.name, plan
+        self.is_coded = spec.is_coded
         self.params = [param for _, param in spec.params]
         self.trainable = spec.trainable
         self.layout = layout
@@ -245,6 +246,16 @@ class UnitParameters:
             piece = self.pieces.get(name)
             if piece is not None:
                 self._slices.fill(name, piece.start, piece.of(shard), read_into)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """See `Unit.weights_shard`."""
+        return self.param_shard if self.master_shard is None else self.master_shard
+
+    def fill_weights(self, names: Iterable[str], read_into: ReadInto) -> None:
+        """Fill the weights of the parameters in `names`, as `fill`, and round them into param_shard."""
+        self.fill(self.weights, names, read_into)
+        self.refresh_param_shard()
 
     def refresh_param_shard(self) -> None:
         """Round the updated master into param_shard; a no-op if they are the same tensor."""

@@ -29,7 +29,7 @@ parts of it. A container that is never called gives its parameters to the unit a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -42,6 +42,7 @@ from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.slices import WHOLE, Slices
+from zero_runtime.wings import CODED_MATRICES, load
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,11 @@ class UnitSpec:
     slices: Slices = WHOLE
 
     @property
+    def is_coded(self) -> bool:
+        """Whether the parameters are stored as codes."""
+        return self.precision.weights is not None
+
+    @property
     def numel(self) -> int:
         """Number of elements of the full parameters."""
         return sum(param.numel() for _, param in self.params)
@@ -114,10 +120,11 @@ def plan_units(model: nn.Module, rules: UnitRules | None = None) -> list[UnitSpe
     users = _users_by_parameter(model)
     boundaries = _unit_modules(model, users, rules.unit_numel)
     matrices = _matrices(model, users, rules.matrices)
+    coded = load(CODED_MATRICES)(model, block_modules(model), rules.keep_dtype) if rules.precision.weights else ()
     members: dict[tuple[str, bool, MixedPrecision, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():  # yields a tied parameter once, under its first name
         owner = _owner(users[id(param)], boundaries)
-        kind = (owner, param.requires_grad, _precision_of(name, param, rules), name in matrices)
+        kind = (owner, param.requires_grad, _precision_of(name, param, rules, coded), name in matrices)
         members.setdefault(kind, []).append((name, param))
     specs = [
         UnitSpec(
@@ -182,11 +189,11 @@ def _keeps_dtype(name: str, rules: UnitRules) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in rules.keep_dtype)
 
 
-def _precision_of(name: str, param: nn.Parameter, rules: UnitRules) -> MixedPrecision:
+def _precision_of(name: str, param: nn.Parameter, rules: UnitRules, coded: Collection[str]) -> MixedPrecision:
     """The run's precision. For a parameter that keeps its dtype, that dtype replaces the param and compute dtypes, and
     the master dtype if the run's master dtype is narrower."""
     if not _keeps_dtype(name, rules):
-        return rules.precision
+        return rules.precision if name in coded else replace(rules.precision, weights=None)
     own = _NAME_OF_DTYPE.get(param.dtype)
     if own is None:
         raise PlanError(
@@ -194,11 +201,12 @@ def _precision_of(name: str, param: nn.Parameter, rules: UnitRules) -> MixedPrec
         )
     wide = ITEMSIZE_BYTES[rules.precision.master] >= ITEMSIZE_BYTES[own]
     master = rules.precision.master if wide else own
-    return replace(rules.precision, param=own, compute=None, master=master)
+    return replace(rules.precision, param=own, compute=None, master=master, weights=None)
 
 
 def _unit_name(owner: str, precision: MixedPrecision, rules: UnitRules, *, trainable: bool) -> str:
-    marks = ("" if trainable else " (frozen)") + ("" if precision == rules.precision else f" ({precision.param})")
+    is_usual = precision == replace(rules.precision, weights=None)
+    marks = ("" if trainable else " (frozen)") + ("" if is_usual else f" ({precision.weights or precision.param})")
     return (owner or "root") + marks
 
 

@@ -17,6 +17,8 @@ HEAD_OF = "zero_runtime.parallel.tensor.division:head_of"
 REFUSED_OPTIMIZER = "zero_runtime.parallel.tensor.refusals:refused_optimizer"
 QUANTISED_SUMS = "zero_runtime.quantised.sums:QuantisedSums"
 SENT_CODES = "zero_runtime.quantised.codes:SentCodes"
+CODED_MATRICES = "zero_runtime.quantised.chosen:coded_matrices"  # names of the frozen weights that are stored as codes
+STORED_CODES = "zero_runtime.quantised.stored:StoredCodes"  # the parameters of a unit whose weights are codes
 SPLIT = "zero_runtime.parallel.tensor.slices:Split"
 # Makes the backend of CPU ranks that read each other's memory known to torch, under the name in world.py.
 REGISTER_SHM = "zero_runtime.same_host.group:register"

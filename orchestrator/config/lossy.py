@@ -13,6 +13,7 @@ from typing import Any
 # Key, its exact value, and the words for another one. Kinds of optimizers: `_KINDS`.
 _KEYS: tuple[tuple[str, str, object, str], ...] = (
     ("precision", "master", "fp32", "{} masters"),
+    ("precision", "weights", None, "{} weights"),
     ("optimizer", "state_dtype", "fp32", "{} states"),
     ("zero", "gather_dtype", None, "{} gathers"),
     ("zero", "reduce_dtype", None, "{} reductions"),

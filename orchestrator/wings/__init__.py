@@ -63,6 +63,7 @@ LISTENERS = {
     "profile": "orchestrator.wings.profile.profile_rank:Profile",
     "work": "orchestrator.wings.engines.work:CountedWork",
 }
+CODED_BROKEN = "orchestrator.wings.coded:broken"  # the rule of frozen weights in codes that a point breaks
 # Module of tensor and sequence parallelism, for a configuration that divides its model or its sequences.
 DIVIDED = "orchestrator.wings.divided"
 PREDICTOR = "orchestrator.wings.predict.prediction"  # which plans ask: see orchestrator/plan/predictor.py

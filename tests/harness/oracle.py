@@ -15,6 +15,7 @@ import torch
 
 from harness.models import IGNORED, TinySpec, TinyTransformer, batch, token_loss_sum
 from harness.plain_optimizers import plain_optimizer
+from harness.read_back import LARGEST_CODES, read_back
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.optim.configs import AdamWConfig, OptimizerConfig
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
@@ -97,6 +98,12 @@ def oracle(
     torch.set_num_threads(1)
     model = TinyTransformer(case.model)
     masters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    codes = case.precision.weights
+    if codes is not None:
+        for name, param in model.named_parameters():
+            if name not in masters and param.dim() > 1 and name.startswith("blocks."):
+                param.data = read_back(param.data, LARGEST_CODES[codes])
+    frozen = {name: p.detach() for name, p in model.named_parameters() if name not in masters}
     first = 0 if start is None else start.step
     if start is not None:
         masters = {name: start.states[f"master/{name}"].clone() for name in masters}
@@ -106,7 +113,7 @@ def oracle(
     trace = Trace([], [], masters)
     scaler = case.loss_scale.start()
     for step in range(first, first + case.steps):
-        parts, loss = _rank_gradients(case, model, masters, step, scaler.scale)
+        parts, loss = _rank_gradients(case, model, masters | frozen, step, scaler.scale)
         order = range(case.world)[::-1] if nudge.reversed_ranks else range(case.world)
         grads = {name: _sum(case, parts, name, order, reduces_every_backward) for name in masters}
         for name, master in masters.items():
@@ -174,10 +181,13 @@ def _abs_sum(parts: Parts) -> dict[str, torch.Tensor]:
 
 
 def _take_values(case: Case, model: TinyTransformer, masters: dict[str, torch.Tensor]) -> None:
-    """Gives the model the values of the masters in compute dtype; frozen parameters keep theirs, rounded the same."""
+    """Gives the model the values of the masters in compute dtype, and those of frozen parameters, rounded the same;
+    what was stored as codes is rounded to the compute dtype alone."""
     with torch.no_grad():
         for name, param in model.named_parameters():
-            kept = masters.get(name, param).detach().to(TORCH_DTYPE[case.precision.param], copy=True)
+            coded = case.precision.weights and not param.requires_grad and param.dim() > 1
+            dtype = torch.float32 if coded else TORCH_DTYPE[case.precision.param]
+            kept = masters[name].detach().to(dtype, copy=True)
             param.data = kept.to(TORCH_DTYPE[case.precision.compute or case.precision.param])
 
 

@@ -14,7 +14,7 @@ from points import config_of
 
 from orchestrator.config.comm import Comm, CommKind
 from orchestrator.config.optimizer import Optimizer
-from orchestrator.config.schema import Precision, ResolvedBatch, RunConfig
+from orchestrator.config.schema import Adapter, AdapterKind, Precision, ResolvedBatch, RunConfig
 from orchestrator.config.state_groups import Zero
 from orchestrator.wings.predict.activations import answers
 from orchestrator.wings.predict.memory_cache import units_key
@@ -45,6 +45,14 @@ def configured(stage: int, rule: OptimizerConfig, wire: Wire = EXACT, param: str
     )
 
 
+def coded(stage: int, weights: str, compute: str = "fp32") -> RunConfig:
+    """Adapters beside frozen weights in codes."""
+    config = configured(stage, ADAMW)
+    precision = Precision(MixedPrecision("bf16", weights=weights), compute=compute)  # type: ignore[arg-type]  # words
+    adapter = Adapter(AdapterKind.lora, rank=4)
+    return replace(config, precision=precision, adapter=adapter)
+
+
 CONFIGS = {
     "muon": configured(3, MuonConfig(ns_dtype="fp32")),
     "muon, replicated": configured(0, MuonConfig()),
@@ -53,6 +61,9 @@ CONFIGS = {
     "quantised": configured(3, ADAMW, Wire("int8", "int4", error_feedback=True)),
     "quantised, full parameters": configured(1, ADAMW, Wire("int8", "int8")),
     "quantised, fp32": configured(3, ADAMW, Wire("int8", "int8"), "fp32"),
+    "int4 weights": coded(3, "int4"),
+    "int8 weights, full codes": coded(1, "int8"),
+    "int4 weights, full codes, computed in bf16": coded(2, "int4", compute="bf16"),
     "1 bit": configured(1, OneBitAdamConfig(warmup_updates=1)),
     "1 bit, replicated": configured(0, OneBitAdamConfig(warmup_updates=1)),
 }

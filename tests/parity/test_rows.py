@@ -80,6 +80,28 @@ def test_bf16_has_the_bits_of_plain_torch(
     assert_same_bits(ranks_traces(case)[stage], expected(case, stage))
 
 
+# One frozen block, through which gradients pass, and a part of the next are stored as codes. Each is decoded by the
+# arithmetic of the reference, code x scale in fp32, rounded once, so that bits are equal. Blocks are recomputed in the
+# first case alone: the codes are then decoded for the recomputation.
+CODED = {
+    "int4": Case(2, 2, precision=MixedPrecision(weights="int4"), model=TinySpec(frozen=True, recomputed=True)),
+    "int8, bf16": Case(2, 1, precision=MixedPrecision("bf16", weights="int8"), model=TinySpec(frozen=True)),
+    "int4, computed in fp32": Case(
+        2, 1, precision=MixedPrecision("bf16", compute="fp32", weights="int4"), model=TinySpec(frozen=True)
+    ),
+    "int4, groups": Case(
+        4, 1, precision=MixedPrecision(weights="int4"), shard_ranks=2, model=TinySpec(frozen=True), clip_norm=None
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG if "groups" in name else ()) for name in CODED])
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_codes_have_the_bits_of_plain_torch_on_the_values_that_are_read_back(stage: int, name: str) -> None:
+    case = replace(CODED[name], steps=STEPS_OF_EQUAL_BITS)
+    assert_same_bits(ranks_traces(case)[stage], expected(case, stage))
+
+
 # ---- world 3: the backend chooses the order of the sum ---------------------------------------------------------------
 #
 # |fl(sum) - sum| <= (n-1) u sum|g| for any order of n terms (Higham, Accuracy and Stability of Numerical Algorithms,

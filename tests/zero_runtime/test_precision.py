@@ -32,7 +32,7 @@ def test_the_only_refused_combinations_are_masters_that_would_lose_updates(value
         with pytest.raises(PlanError, match=r"fix: precision\.master=fp32"):
             MixedPrecision(**settings)
     else:
-        assert vars(MixedPrecision(**settings)) == {**settings, "compute": None}
+        assert vars(MixedPrecision(**settings)) == {**settings, "compute": None, "weights": None}
 
 
 def test_computes_as_param_is_false_if_the_compute_dtype_differs_from_the_parameters() -> None:

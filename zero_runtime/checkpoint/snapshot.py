@@ -140,10 +140,9 @@ def index_without_files(
     """The index without pieces and files. `own`: what each rank contributed, by rank; its counters and rng are used."""
     optimizer, scaler = runtime.optimizer, runtime.scaler
     parameters = {
-        name: ParameterEntry(
-            shape, DTYPE_NAMES[unit.weights_shard.dtype], unit.trainable, {}, unit.slices.splits.get(name)
-        )
+        name: ParameterEntry(shape, dtype, unit.trainable, {}, unit.slices.splits.get(name))
         for unit in runtime.units
+        for dtype in [DTYPE_NAMES[unit.weights_shard.dtype]]  # once a unit: for codes the weights are a new tensor
         for name, shape in unit.full_shapes.items()
     }
     counters: dict[str, float] = {}

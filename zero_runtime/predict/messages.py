@@ -16,6 +16,9 @@ SCALE_BYTES = 4
 # for each of the elements that are converted at a time.
 CONVERTED_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}
 CONVERTED_BYTES = 17  # values in fp32, their padded copy, quotients and codes in fp32, and a mask
+# The same while stored weights are read back, as in kernels/weight_codes.py: codes in fp32 beside those of 4 bits in a
+# byte each, or beside the scales in bf16 and fp32.
+READ_BACK_BYTES = {"int8": 4 + (2 + 4) / 64, "int4": 4 + 1}
 SIGNS_BYTES = 8  # of an element of the unit whose signs are averaged: two tensors of fp32
 
 
@@ -93,7 +96,8 @@ def gathered(
     if wire.gather is not None and wire.gathers(plan, trainable=trainable):
         packed = others * packed_bytes(shard_numel, wire.gather)
         return Sent(packed, packed)
-    return Sent(others * shard_numel, others * int(shard_numel * itemsize))
+    nbytes = others * int(shard_numel * itemsize)
+    return Sent(others * shard_numel if itemsize % 1 == 0 else nbytes, nbytes)  # weights in codes are sent as bytes
 
 
 def reduced(

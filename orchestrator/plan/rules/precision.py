@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from orchestrator import wings
 from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import Device, Resources
 from orchestrator.config.state_groups import Compute, Precision, Zero
@@ -55,6 +58,13 @@ def tf32_is_used(scene: Scene, precision: Precision, resources: Resources) -> Br
 
 def quantised_gathers_keep_masters(scene: Scene, zero: Zero, precision: Precision) -> Broken | None:
     return next(iter(broken_by(lambda: zero.wire.check_precision(zero.plan, precision.dtypes))), None)
+
+
+def codes_are_frozen(scene: Scene, precision: Precision, *others: Any) -> Broken | None:
+    """Stored codes get no updates: see the wing."""
+    weights = precision.dtypes.weights
+    found: Broken | None = None if weights is None else wings.load(wings.CODED_BROKEN)(weights, *others)
+    return found
 
 
 def errors_are_fed_back_in_one_scale(scene: Scene, zero: Zero, precision: Precision) -> Broken | None:

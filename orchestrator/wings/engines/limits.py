@@ -51,6 +51,7 @@ def common_problems(config: RunConfig, engine: str) -> list[Broken]:
         (dtypes.master == "fp32", "has fp32 masters", f"precision.master={dtypes.master}", "precision=bf16"),
         (sums == "fp32", "sums micro-batches in fp32", f"precision.accumulate={sums}", "precision.accumulate=fp32"),
         (not config.precision.keep_dtype, "casts all parameters", "precision.keep_dtype", "precision.keep_dtype=[]"),
+        (dtypes.weights is None, "stores no codes", f"precision.weights={dtypes.weights}", "precision.weights=null"),
         (config.zero.outer_sharding is None, "has no outer sharding", "optim", "zero.outer_sharding=null"),
         (config.zero.unit_numel is None, "makes its own units", "zero.unit_numel", "zero.unit_numel=null"),
         (config.zero.wire == EXACT, "sends exact messages", "quantised ones", EXACT_WORDS),

@@ -127,7 +127,9 @@ def _export_merged(checkpoint: CheckpointReader, out: Path, asked: str | None, c
         weights = _write(source.weights, out, dtype)
         if source.weights.untied:  # an adapter of a tied weight under one of its names: two weights from now on
             config["model"]["config"]["tie_word_embeddings"] = False
-        print(f"{weights}; adapters merged; {write_companions(out, config, dtype)}")
+        code = config.get("precision", {}).get("weights")
+        into = f" into the {code} weights as they are read back" if code else ""
+        print(f"{weights}; adapters merged{into}; {write_companions(out, config, dtype)}")
     _propose("AutoModelForCausalLM", out)
     print(f"         {_generating(out)}")
 

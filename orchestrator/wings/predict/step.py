@@ -83,7 +83,8 @@ def _layout(config: RunConfig, shapes: Mapping[str, Any], unit: Mapping[str, Any
     aligned = config.zero.wire.aligned_numel(config.parallel.tp)
     rules = LayoutRules(shards, config.data_ranks, int(shapes["block_numel"]), aligned)
     named = [(name, tuple(shape)) for name, shape in unit["shapes"]]
-    return rules.layout(named, trainable=unit["trainable"])
+    coded = unit["precision"].get("weights") is not None
+    return rules.layout(named, trainable=unit["trainable"], coded=coded)
 
 
 def matrices_of(config: RunConfig, shapes: Mapping[str, Any]) -> list[OwnedMatrix]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from harness.ranks import run_alone, run_ranks
+from harness.read_back import LARGEST_CODES, write_read_back
 
 from orchestrator import cli
 from orchestrator.config import pretrained
@@ -83,11 +84,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, t
     return root, run_alone(_write_folders, root)
 
 
-def _config(folder: Path, stage: int = 3, **changes: Any) -> RunConfig:
+def _config(folder: Path, stage: int = 3, weights: Any = None, **changes: Any) -> RunConfig:
     return RunConfig(
         model=pretrained.completed(Model("pretrained", path=str(folder))),
         zero=Zero(stage=stage),
-        precision=Precision(MixedPrecision(), compute="fp32"),
+        precision=Precision(MixedPrecision(weights=weights), compute="fp32"),
         batch=ResolvedBatch(micro=1, accumulation=1, global_size=2, seq=12),
         resources=ResolvedResources(Device.cpu, ranks=2, threads=1),
         data=Data(tokenizer=Tokenizer.bytes),
@@ -137,12 +138,12 @@ def test_the_weights_of_another_architecture_are_refused_by_name(folders) -> Non
 # ---- LoRA ------------------------------------------------------------------------------------------------------------
 
 
-def _adapted(root: Path, stage: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+def _adapted(root: Path, stage: int, weights: str | None = None) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """Logits before and after training, and the names in the checkpoint. A second runtime loads the checkpoint and must
     have the same logits."""
     from orchestrator.workloads.models import token_losses
 
-    config = _config(root / "llama", stage, adapter=LORA)
+    config = _config(root / "llama", stage, weights, adapter=LORA)
     runtime = _runtime(config)
     with torch.no_grad():
         first = runtime(input_ids=IDS, use_cache=False).logits
@@ -153,10 +154,10 @@ def _adapted(root: Path, stage: int) -> tuple[torch.Tensor, torch.Tensor, list[s
         last = runtime(input_ids=IDS, use_cache=False).logits
     trainer = {"config": to_dict(config)}
     path = save_checkpoint(
-        runtime, root / f"lora{stage}", step=2, trainer=trainer, settings=SaveSettings(with_frozen=False)
+        runtime, root / f"lora{stage}{weights or ''}", step=2, trainer=trainer, settings=SaveSettings(with_frozen=False)
     )
     runtime.close()
-    again = _runtime(_config(root / "llama", 3 - stage, adapter=LORA))
+    again = _runtime(_config(root / "llama", 3 - stage, weights, adapter=LORA))
     load_checkpoint(again, CheckpointReader.open(path))
     with torch.no_grad():
         assert torch.equal(again(input_ids=IDS, use_cache=False).logits, last)
@@ -189,6 +190,23 @@ def test_adapters_are_trained_on_a_frozen_base_and_exported_without_it(
     assert {one.name for one in out.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     # The runtime trains PEFT's own layers, so both run the same calls: equal weights give equal logits.
     assert torch.equal(run_alone(_with_peft, root / "llama", out), last)
+
+
+@pytest.mark.parametrize(("stage", "code"), [(1, "int4"), pytest.param(3, "int8", marks=pytest.mark.full)])
+def test_adapters_beside_codes_are_those_of_plain_lora_on_what_is_read_back(
+    folders, stage: int, code: str, tmp_path: Path
+) -> None:
+    """Training, the reload at another stage, PEFT's use of the exported adapters and both merges have equal bits."""
+    root, wanted = folders
+    base, checkpoint = tmp_path / "read_back", root / f"lora{stage}{code}" / "step-00000002"
+    logits = run_alone(write_read_back, root / "llama", base, LARGEST_CODES[code], IDS)
+    assert not torch.equal(logits, wanted["llama"])
+    first, last, _ = run_ranks(_adapted, 2, root, stage, code)[0]
+    assert torch.equal(first, logits)
+    _export_both(checkpoint, tmp_path)
+    assert torch.equal(run_alone(_with_peft, base, tmp_path / "adapter"), last)
+    (_, peft), (_, ours), _ = run_alone(_merged_by_both, base, tmp_path / "adapter", tmp_path / "merged")
+    assert all(torch.equal(ours[one], peft[one]) for one in peft)
 
 
 # By name: the folder of the base, and the adapters. The head of GPT-2 is tied to its embedding.

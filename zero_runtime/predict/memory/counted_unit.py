@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
-from zero_runtime.predict.messages import CONVERTED_BYTES, CONVERTED_NUMEL, SIGNS_BYTES, packed_bytes
+from zero_runtime.predict.messages import CONVERTED_BYTES, CONVERTED_NUMEL, READ_BACK_BYTES, SIGNS_BYTES, packed_bytes
 from zero_runtime.same_host.sizes import terms_bytes
 from zero_runtime.state_bytes import UnitSize
 from zero_runtime.wire import ERROR_BYTES, EXACT, Wire
@@ -162,13 +162,16 @@ class CountedUnit:
     ) -> None:
         self.trainable = size.trainable
         self._size, self._precision, self._rules, self._book, self._copying = size, precision, rules, book, copying
-        self._plan = rules.plan
+        self._coded = precision.weights is not None
+        self._plan = rules.plan.freeing_params() if self._coded else rules.plan
+        # Whether every rank has all codes, so that a gather sends nothing.
+        self._held = self._coded and rules.plan.keeps_full_params
         self._numel, self._shard = size.padded_numel, size.padded_numel // rules.shard_count
-        self._param = ITEMSIZE_BYTES[precision.param]
+        self._param = precision.stored_bytes
         self._compute = ITEMSIZE_BYTES[precision.compute or precision.param]
         self._reduce = ITEMSIZE_BYTES[precision.reduce]
         self._grad = ITEMSIZE_BYTES[precision.grad(rules.micro_batches)]
-        self._casts = not precision.computes_as_param
+        self._casts = self._coded or not precision.computes_as_param
         self.gathers = 0
         self._current = False  # the full parameters are
         self._gathering: Block | None = None  # the gathered parameters before their cast
@@ -193,7 +196,7 @@ class CountedUnit:
         self._full = self._book.allocate(PARAMS, self._numel * self._compute) if keeps_full else None
         is_slice = keeps_full and not self._casts
         if not is_slice and not size.params_offloaded:
-            self._book.allocate(PARAMS, self._numel // self._rules.group_ranks * self._param)
+            self._book.allocate(PARAMS, self._numel // (1 if self._held else self._rules.group_ranks) * self._param)
         if not size.trainable:
             return
         if size.optimizer_offloaded:
@@ -219,20 +222,23 @@ class CountedUnit:
         if self._current or self._in_gather:
             return
         self._in_gather = True
-        self.gathers += 1
+        self.gathers += not self._held
         self._bring()
         if self._full is None:
             self._full = self._book.allocate(GATHERED, self._numel * self._compute)
         if self._gathered:
             self._gathering = self._book.allocate(GATHERED, self._gathered * (1 + self._rules.shard_count))
             self._convert()
-        elif self._casts:
+        elif self._casts and not self._held:
             self._gathering = self._book.allocate(GATHERED, self._numel * self._param)
 
     def _convert(self) -> None:
         """Values to codes or back, some at a time."""
-        at_once = CONVERTED_NUMEL["cpu" if self._rules.by_messages else "cuda"]
-        self._book.free(self._book.allocate(TRANSFERS, min(self._shard, at_once) * CONVERTED_BYTES))
+        self._book.free(self._book.allocate(TRANSFERS, min(self._shard, self._at_once) * CONVERTED_BYTES))
+
+    @property
+    def _at_once(self) -> int:
+        return CONVERTED_NUMEL["cpu" if self._rules.by_messages else "cuda"]
 
     def wait_unshard(self) -> None:
         self.unshard()
@@ -246,6 +252,9 @@ class CountedUnit:
                 rounded = self._book.allocate(GATHERED, self._shard * self._param)
             if self._gathered:
                 self._convert()
+            if self._precision.weights is not None:
+                read = min(self._numel, self._at_once) * READ_BACK_BYTES[self._precision.weights]
+                self._book.free(self._book.allocate(TRANSFERS, read))
             self._book.free(rounded)
             self._book.free(self._gathering)
             self._book.free(self._brought)

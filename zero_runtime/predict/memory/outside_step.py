@@ -45,7 +45,9 @@ class UnitParts:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of an element of the weights: the masters, or the parameters of a frozen unit."""
+        """Bytes of an element of the weights: the masters, or the parameters of a frozen unit, of codes in fp32."""
+        if self.precision.weights is not None:
+            return 4
         return ITEMSIZE_BYTES[self.precision.master if self.size.trainable else self.precision.param]
 
     @property
@@ -187,13 +189,13 @@ class OutsideStep:
     def _full(self, unit: UnitParts) -> int:
         """Bytes of a full copy that exists for the filling alone."""
         plan, kind = self.rules.plan, unit.precision
-        if plan.keeps_full_params:
+        if plan.keeps_full_params and kind.weights is None:
             return 0
         return unit.size.padded_numel * ITEMSIZE_BYTES[kind.compute or kind.param]
 
     def _rounding(self, unit: UnitParts) -> int:
         kind = unit.precision
-        return 0 if kind.computes_as_param else unit.size.padded_numel * ITEMSIZE_BYTES[kind.param]
+        return 0 if kind.computes_as_param or kind.weights else unit.size.padded_numel * ITEMSIZE_BYTES[kind.param]
 
     @property
     def _refreshing(self) -> int:

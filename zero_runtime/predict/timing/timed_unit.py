@@ -44,7 +44,7 @@ class TimedUnit(CountedUnit):
         nbytes = self._numel * self._param
         # The next unit's shard is fetched beside this unit's gather, so that the slower of the two decides.
         fetch_s = self._costs.fetch.at(self._shard * self._param) if self._is_fetched else 0.0
-        if self._rules.group_ranks > 1:
+        if self._rules.group_ranks > 1 and not self._held:
             self._gather_sent = self._begin(self._costs.gather, nbytes, fetch_s)
             return
         self._gather_sent = self._clock.issue(fetch_s, 0)

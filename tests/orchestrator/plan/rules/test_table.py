@@ -74,6 +74,8 @@ def put(data: dict[str, Any], key: str, value: str) -> None:
         here[last] = WORDS.parse_override(f"{key}={value}").value()
 
 
+CODED = "zero=stage3 adapter=lora precision.weights=int8"
+
 BROKEN = [
     (LAPTOP, "measure=eval zero=stage2", "inference has no gradients and no optimizer states"),
     (LAPTOP, "measure=eval zero=stage3 zero.gather_dtype=int8", "zero.gather_dtype is for training"),
@@ -238,6 +240,9 @@ BROKEN = [
     (LAPTOP, "data.tokenizer=model", "data.tokenizer=model needs a model.path with a tokenizer"),
     (LAPTOP, "data=synthetic data.tokenizer=model", "data=synthetic makes tokens and reads no text"),
     (LAPTOP, "adapter=lora", "adapter=lora needs the package peft"),
+    (LAPTOP, "precision.weights=int4", "precision.weights=int4 trains with adapter=lora: the quantised weights are"),
+    (LAPTOP, f"{CODED} parallel=tp2 resources.ranks=2", "precision.weights=int8 keeps whole matrices on the device"),
+    (LAPTOP, f"{CODED} zero.gather_dtype=int8", "precision.weights gathers codes as they are stored"),
     (SERVER, "comm=gloo", "comm=gloo is for ranks on CPUs: GPUs use NCCL"),
     (SERVER, "comm=shm", "comm=shm is for ranks on CPUs: GPUs use NCCL"),
     (LOGIN_NODE, f"{SLURM} comm=shm resources.nodes=2", "comm=shm is for ranks of one node, which have one memory"),
