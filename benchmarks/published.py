@@ -20,6 +20,7 @@ sys.path[:0] = [str(ROOT)]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from benchmarks import published_closed_forms as closed_forms  # noqa: E402
+from benchmarks import published_tensor  # noqa: E402
 from benchmarks.published_borders import PEAK_NOTES, Border, borders  # noqa: E402
 from benchmarks.published_cases import GIB, Comparison, LeftOut, summary  # noqa: E402
 from benchmarks.published_stages import StagePair, comparisons, stage_pair, terms  # noqa: E402
@@ -60,6 +61,7 @@ def report() -> Iterator[str]:
     yield from _closed_form_lines(forms)
     yield from _stage_lines(pair)
     yield from _border_lines(labelled)
+    yield from published_tensor.report()
     yield from ("", "## Two tutorials", "", "### Qwen2.5-0.5B on four GPUs", "", *qwen_lines())
     yield from ("", "### T0_3B and DeepSpeed's estimator", "", *t0_lines())
 

@@ -1,8 +1,9 @@
 """Predicts the step times of published runs from data sheets, and prints the error of each source.
 
 `python benchmarks/published_speed.py [--write]`. The runs are those of `published/speeds.csv`: data parallel, ZeRO or
-FSDP. Each is predicted as a step of this runtime with that stage, model and batch. The shares of the data sheets were
-fitted to these runs (published_shares.py, which also predicts sources that are left out). `--write` writes
+FSDP, and those of `published/tensor_parallel.csv`. Each is predicted as a step of this runtime with that stage, model
+and batch, and with the norms and the attention kernels that the run had. The shares of the data sheets were fitted to
+these runs (published_shares.py, which also predicts sources that are left out). `--write` writes
 results/published_speed_DATE.md. Needs no GPU; traces of models are kept in the user's cache.
 """
 
@@ -19,12 +20,13 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from benchmarks import published_kernels  # noqa: E402
 from benchmarks.published_cases import LeftOut, summary, table  # noqa: E402
 from benchmarks.published_peak import config_of  # noqa: E402
 from orchestrator.compose import arguments, compose  # noqa: E402
@@ -32,14 +34,19 @@ from orchestrator.config.schema import Model, RunConfig  # noqa: E402
 from orchestrator.machine.hardware import Hardware  # noqa: E402
 from orchestrator.plan.points import checked_points  # noqa: E402
 from orchestrator.plan.rules.scene import Scene  # noqa: E402
-from orchestrator.wings.predict import memory_cache, step  # noqa: E402
+from orchestrator.wings.predict import memory_cache, rough_time, step  # noqa: E402
 from orchestrator.wings.predict.speed import Speed, speed_of  # noqa: E402
 from zero_runtime.activations.rule import RecomputeRule  # noqa: E402
 from zero_runtime.predict.timing.data_sheet import PUBLISHED  # noqa: E402
 
 GPUS_PER_NODE = 8
+# The kernels of runs with the first FlashAttention, and what these reach, as a share of that of the second: by the fit
+# (published_shares.py). No step of this runtime has them.
+FIRST, FIRST_ATTENTION = "flash_1", 0.561
 FAR = 0.5  # an error above this is listed as not in agreement
 LONG_SEQ = 32768  # from here on attention is most of the work of the models that are compared
+# As the model's structure says too. With a pattern every rank of a tensor-parallel group has all tokens between layers.
+WHOLE_TOKENS = "model.layers.*.mlp.down_proj=row"
 Row = dict[str, str]
 
 
@@ -73,7 +80,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write results/published_speed_DATE.md")
     started = time.monotonic()
     write = parser.parse_args().write
-    lines = list(report(predictions(table("speeds.csv"))))
+    lines = list(report(predictions(runs())))
     print("\n".join(lines))
     print(f"({time.monotonic() - started:.0f} s)", file=sys.stderr)
     if write:
@@ -83,35 +90,64 @@ def main() -> None:
 
 def predictions(rows: Sequence[Row]) -> list[Predicted | LeftOut]:
     """In the order of the rows."""
-    configs, memories = traced(rows)
-    return [_predicted(row, configs.get(row["case"]), memories) for row in rows]
+    found = traced(rows)
+    return [_predicted(row, found.get(row["case"])) for row in rows]
 
 
-def traced(rows: Sequence[Row]) -> tuple[dict[str, RunConfig], step.Memories]:
-    """The configurations of the rows that are not left out, by case, and their traces."""
+def runs() -> list[Row]:
+    """The published step times, without and with tensor parallelism."""
+    return [*table("speeds.csv"), *(row for row in table("tensor_parallel.csv") if row["step_s"])]
+
+
+class TracedRun(NamedTuple):
+    """The configuration with which this runtime would repeat a published run, and the traces to predict it from."""
+
+    config: RunConfig
+    memories: step.Memories
+
+    @property
+    def memory(self) -> step.ConfigMemory | None:
+        return self.memories.of(self.config)
+
+
+def traced(rows: Sequence[Row]) -> dict[str, TracedRun]:
+    """The rows that are not left out, by case. Norms are one kernel where the published run had one."""
     configs = {row["case"]: config_of_row(row) for row in rows if not row["left_out"]}
-    answers: dict[str, Any] = {}
-    families: dict[str, list[RunConfig]] = {}
-    for config in configs.values():
-        families.setdefault(memory_cache.activations_key(config, any_micro=True), []).append(config)
-    for done, family in enumerate(families.values()):
+    answers: dict[bool, dict[str, Any]] = {False: {}, True: {}}
+    families: dict[tuple[bool, str], list[RunConfig]] = {}
+    fused = {row["case"]: row["kernels"] == "flash_norm" for row in rows}
+    for case, config in configs.items():
+        key = memory_cache.activations_key(config, any_micro=True)
+        families.setdefault((fused[case], key), []).append(config)
+    for done, ((is_fused, _), family) in enumerate(families.items()):
         print(f"traced {done} of {len(families)} models, lengths and recomputations", end="\r", file=sys.stderr)
-        answers |= memory_cache.answers(family, family, together=True)
+        if is_fused:
+            for one in {memory_cache.units_key(config): config for config in family}.values():
+                answers[True] |= published_kernels.answers(one)
+        else:
+            answers[False] |= memory_cache.answers(family, family, together=True)
     print(file=sys.stderr)
-    return configs, step.Memories(answers)
+    memories = {is_fused: step.Memories(known) for is_fused, known in answers.items()}
+    return {case: TracedRun(config, memories[fused[case]]) for case, config in configs.items()}
 
 
-def _predicted(row: Row, config: RunConfig | None, memories: step.Memories) -> Predicted | LeftOut:
+def _predicted(row: Row, run: TracedRun | None) -> Predicted | LeftOut:
     name = f"{row['table']}: {row['case']}"
-    if config is None:
+    if run is None:
         return LeftOut(name, row["left_out"])
-    memory = memories.of(config)
+    memory = run.memory
     speed = None if memory is None else speed_of(memory, "")
-    if speed is None:
-        return LeftOut(name, memories.unknown(config) or "the step could not be traced")
+    if memory is None or speed is None:
+        return LeftOut(name, run.memories.unknown(run.config) or "the step could not be traced")
     if speed.outside:
         return LeftOut(name, f"no number is shown for {speed.outside}")
-    return Predicted(row, config, speed, float(row["step_s"]))
+    if row["kernels"] == FIRST:
+        shares = rough_time.shares_of(memory.config)
+        older = rough_time.estimate(memory, replace(shares, attention=shares.attention * FIRST_ATTENTION))
+        assert older is not None, "it is the same step with other shares"
+        assert speed.mfu is not None, "a described GPU has a peak"
+        speed = replace(speed, time=older.step, mfu=speed.mfu * speed.time.total_s / older.step.total_s)
+    return Predicted(row, run.config, speed, float(row["step_s"]))
 
 
 @functools.cache
@@ -126,7 +162,8 @@ def _base(device: str) -> RunConfig:
 def config_of_row(row: Row) -> RunConfig:
     """The configuration with which this runtime would repeat a published run."""
     base, ranks, micro = _base(row["device"]), int(row["world"]), int(row["micro"])
-    accumulation = int(row["accumulation"])
+    accumulation, slices = int(row["accumulation"]), int(row.get("tensor_parallel", "1"))
+    patterns = [WHOLE_TOKENS] if row.get("tokens") == "whole" else []
     model_type, arguments_of_model = config_of(row["model"])
     dtypes = base.precision.dtypes
     if row["precision"] == "bf16_reduced_in_bf16":
@@ -134,6 +171,7 @@ def config_of_row(row: Row) -> RunConfig:
     return replace(
         base,
         model=Model(row["model"], model_type, arguments_of_model),
+        parallel=replace(base.parallel, tp=slices, patterns=patterns),
         zero=replace(base.zero, stage=int(row["zero"])),
         precision=replace(base.precision, dtypes=dtypes),
         recompute=RecomputeRule(row["recompute"]),  # type: ignore[arg-type]  # a word
@@ -142,7 +180,7 @@ def config_of_row(row: Row) -> RunConfig:
             base.batch,
             micro=micro,
             accumulation=accumulation,
-            global_size=micro * accumulation * ranks,
+            global_size=micro * accumulation * ranks // slices,
             seq=int(row["seq"]),
         ),
     )
@@ -173,9 +211,9 @@ def report(found: Iterable[Predicted | LeftOut]) -> Iterator[str]:
     yield "# Step times from data sheets against published runs"
     yield ""
     yield "`python benchmarks/published_speed.py --write` writes this file. Each run is predicted as a step of this"
-    yield "runtime with the stage, model and batch of the published one, whose engine has another schedule and other"
-    yield "kernels. The error is that of the step's time; the bias is the median of the signed errors. Kendall's tau"
-    yield "ranks the throughput of a GPU within runs of the same source, model and GPU."
+    yield "runtime with the stage, model, batch, norms and attention kernels of the published one, whose engine has"
+    yield "another schedule. The error is that of the step's time; the bias is the median of the signed errors."
+    yield "Kendall's tau ranks the throughput of a GPU within runs of the same source, model and GPU."
     yield ""
     yield f"Shares of a data sheet, with sources in zero_runtime/predict/timing/data_sheet.py: {_shares()}."
     yield from (

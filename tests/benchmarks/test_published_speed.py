@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.published_cases import LeftOut, table
+from benchmarks.published_cases import LeftOut
 from benchmarks.published_peak import config_of, peer_model
-from benchmarks.published_speed import Predicted, config_of_row, kendall_tau, predictions
+from benchmarks.published_speed import Predicted, config_of_row, kendall_tau, predictions, runs
 from orchestrator.wings.predict.speed import Speed
 from zero_runtime.predict.timing.step_time import StepSeconds
 
-ROWS = table("speeds.csv")
-CUT = ["1B 1 node(s) micro 1", "1B 32 node(s) micro 1"]
+ROWS = runs()
+CUT = [f"MPT-125m {gpus} GPUs seq 2048 micro 26 x 1 A100 40 GB" for gpus in (16, 128)]
 
 
 def test_cases_have_distinct_names_and_models_that_are_described() -> None:
@@ -34,8 +34,16 @@ def test_a_row_becomes_the_configuration_of_the_published_run() -> None:
     assert config.hardware.name == "h100_80gb"
 
 
+def test_a_row_with_tensor_parallelism_has_whole_tokens_where_its_source_had() -> None:
+    rows = {row["tokens"]: row for row in ROWS if row.get("tensor_parallel") == "2"}
+    whole, parts = (config_of_row(rows[name]) for name in ("whole", "parts"))
+    assert (whole.parallel.patterns != [], parts.parallel.patterns) == (True, [])
+    assert whole.parallel.tp == 2
+    assert whole.batch.global_size == 2 * whole.batch.micro * whole.batch.accumulation * whole.ranks // 4
+
+
 def test_more_nodes_make_the_same_model_slower_per_gpu_as_published() -> None:
-    """A cut of the report: the smallest model on 8 and on 256 GPUs."""
+    """A cut of the report: the smallest model on 16 and on 128 GPUs."""
     one, many = predictions([row for row in ROWS if row["case"] in CUT])
     assert isinstance(one, Predicted)
     assert isinstance(many, Predicted)

@@ -47,6 +47,7 @@ def tokens(count: int = 2, seq: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
     [
         ("gpt2", 124_439_808, True),
         ("qwen2_5_0_5b", 494_032_768, True),
+        ("qwen2_5_7b", 7_615_616_512, False),
         ("llama_1b", 1_235_814_400, True),
         ("llama2_7b", 6_738_415_616, False),
     ],

@@ -26,6 +26,7 @@ from zero_runtime.predict.timing.data_sheet import (
     segment_s,
     update_bytes,
 )
+from zero_runtime.predict.timing.step_time import StepSeconds
 from zero_runtime.predict.timing.work import LinearWork
 
 SEQ, MICROS = 16, (2, 4)
@@ -164,6 +165,16 @@ def test_what_no_published_run_has_is_ordered_but_shows_no_number(
     assert (found.shown, found.text, found.to_dict()["tokens_per_second"]) == (None, "outside", None)
 
 
+def test_a_tensor_parallel_group_of_two_nodes_shows_no_number() -> None:
+    two_nodes = config("resources.ranks=16 resources.nodes=2")
+    groups = {tp: replace(two_nodes, parallel=replace(two_nodes.parallel, tp=tp)) for tp in (8, 16)}
+    time = rough_time.RoughTime(StepSeconds(1.0, 0, 0, 0, 0, 0, 0), launch_share=0.0)
+    assert [rough_time.outside(one, time) for one in groups.values()] == [
+        "",
+        "tensor-parallel groups of more than one node",
+    ]
+
+
 @pytest.mark.parametrize("lacking", ["bf16_tflops", "memory_gb_per_s", "link_gb_per_s"])
 def test_a_number_that_the_data_sheet_lacks_is_not_guessed(lacking: str, counted: dict[str, Any]) -> None:
     node = replace(config("").hardware, **{lacking: None})
@@ -182,10 +193,10 @@ def test_the_ranks_of_a_group_wait_for_every_sum_over_their_slices(counted: dict
     assert peaks is not None
     divided = replace(memory, config=one, tensor=TensorMessages((128,) * 6))
     alone_s = Ring(4, 1).curve(peaks, WHOLE, rounds=2).at(2 * 3 * SEQ * 128)
-    assert rough_time._tensor_s(divided, peaks, PUBLISHED) == pytest.approx(6 * alone_s)
+    assert rough_time.tensor_s(divided, peaks, PUBLISHED) == pytest.approx(6 * alone_s)
     across = replace(divided, config=config("resources.ranks=8 resources.nodes=4 parallel.tp=4"))
-    assert rough_time._tensor_s(across, peaks, PUBLISHED) > rough_time._tensor_s(divided, peaks, PUBLISHED)
-    assert rough_time._tensor_s(memory, peaks, PUBLISHED) == 0.0
+    assert rough_time.tensor_s(across, peaks, PUBLISHED) > rough_time.tensor_s(divided, peaks, PUBLISHED)
+    assert rough_time.tensor_s(memory, peaks, PUBLISHED) == 0.0
 
 
 def test_the_ranks_of_a_group_wait_for_every_exchange_of_their_parts(counted: dict[str, Any]) -> None:
@@ -197,7 +208,7 @@ def test_the_ranks_of_a_group_wait_for_every_exchange_of_their_parts(counted: di
     assert peaks is not None
     parts = replace(memory, config=one, tensor=TensorMessages(traded=((128, 128),) * 4))
     alone_s = Ring(4, 1).curve(peaks, WHOLE).at(2 * 3 * SEQ * 128 / 4)
-    assert rough_time._tensor_s(parts, peaks, PUBLISHED) == pytest.approx(16 * alone_s)
+    assert rough_time.tensor_s(parts, peaks, PUBLISHED) == pytest.approx(16 * alone_s)
     assert rough_time.data_layout(one, 8) == Layout(8, 1, 8)  # ZeRO shards over all of them
 
 
