@@ -71,6 +71,15 @@ class Trace:
     def went(self, number: int) -> None:
         self.events.append(-(number + 1))
 
+    def order_ends(self) -> None:
+        """Order storages that end together by their numbers: torch.autocast drops its copies of weights in the order of
+        their addresses, which is another one in each trace."""
+        bounds = {0, len(self.events), self.forward_end, *(count for count, _, _ in self.marks)}
+        bounds |= {place for place in range(1, len(self.events)) if max(self.events[place - 1 : place + 1]) > 0}
+        places = sorted(bounds)
+        for start, end in pairwise(places):
+            self.events[start:end] = sorted(self.events[start:end], reverse=True)
+
     def same_steps(self, other: Trace) -> bool:
         """Whether both traces create and free storages in the same order, whatever the sizes."""
         mine = (self.events, self.in_blocks, self.on_host, self.marks, self.forward_end, self.random_state_bytes)

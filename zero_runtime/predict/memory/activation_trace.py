@@ -166,6 +166,8 @@ def trace_step(
         loss.backward()
         hooks.end_graphs()
         del loss
+    if autocast is not None:
+        counter.trace.order_ends()
     return counter.trace
 
 

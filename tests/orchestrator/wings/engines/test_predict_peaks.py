@@ -112,6 +112,14 @@ def test_the_peak_of_a_replicating_engine_is_the_predicted_one(kind: str, words:
         assert 0 <= max(found) - peak <= left_out, (line.removeprefix(MODEL), found, peak, left_out)
 
 
+def test_micro_batches_of_a_model_with_biases_have_one_trace_under_autocast() -> None:
+    """Autocast drops the copies of biases at the end of forward, in the order of their addresses."""
+    words = "model=gpt2 model.config.n_layer=2 model.config.n_embd=32 model.config.n_head=2 model.config.vocab_size=64"
+    line = f"{words} data=synthetic batch.seq=8 resources.device=cpu resources.ranks=2 precision=bf16 engine=ddp"
+    answers = dict(activations.answers([config_of_line(f"{line} batch.micro={micro}") for micro in (2, 9)]))
+    assert sum("linear" in one for one in answers.values()) == 1
+
+
 def test_rows_as_an_engine_are_counted_under_its_autocast() -> None:
     ours, theirs = (config_of_line(f"{MODEL} precision=bf16 engine={kind}") for kind in ("zero", "ddp"))
     (asked,) = points_of("ddp", [Point("a", ours)])

@@ -93,3 +93,22 @@ def test_the_parts_after_each_number_of_events_are_those_of_the_storages_that_ex
             kind = 2 if event > 3 else 0 if trace.in_blocks[event - 1] else 1
             expected[kind] += 0 if trace.on_host[event - 1] else trace.sizes[event - 1]
         assert trace.parts(count) == tuple(expected)
+
+
+def test_storages_that_end_together_are_ordered_within_the_forward_and_between_marks() -> None:
+    """Two traces of one step, in which copies of weights were dropped in another order."""
+    traces = []
+    for dropped in ((0, 1, 2), (2, 0, 1)):
+        trace = Trace()
+        for _ in range(5):
+            trace.came(8, in_block=True)
+        for number in dropped:
+            trace.went(number)
+        trace.forward_end = len(trace.events)
+        trace.went(4)
+        trace.mark(Mark.BEFORE_BACKWARD, 0)
+        trace.went(3)
+        trace.order_ends()
+        traces.append(trace)
+    assert traces[0].events == traces[1].events == [1, 2, 3, 4, 5, -1, -2, -3, -5, -4]
+    assert traces[0].same_steps(traces[1])

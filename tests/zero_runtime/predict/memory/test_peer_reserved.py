@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks import published_reserved
 from zero_runtime.predict.memory.activation_count import Mark, Trace
 from zero_runtime.predict.memory.peer_reserved import peer_reserved
 from zero_runtime.predict.memory.peers import Moment, PeerMemory, PeerTerm
@@ -66,3 +69,11 @@ def test_the_default_segments_reserve_more_than_those_that_grow() -> None:
     copy = PeerTerm("copy", 50 * MIB, Moment.STEP)
     grows, fixed = (peaks(copy, expandable=expandable)[1] for expandable in (True, False))
     assert fixed - grows >= 50 * MIB - 20 * MIB
+
+
+@pytest.mark.full
+def test_the_table_of_published_reserved_bytes_is_the_one_that_the_command_prints() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "published.md").read_text(encoding="utf-8")
+    table = [line for line in published_reserved.report() if line.startswith("|")]
+    assert len(table) == 2 + 17
+    assert "\n".join(table) in page
