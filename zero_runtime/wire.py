@@ -72,10 +72,6 @@ class Wire:
             rule = "zero.gather_dtype needs sharded parameters, or masters apart from those that it overwrites"
             found = f"precision.master={precision.master}, the parameters themselves"
             limits.refuse(rule, found, "zero.gather_dtype=null", "precision=bf16")
-        if precision.weights and (self.gather or plan.outer_sharding):
-            rule = "precision.weights gathers codes as they are stored, in one group of ranks"
-            found = f"zero.gather_dtype={self.gather or 'null'} zero.outer_sharding={plan.outer_sharding or 'null'}"
-            limits.refuse(rule, found, "zero.gather_dtype=null zero.outer_sharding=null")
         limits.conclude()
 
     def gathers(self, plan: ZeroPlan, *, trainable: bool) -> bool:

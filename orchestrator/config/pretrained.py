@@ -66,6 +66,12 @@ def _name(path: Path) -> str:
     return path.parent.parent.name.rpartition("--")[2] if path.parent.name == "snapshots" else path.name
 
 
+def tokenizer_folder(model: Model) -> Path | None:
+    """The folder of the tokenizer: that of the adapters if they brought one, else that of the weights; None without."""
+    folders = [expanded(one) for one in (model.adapter, model.path) if one is not None]
+    return next((one for one in folders if (one / TOKENIZER).exists()), folders[-1] if folders else None)
+
+
 def is_adapter(path: Path) -> bool:
     """Whether a folder has adapters and no weights of a model."""
     return (path / ADAPTER).is_file() and not any((path / name).exists() for name in WEIGHTS)

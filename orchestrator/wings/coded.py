@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import Adapter, AdapterKind, Measure, MeasureKind, Model
-from orchestrator.config.state_groups import Offload
+from orchestrator.config.state_groups import Offload, Zero
 from orchestrator.config.strict import Broken
 from zero_runtime.offload_plan import Tier
 
@@ -12,7 +12,7 @@ UNCODED = "precision.weights=null"
 
 
 def broken(
-    weights: str, adapter: Adapter, measure: Measure, model: Model, parallel: Parallel, offload: Offload
+    weights: str, adapter: Adapter, measure: Measure, model: Model, parallel: Parallel, offload: Offload, zero: Zero
 ) -> Broken | None:
     """The first rule that a point breaks: codes are not updated, have no adapters merged into them, and are whole
     matrices on the device."""
@@ -27,4 +27,8 @@ def broken(
         found = f"parallel.tp={parallel.tp} offload.params={offload.params}"
         fixes = ("parallel.tp=1 offload.params=device", UNCODED)
         return Broken(f"{key} keeps whole matrices on the device, which zero.stage=3 shards", found, fixes)
+    if zero.wire.gather is not None or zero.outer_sharding is not None:
+        found = f"zero.gather_dtype={zero.wire.gather or 'null'} zero.outer_sharding={zero.outer_sharding or 'null'}"
+        fixes = ("zero.gather_dtype=null zero.outer_sharding=null", UNCODED)
+        return Broken(f"{key} gathers codes as they are stored, in one group of ranks", found, fixes)
     return None

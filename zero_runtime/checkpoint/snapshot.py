@@ -71,6 +71,8 @@ def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool 
 def _values(
     runtime: ZeroRuntime, unit: Unit, state: str, shard: ToldState, begin: int, end: int
 ) -> torch.Tensor | LateValues:
+    if unit.parameters.is_coded:  # read back when they are copied, one part at a time
+        return LateValues(torch.float32, end - begin, lambda: unit.weights_shard[begin:end].cpu(), in_file=False)
     read = runtime.read_offloaded(unit, state)
     if not isinstance(shard, torch.Tensor):
         reads = (read, runtime.read_offloaded(unit, scale_name(state))) if isinstance(shard, CodedShard) else (read,)

@@ -66,7 +66,7 @@ class StoredCodes(UnitParameters):
         wire: Wire = EXACT,
     ) -> None:
         assert spec.precision.weights is not None
-        _refuse_together(spec, offloaded)
+        _refuse_together(spec, plan, offloaded, wire)
         self._bits = CODE_BITS[spec.precision.weights]
         self._holds_all = plan.keeps_full_params
         super().__init__(spec, layout, plan.freeing_params(), collectives, device, offloaded, wire)
@@ -145,10 +145,15 @@ class StoredCodes(UnitParameters):
         self.group_shard.wait()
 
 
-def _refuse_together(spec: UnitSpec, offloaded: OffloadedShards) -> None:
-    """Raise PlanError for slices of matrices, and for codes that are not on the device."""
+def _refuse_together(spec: UnitSpec, plan: ZeroPlan, offloaded: OffloadedShards, wire: Wire) -> None:
+    """Raise PlanError for slices of matrices, for codes that are not on the device, and for others in messages."""
     key = f"precision.weights={spec.precision.weights}"
     if spec.slices.splits:
         raise PlanError(f"{key}: expected whole matrices, found slices; use parallel.tp=1")
     if offloaded.params:
         raise PlanError(f"{key}: expected codes on the device, found offload.params; use offload.params=device")
+    if wire.gather is not None or plan.outer_sharding is not None:
+        raise PlanError(
+            f"{key}: expected gathers of the stored codes in one group of ranks, found zero.gather_dtype or "
+            "zero.outer_sharding; use zero.gather_dtype=null zero.outer_sharding=null"
+        )

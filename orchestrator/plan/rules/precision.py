@@ -60,7 +60,7 @@ def quantised_gathers_keep_masters(scene: Scene, zero: Zero, precision: Precisio
     return next(iter(broken_by(lambda: zero.wire.check_precision(zero.plan, precision.dtypes))), None)
 
 
-def codes_are_frozen(scene: Scene, precision: Precision, *others: Any) -> Broken | None:
+def codes(scene: Scene, precision: Precision, *others: Any) -> Broken | None:
     """Stored codes get no updates: see the wing."""
     weights = precision.dtypes.weights
     found: Broken | None = None if weights is None else wings.load(wings.CODED_BROKEN)(weights, *others)

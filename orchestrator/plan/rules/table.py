@@ -260,7 +260,7 @@ RULES = (
     Rule(precision_rules.shard_groups_divide_the_ranks, ("zero", "resources", "parallel")),
     Rule(precision_rules.quantised_gathers_keep_masters, ("zero", "precision")),
     Rule(precision_rules.errors_are_fed_back_in_one_scale, ("zero", "precision")),
-    Rule(precision_rules.codes_are_frozen, ("precision", "adapter", "measure", "model", "parallel", "offload")),
+    Rule(precision_rules.codes, ("precision", "adapter", "measure", "model", "parallel", "offload", "zero")),
     Rule(_one_reduction_has_micro_batches, ("zero", "batch", "resources", "parallel")),
     Rule(parallel_rules.tp_divides_the_ranks, ("parallel", "resources")),
     Rule(parallel_rules.optimizer_updates_slices, ("parallel", "optimizer")),

@@ -73,6 +73,8 @@ def problems_of(config: RunConfig) -> list[str]:
     found += _wire_problems(config)
     if config.precision.keep_dtype:
         found.append("precision.keep_dtype: DeepSpeed casts every parameter      fix: precision.keep_dtype=[]")
+    if config.precision.dtypes.weights is not None:
+        found.append("precision.weights: DeepSpeed trains no codes      fix: precision.weights=null")
     if config.zero.stage < 3 and config.zero.shard_ranks is not None:
         found.append("zero.shard_ranks: DeepSpeed's MiCS needs stage 3      fix: zero.shard_ranks=null")
     if config.zero.outer_sharding is not None:

@@ -60,7 +60,10 @@ def letters(fit: Fit) -> str:
     group, outer = fit.config.zero.plan.group_ranks(ranks), fit.config.zero.outer_sharding
     shared = "the states" if outer is None else "the parameters"
     text += f", G = {group} of them that share one copy of {shared}" if 1 < group < ranks or outer else ""
-    return text + (f"; {also:,} frozen parameters are added to the closed form in bytes" if also else "")
+    coded = [(unit.numel, kind) for unit, kind in fit.memory.units if kind.weights is not None]
+    codes = f", {sum(numel for numel, _ in coded):,} of them in {coded[0][1].weights}," if coded else ""
+    codes += f" {coded[0][1].stored_bytes} bytes each," if coded else ""
+    return text + (f"; {also:,} frozen parameters{codes} are added to the closed form in bytes" if also else "")
 
 
 def bytes_of_parameter(fit: Fit) -> dict[str, float]:

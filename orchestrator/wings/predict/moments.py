@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from orchestrator.config.schema import CheckpointKind, Device, WeightsExport
+from orchestrator.config.schema import AdapterKind, CheckpointKind, Device, WeightsExport
 from orchestrator.wings.predict.step import ConfigMemory
 from zero_runtime.optim.configs import MATRIX_STATES
 from zero_runtime.predict.memory.outside_step import HostStore, MomentBytes, OutsideStep, UnitParts
@@ -40,6 +40,8 @@ def counted_from(memory: ConfigMemory) -> OutsideStep:
         len(rule.state_names) - (len(MATRIX_STATES) if rule.matrix_patterns is not None else 0),
         on_cpu=memory.config.resources.device is not Device.cuda,
         store=HostStore(memory.away(stepped=False).host, memory.away().host, file),
+        # A frozen base that was read from a folder is not saved (worker/saving.py).
+        with_frozen=memory.config.adapter.kind is AdapterKind.none or memory.config.model.path is None,
     )
 
 

@@ -9,7 +9,7 @@ from orchestrator.config.schema import MeasureKind
 from orchestrator.wings.predict.step import ConfigMemory, Units
 from orchestrator.wings.predict.tensor_messages import words
 from zero_runtime.optim.matrix_owners import sent_elements
-from zero_runtime.precision import ITEMSIZE_BYTES
+from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.predict.messages import (
     CollectiveCounts,
     collective_elements,
@@ -33,9 +33,9 @@ def theory_of(memory: ConfigMemory, *, updates: int, unread: Collection[int]) ->
     def elements(numel: int) -> int:
         return collective_elements(counts, numel, world=ranks, shard_count=group_ranks)
 
-    theory = elements(sum(size.numel for size, _ in units))
+    theory = elements(sum(_counted(size.numel, kind) for size, kind in units))
     text = collective_formula(counts, world=ranks, shard_count=group_ranks)
-    padding = elements(sum(size.padded_numel for size, _ in units)) - theory
+    padding = elements(sum(_counted(size.padded_numel, kind) for size, kind in units)) - theory
     if config.optimizer.rule.compresses_in(updates):
         theory, padding = _sign_elements(memory, units, counts), 0
         text = f"{counts.gathers}Ψ·(N-1)/N gathered + bytes of the signs of the momentum"
@@ -70,15 +70,21 @@ def _frozen_elements(memory: ConfigMemory, unread: Collection[int]) -> tuple[int
         gathers, held = micro_batches * (2 - (place in unread)), size.padded_numel // group_ranks
         one = gathered(config.zero.wire, plan, held, group_ranks, kind.stored_bytes, trainable=False)
         sent += gathers * one.elements
-        total += gathers * size.numel * (group_ranks - 1)
+        total += gathers * _counted(size.numel, kind) * (group_ranks - 1)
         passed += size.numel * (place in unread)
     if not sent:
         return 0, 0, ""
     letter = "N" if group_ranks == ranks else "G"
     text = f" + {2 * micro_batches}Φ·({letter}-1)/{letter} (Φ frozen"
     text += f"; of {passed:,} half, which backward does not read" if passed else ""
+    text += "; a code as its bytes" if any(kind.weights for _, kind in memory.units) else ""
     theory = sent if config.zero.wire.gather else total // group_ranks
     return theory, sent - theory, f"{text})"
+
+
+def _counted(numel: int, kind: MixedPrecision) -> int:
+    """Elements as the ledger counts them: of weights in codes it counts the bytes."""
+    return numel if kind.weights is None else int(numel * kind.stored_bytes)
 
 
 def _quantised_elements(memory: ConfigMemory, units: Units, counts: CollectiveCounts) -> int:

@@ -11,7 +11,8 @@ import torch
 from harness.in_memory import InMemory
 
 from orchestrator.config import pretrained
-from orchestrator.config.schema import Model
+from orchestrator.config.schema import Data, Model, Tokenizer
+from orchestrator.plan.rules.data import tokenizer_of
 from zero_runtime.checkpoint.hugging_face.lora import MergedLora
 
 
@@ -30,6 +31,20 @@ def test_a_part_of_a_merged_matrix_is_that_part_of_the_whole() -> None:
     for start, stop in ((0, 35), (3, 20), (8, 9), (34, 35)):
         found = merged.read("a.weight", start, stop).double()
         assert ((found - exact[start:stop]).abs() <= bound[start:stop]).all()
+
+
+def test_the_tokenizer_is_that_of_the_adapters_if_they_brought_one(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    adapter.mkdir()
+    model = Model("pretrained", path=str(base), adapter=str(adapter))
+    assert pretrained.tokenizer_folder(model) == base
+    (base / pretrained.TOKENIZER).touch()
+    assert tokenizer_of(model, Data()) is Tokenizer.model
+    assert pretrained.tokenizer_folder(model) == base
+    (adapter / pretrained.TOKENIZER).touch()
+    assert pretrained.tokenizer_folder(model) == adapter
+    assert pretrained.tokenizer_folder(Model("tiny", "llama")) is None
 
 
 PLAIN_LORA = {"peft_type": "LORA", "r": 3, "lora_alpha": 6}

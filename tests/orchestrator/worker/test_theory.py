@@ -13,13 +13,14 @@ from points import LLAMA, config_of
 from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import Adapter, AdapterKind, Loss, LossKind, ResolvedBatch, RunConfig
-from orchestrator.config.state_groups import Zero
+from orchestrator.config.state_groups import Precision, Zero
 from orchestrator.report.summary import communication_rows
 from orchestrator.worker.setup import build_runtime
 from orchestrator.workloads.models import token_losses
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.parallel.tensor.division import head_of
+from zero_runtime.precision import MixedPrecision
 from zero_runtime.wire import Wire
 
 LORA = Adapter(AdapterKind.lora, rank=4)
@@ -66,7 +67,13 @@ def _sent(config: RunConfig) -> tuple[dict[str, Any], int, int]:
 
 
 MUON = Optimizer(rule=MuonConfig(ns_dtype="fp32"))
-SHORT = [configured(Zero(stage=3), LORA), divided(3, LORA), replace(divided(0, Adapter()), optimizer=MUON)]
+CODED = Precision(MixedPrecision(weights="int4"), compute="fp32")
+SHORT = [
+    configured(Zero(stage=3), LORA),
+    replace(configured(Zero(stage=3), LORA), precision=CODED),
+    divided(3, LORA),
+    replace(divided(0, Adapter()), optimizer=MUON),
+]
 CONFIGS = [
     *SHORT,
     *(configured(Zero(stage=stage), adapter) for stage in (1, 2, 3) for adapter in (Adapter(), LORA)),

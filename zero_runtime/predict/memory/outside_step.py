@@ -83,7 +83,8 @@ class OutsideStep:
     """The moments of one configuration.
 
     resting: bytes on the device between steps. states: number of the optimizer's states of units that do not tell their
-    own (`UnitSize.state_bytes`). on_cpu: the device is the host. store: of offload.
+    own (`UnitSize.state_bytes`). on_cpu: the device is the host. store: of offload. with_frozen: whether a state has
+    frozen parameters.
     """
 
     units: Sequence[UnitParts]
@@ -92,6 +93,7 @@ class OutsideStep:
     states: int
     on_cpu: bool
     store: HostStore = HostStore()
+    with_frozen: bool = True
 
     def building(self, *, reads: bool = False) -> MomentBytes:
         """From drawn values. reads: from a folder of weights, part by part after all units have been given memory."""
@@ -122,7 +124,9 @@ class OutsideStep:
         """Of a state, on the rank that writes the most."""
         name, why = "saving a state", "a copy of the parts that the rank writes, kept for the next save"
         if self.store.file is None:
-            return MomentBytes(name, self.resting, self.store.stepped + self.copied(), why)
+            coded = (unit for unit in self._distinct if unit.precision.weights is not None)
+            read_back = max((self._shard(unit) * unit.held_bytes for unit in coded), default=0)
+            return MomentBytes(name, self.resting + read_back, self.store.stepped + self.copied(), why)
         moves, block_bytes = self.store.file
         reads = [
             largest_read((unit.size, unit.precision), moves, self._largest_part(unit), block_bytes)
@@ -139,6 +143,8 @@ class OutsideStep:
 
     def _written(self, unit: UnitParts) -> int:
         size = unit.size
+        if not (size.trainable or self.with_frozen):
+            return 0
         numel = -(-min(self._shard(unit), size.numel) // self.rules.replica_count)
         states = self.states * STATE_BYTES if size.state_bytes is None else size.state_bytes
         return numel * unit.held_bytes + (round(numel * states) if size.trainable else 0)

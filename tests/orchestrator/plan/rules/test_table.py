@@ -242,7 +242,7 @@ BROKEN = [
     (LAPTOP, "adapter=lora", "adapter=lora needs the package peft"),
     (LAPTOP, "precision.weights=int4", "precision.weights=int4 trains with adapter=lora: the quantised weights are"),
     (LAPTOP, f"{CODED} parallel=tp2 resources.ranks=2", "precision.weights=int8 keeps whole matrices on the device"),
-    (LAPTOP, f"{CODED} zero.gather_dtype=int8", "precision.weights gathers codes as they are stored"),
+    (LAPTOP, f"{CODED} zero.gather_dtype=int8", "precision.weights=int8 gathers codes as they are stored"),
     (SERVER, "comm=gloo", "comm=gloo is for ranks on CPUs: GPUs use NCCL"),
     (SERVER, "comm=shm", "comm=shm is for ranks on CPUs: GPUs use NCCL"),
     (LOGIN_NODE, f"{SLURM} comm=shm resources.nodes=2", "comm=shm is for ranks of one node, which have one memory"),
