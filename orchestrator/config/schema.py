@@ -90,8 +90,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "batch")
-        limits.at_least(1, micro=1, accumulation=None, global_size=None)
-        limits.at_least(2, seq=128)
+        limits.at_least(1, micro=1, accumulation=None, global_size=None, seq=128)
         if self.at_limit and self.global_size is None:
             limits.refuse("batch.at_limit keeps batch.global_size and needs it", None, "batch.global_size=32")
         limits.conclude()

@@ -90,6 +90,9 @@ def build_data(config: RunConfig) -> TokenData:
             encode_pairs = tokenizer.pair_encoder(config.model.path)
         else:
             encode = tokenizer.load_tokenizer(config.model.path)
+    if not wings.load(wings.KINDS).is_causal(config.model):
+        other: TokenData = wings.load(wings.KIND_DATA)(config, encode, encode_pairs)
+        return other
     return load_data(
         str(config.data.kind),
         config.data.path,

@@ -15,6 +15,7 @@ from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, digits, many, significant, size
+from orchestrator.wings.kinds.kind import sample_of
 from orchestrator.wings.predict import fit_arithmetic, note_ledger
 from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.fit_rows import Fit
@@ -201,7 +202,7 @@ def _head(one: Fit, *, over_ranks: bool = False) -> list[Row]:
     """The model and the machine."""
     config, node = one.config, one.config.hardware
     numel = one.memory.full_numel(trainable=True) + one.memory.full_numel(trainable=False)
-    model = f"{config.model.name}, {count(numel)} parameters, sequences of {config.batch.seq:,} tokens"
+    model = f"{config.model.name}, {count(numel)} parameters, {sample_of(config).words}"
     precision = f"parameters {config.precision.dtypes.param}, {config.optimizer.rule.kind}"
     accumulation = config.batch.accumulation
     precision += f", {accumulation} micro-batches a step" if accumulation > 1 else ""
