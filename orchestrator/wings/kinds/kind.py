@@ -42,10 +42,7 @@ WITH_EXPERTS = (
     *("mixtral", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "gpt_oss", "jamba", "llama4_text"),
     "switch_transformers",
 )
-ROUTED = (
-    "routing decides how many tokens an expert gets, and with them activations, peak and time of a step; the bytes at "
-    "rest are those of all experts"
-)
+ROUTED = "routing decides how many tokens an expert gets"
 
 
 def kind_of(model_type: str | None, config: Mapping[str, Any]) -> ModelKind:
@@ -89,6 +86,11 @@ class SampleShape(NamedTuple):
     def nbytes(self) -> tuple[int, int]:
         """Bytes of the inputs and of the labels."""
         return (4 if self.is_image else 8) * math.prod(self.inputs), 8 * math.prod(self.labels)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a sequence; of an image the patches of 16 x 16, or 1."""
+        return max(1, math.prod(self.inputs[1:]) // 256) if self.is_image else self.labels[0]
 
     @property
     def words(self) -> str:

@@ -108,7 +108,12 @@ def show(screen: Screen, found: Sequence[Resting], why: str, *, as_json: bool) -
     screen.say("bytes of one rank at rest, all experts included", "bold")
     screen.table(Table(header, tuple(cells)))
     screen.console.print()
-    screen.rows([Row("not known", ROUTED), Row("fits perhaps", "the states do, beside what CUDA and NCCL take")])
+    screen.rows(
+        [
+            Row("not known", f"activations, peak and time of a step: {ROUTED}"),
+            Row("fits perhaps", "the states do, beside what CUDA and NCCL take"),
+        ]
+    )
     return OK if any(one.fits != "no" for one in found) else FAILED
 
 
@@ -119,4 +124,5 @@ def _shown(nbytes: int) -> str:
 def refuse_flags(flags: Mapping[str, Any]) -> None:
     """Refusal if one of the flags is asked for, all of which show what routing decides."""
     if asked := [f"--{name}" for name, value in flags.items() if value]:
-        raise Refusal([f"{' and '.join(asked)}: {ROUTED}      fix: leave {' and '.join(asked)} out"])
+        why = "a mixture of experts is answered with its bytes at rest alone"
+        raise Refusal([f"{' and '.join(asked)}: {why}: {ROUTED}      fix: leave {' and '.join(asked)} out"])

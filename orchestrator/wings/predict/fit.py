@@ -25,6 +25,7 @@ from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import expanded, program
 from orchestrator.text.streams import complain, few
 from orchestrator.text.units import many
+from orchestrator.wings.kinds.kind import sample_of
 from orchestrator.wings.predict import at_rest, counting_child, fit_estimator, fit_peers, memory_cache, step
 from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.counting_child import Answer
@@ -283,7 +284,7 @@ def _traced_for(points: Sequence[Point]) -> list[RunConfig]:
     found: dict[str, tuple[RunConfig, set[int]]] = {}
     for point in points:
         config, given = point.config, given_micro(point.config, point.overrides)
-        micros = (given,) if given else (1, SMALLEST, max(TRACED_TOKENS // config.batch.seq, 2 * SMALLEST))
+        micros = (given,) if given else (1, SMALLEST, max(TRACED_TOKENS // sample_of(config).tokens, 2 * SMALLEST))
         found.setdefault(activations_key(config, any_micro=True), (config, set()))[1].update(micros)
     return [one for config, micros in found.values() for one in step.traced([config], sorted(micros))]
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from orchestrator.text.units import count, many, size
-from orchestrator.wings.kinds.kind import sample_of
+from orchestrator.wings.kinds.kind import is_causal, sample_of
 from orchestrator.wings.predict.fit_rows import BACKWARD, BLOCKS, BUFFERS, INPUTS, OUTSIDE, STATES, Fit
 from orchestrator.wings.predict.step import bytes_of_element, with_micro
 from orchestrator.wings.predict.tensor_messages import words
@@ -148,11 +148,19 @@ def _activations(fit: Fit) -> Iterator[Part]:
         (BLOCKS, peak.blocks, f"kept for the backward: {micro} x {size(peak.blocks / micro)}"),
         (OUTSIDE, peak.outside, f"embedding, head, loss: {micro} x {size(peak.outside / micro)}"),
         (BACKWARD, peak.backward, f"made by the backward: {micro} x {size(peak.backward / micro)}"),
-        (INPUTS, peak.inputs, f"{samples:,} x {sum(sample_of(fit.config).nbytes):,} bytes of inputs and labels"),
+        (INPUTS, peak.inputs, _inputs(fit, samples)),
         (BUFFERS, peak.buffers, "of the model"),
     ):
         if nbytes:
             yield Part(name, what, None, nbytes)
+
+
+def _inputs(fit: Fit, samples: int) -> str:
+    """What a rank's samples of a step hold."""
+    held = sum(sample_of(fit.config).nbytes)
+    if is_causal(fit.config.model):
+        return f"{held // fit.config.batch.seq} x {samples * fit.config.batch.seq:,} tokens (id and label)"
+    return f"{held:,} bytes x {samples:,} samples (inputs and labels)"
 
 
 def sent(fit: Fit) -> str:

@@ -27,7 +27,7 @@ from orchestrator.wings.profile import costs
 # How a count of torch differs from the tensors that are counted here (device_overhead.py).
 WORKSPACES = "of tensors; torch.cuda.max_memory_allocated also counts cuBLAS's workspaces, 64 MiB on Hopper"
 # Columns in the order in which a narrow terminal leaves them out.
-DROPPED = ("tokens", "activations", "states", "reserved", "largest part", "closed form", "what exists")
+DROPPED = ("tokens", "images", "activations", "states", "reserved", "largest part", "closed form", "what exists")
 MACHINES = ("resources.ranks=", "resources.nodes=", "parallel.tp=", "parallel.sp=")
 COLUMNS = {
     "ranks": "the number of ranks",
@@ -233,6 +233,8 @@ def _unit(largest: int) -> tuple[str, int]:
 
 def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
     header: tuple[str, ...] = ("row", "micro", "fits", "tokens", "tokens/s", "at rest", "peak", "states", "activations")
+    if sample_of(fits[0].config).is_image:
+        header = (*header[:3], "images", *header[4:])
     header += ("reserved", "host", "of node", "scratch", "sent", "largest part")
     hardware = hardware_name(fits[0].config)
     configs = [to_dict(one.config) for one in fits]
