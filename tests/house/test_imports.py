@@ -147,8 +147,8 @@ ROOMS = {
         "wings.predict worker",
         "wings.foreign": "commands compose config exit_codes plan records report text wings wings.engines "
         "wings.pretrained",
-        "wings.generate": "commands config exit_codes launch records report text wings.predict wings.pretrained worker "
-        "workloads",
+        "wings.generate": "commands config exit_codes launch records report text wings.kinds wings.predict "
+        "wings.pretrained worker workloads",
         "wings.predict": "commands compose config exit_codes launch machine plan records report text wings "
         "wings.divided wings.kinds wings.profile worker workloads",
         "wings.profile": "compose config launch records report rounds text wings.page wings.predict worker",

@@ -106,8 +106,9 @@ def of_kind(name: str, *settings: Any, pairs: bool = False, **more: Any) -> RunC
     return replace(config, model=Model(name, name, KINDS[name]), data=data)
 
 
-OF_KINDS = [of_kind("t5", 3), of_kind("vit", 2)]
+OF_KINDS = [of_kind("t5", 3)]
 OTHERS_OF_KINDS = [
+    of_kind("vit", 2),
     of_kind("bert", 1),
     of_kind("t5", 1, precision="bf16", accumulation=2, recompute="full", pairs=True),
     of_kind("t5", 2, loss="tiled", recompute="by_operation"),

@@ -12,15 +12,20 @@ import pytest
 import torch
 from harness.host_reads import HostReads
 from harness.ranks import run_ranks
+from harness.warm_shapes import WarmShapes
 from points import config_of_line
 from torch.utils._pytree import tree_map
 
-from orchestrator.config.schema import RunConfig
+from orchestrator import cli
+from orchestrator.config.parallel import Parallel
+from orchestrator.config.schema import Batch, Data, DataKind, Loss, LossKind, Measure, Model, RunConfig, Train
+from orchestrator.config.strict import Refusal
 from orchestrator.wings.kinds.classes import NAMES, class_name
-from orchestrator.wings.kinds.kind import TYPES, ModelKind, experts_of, kind_of, sample_of
+from orchestrator.wings.kinds.kind import TYPES, ModelKind, experts_of, kind_of, problem, sample_of
+from orchestrator.wings.predict import counting_child, fit
 from orchestrator.worker.setup import build_data, build_deferred
 from orchestrator.workloads.data import IGNORED_LABEL, TokenBatch
-from orchestrator.workloads.models import build_model, token_losses
+from orchestrator.workloads.models import build_meta_model, build_model, token_losses
 from zero_runtime.checkpoint.hugging_face.names import weights_for
 from zero_runtime.optim.configs import SgdConfig
 from zero_runtime.plan import ZeroPlan
@@ -78,6 +83,57 @@ def test_transformers_has_a_class_for_every_architecture_of_the_table() -> None:
 )
 def test_a_mixture_of_experts_is_known_by_its_keys(model_type: str, config: dict[str, Any], told: str) -> None:
     assert experts_of(model_type, config) == told
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "told"),
+    [
+        ("llama", "seq=1", "batch.seq must be at least 2"),
+        ("bert", "seq=65", "at most the model's max_position_embeddings, 64"),
+        ("bert", "data=pairs", "data=pairs has responses to generate"),
+        ("bert", "tp=2", "divide causal language models"),
+        ("t5", "examples=2", "train.examples continues texts"),
+        ("t5", "seq=4096", ""),  # n_positions is no limit of relative positions
+        ("vit", "data=stdlib", "only data=synthetic makes images"),
+        ("vit", "loss=tiled", "loss=tiled is of tokens"),
+        ("vit", "seq=64", "batch.seq is the length of a text"),
+        ("vit", "", ""),
+    ],
+)
+def test_a_setting_that_a_kind_does_not_take_is_refused(name: str, words: str, told: str) -> None:
+    key, _, value = words.partition("=")
+    model = Model(name, name, MODELS.get(name, {}) | ({"n_positions": 512} if name == "t5" else {}))
+    broken = problem(
+        True,
+        model,
+        Data(DataKind(value) if key == "data" else DataKind.synthetic, path="a"),
+        Batch(seq=int(value) if key == "seq" else 128 if name == "vit" else 16),
+        Parallel(tp=int(value) if key == "tp" else 1),
+        Loss(LossKind.tiled if key == "loss" else LossKind.full),
+        Measure(steps=None if key == "examples" else 25, validation_batches=0),
+        Train(max_steps=1 if key == "examples" else None),
+    )
+    assert (told in str(broken.rule)) if broken else not told
+
+
+def test_fit_answers_a_mixture_of_experts_with_its_bytes_at_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(counting_child, "start_process", WarmShapes)
+    model = LAYERS | {"vocab_size": 256, "num_key_value_heads": 2, "num_local_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(model | {"model_type": "mixtral"}))
+    words = [f"model={tmp_path}/config.json", "hardware=a100_80gb", "resources.ranks=2", "batch.seq=16"]
+    words += ["zero=stage0,stage3", "offload=none", "recompute=none", "loss=full"]
+    assert cli.main(["fit", *words, "--json"]) == 0
+    rows = {one["label"]: one for one in json.loads(capsys.readouterr().out)}
+    numel = sum(one.numel() for one in build_meta_model("mixtral", model).parameters())
+    padding = 64 * 18  # elements of a unit that make it divisible: few bytes beside the states
+    for label, each in (("stage0", 18), ("stage3", 9)):
+        assert 0 <= rows[label]["resting_bytes"] - each * numel <= padding * 4, label
+        assert rows[label]["fits"] == "perhaps"
+    with pytest.raises(Refusal, match="--explain: a mixture of experts is answered with its bytes at rest alone"):
+        fit.main([*words, "--explain", "stage0"])
 
 
 # ---- data and losses -------------------------------------------------------------------------------------------------
@@ -209,7 +265,7 @@ def trained(name: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", ["t5", "vit", pytest.param("bert", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["vit", *(pytest.param(name, marks=pytest.mark.full) for name in ("t5", "bert"))])
 def test_every_stage_has_the_bits_of_plain_pytorch(name: str) -> None:
     # A sum of two ranks' gradients is rounded once, whichever comes first.
     assert run_ranks(trained, 2, name) == [[], []]
