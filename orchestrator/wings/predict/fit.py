@@ -105,7 +105,7 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None) ->
         at_rest.refuse_flags({"table": over, "explain": asked.explain})
         return at_rest.show(Screen(make_console()), at_rest.rows(points, known), why, as_json=asked.json)
     asked_points = points if asked.explain is None else [named(points, asked.explain)]
-    fits = fits_of(asked_points, quiet=asked.json)
+    fits = fits_of(asked_points, quiet=True)  # the answers are known, and what is to be said of them was
     if asked.json:
         print(json.dumps([one.to_dict() for one in fits], ensure_ascii=False))
     else:
