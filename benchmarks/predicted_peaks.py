@@ -238,7 +238,7 @@ class Predictions:
         )
         states = replay_states(linear.trace, units, rules, prefetch=case.prefetch)
         names = [unit["name"] for unit in shapes["units"]]
-        part = StepMemory(linear, StepPeaks.of(linear, states, names), tokens=0)
+        part = StepMemory(linear, StepPeaks.of(linear, states, names))
         largest = tuple(max(math.prod(shape) for _, shape in unit["shapes"]) for unit in shapes["units"])
         return ConfigMemory(config, units, rules, (part,), largest_numels=largest)
 

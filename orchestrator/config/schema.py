@@ -78,8 +78,8 @@ class Batch:
 
     `micro`: sequences of a micro-batch of one rank. `accumulation`: micro-batches of a step; null follows from
     global_size, or is 1. `global_size`: sequences of a step of all ranks; null follows from the others. `seq`: tokens
-    of a sequence. `at_limit`: the micro-batch is the largest one that is predicted to fit, of those that divide
-    global_size over the ranks, whatever micro and accumulation say.
+    of a sequence; of a source and of a target each; none of an image. `at_limit`: the micro-batch is the largest one
+    that is predicted to fit, of those that divide global_size over the ranks, whatever micro and accumulation say.
     """
 
     micro: int = 4
@@ -90,8 +90,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "batch")
-        limits.at_least(1, micro=1, accumulation=None, global_size=None)
-        limits.at_least(2, seq=128)
+        limits.at_least(1, micro=1, accumulation=None, global_size=None, seq=128)
         if self.at_limit and self.global_size is None:
             limits.refuse("batch.at_limit keeps batch.global_size and needs it", None, "batch.global_size=32")
         limits.conclude()

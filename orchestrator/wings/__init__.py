@@ -47,6 +47,9 @@ EVALUATION = "orchestrator.wings.validation.evaluate:run_rank"
 FAULT, CHECK_FAULT = "ZLAB_FAULT", "orchestrator.wings.faults:problem_of"
 # Modules for what a saved model has besides its weights, and what writes the files next to weights.
 TOKENIZER, ADAPTERS = "orchestrator.wings.pretrained.tokenizer", "orchestrator.wings.pretrained.adapters"
+# What kind of model a configuration describes and what its batches hold; its class of transformers; its data.
+KINDS, MODEL_CLASSES = "orchestrator.wings.kinds.kind", "orchestrator.wings.kinds.classes"
+KIND_DATA = "orchestrator.wings.kinds.batches:build"
 PAIRS = "orchestrator.wings.pairs.windows"  # the windows of data=pairs
 FIRST_RECORD = "orchestrator.wings.pairs.first_record:problem"  # of data.path, before anything starts
 TEXT_RECORDS = "orchestrator.wings.pairs.text_records"  # texts of .jsonl and of compressed files

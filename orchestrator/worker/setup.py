@@ -90,6 +90,9 @@ def build_data(config: RunConfig) -> TokenData:
             encode_pairs = tokenizer.pair_encoder(folder)
         else:
             encode = tokenizer.load_tokenizer(folder)
+    if not wings.load(wings.KINDS).is_causal(config.model):
+        other: TokenData = wings.load(wings.KIND_DATA)(config, encode, encode_pairs)
+        return other
     return load_data(
         str(config.data.kind),
         config.data.path,

@@ -24,8 +24,8 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM
 
+from orchestrator import wings
 from orchestrator.config.strict import nearest
 from orchestrator.workloads.data import IGNORED_LABEL as IGNORED_LABEL
 from zero_runtime.activations.tiled_loss import tiled_cross_entropy
@@ -41,7 +41,7 @@ LEAST = {
 
 
 def build_model(model_type: str, config: Mapping[str, Any], *, seed: int) -> nn.Module:
-    """A causal language model on the CPU in fp32, in training mode, without dropout and without a cache.
+    """A model of any kind on the CPU in fp32, in training mode, without dropout and without a cache.
 
     Its weights depend on `config` and `seed` alone, and the global random state is unchanged.
     ValueError if the architecture does not accept the configuration.
@@ -173,7 +173,7 @@ def _build(model_type: str, config: Mapping[str, Any], device: torch.device, *, 
     checked = model_config(model_type, config, as_saved=as_saved)
     try:
         with device:
-            model = AutoModelForCausalLM.from_config(checked, attn_implementation="sdpa", dtype=torch.float32)
+            model: nn.Module = wings.load(wings.MODEL_CLASSES).build(model_type, config, checked)
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:  # a RuntimeError may mean out of memory
         raise ValueError(f"model.config: {model_type} cannot be built: {_one_line(error)}") from error
     return model.train()
@@ -185,7 +185,7 @@ def model_config(model_type: str, config: Mapping[str, Any], *, as_saved: bool =
     `as_saved`: `config` is a saved config.json. It is read as from_pretrained reads it (older spellings and unknown
     keys are accepted), and its dropout is set to 0.
     """
-    kind = _config_class(model_type)
+    kind = CONFIG_MAPPING[wings.load(wings.MODEL_CLASSES).checked(model_type, config)]
     wrong = [*_wrong_sizes(kind, config), *_wrong_numbers("model.config", config)]
     if as_saved and wrong:
         raise ValueError("\n".join(wrong))
@@ -217,17 +217,9 @@ def saved_config(
 ) -> PreTrainedConfig:
     """The configuration to store next to weights of `dtype`: from_pretrained reads the class and the dtype from it."""
     settings = model_config(model_type, config, as_saved=as_saved)
-    settings.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    settings.architectures = [wings.load(wings.MODEL_CLASSES).class_name(model_type, config)]
     settings.dtype = dtype
     return settings
-
-
-def _config_class(model_type: str) -> type[PreTrainedConfig]:
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        near = nearest(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        hint = f"did you mean '{near}'?" if near else "known for example: llama, gpt2, qwen2, mistral, gemma"
-        raise ValueError(f"model.model_type: expected a causal language model, found '{model_type}'; {hint}")
-    return CONFIG_MAPPING[model_type]
 
 
 def settings_of(kind: type[PreTrainedConfig]) -> set[str]:
@@ -289,7 +281,7 @@ def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_dropout(key: str) -> bool:
-    return "dropout" in key or key.endswith(("_pdrop", "layerdrop"))
+    return "dropout" in key or key.endswith(("_pdrop", "layerdrop", "drop_path_rate"))
 
 
 def _unknown(setting: str, key: str, known: set[str]) -> str:

@@ -96,6 +96,7 @@ IMPORTERS = {
     "matplotlib": {"orchestrator/wings/page/charts/canvas.py"},
     "transformers": {
         "orchestrator/workloads/models.py",
+        "orchestrator/wings/kinds/classes.py",
         "orchestrator/wings/pretrained/tokenizer.py",
         "zero_runtime/deepspeed/integrations/memory_usage.py",
         "zero_runtime/deepspeed/integrations/pretrained.py",
@@ -130,14 +131,15 @@ ROOMS = {
         "orchestrator": "api",
         "wings.coded": "config",
         "wings.divided": "config",
+        "wings.faults": "wings worker",
         "wings.gpus": "text",
         "wings.energy": "rounds wings.gpus worker",
-        "wings.faults": "wings worker",
         "wings.lossy": "config records report",
         "wings.optuna": "commands compose config plan records report",
         "plugins": "config wings.optuna",
         "wings.page": "config records report text wings",
         "wings.pairs": "config workloads",
+        "wings.kinds": "config wings.pairs workloads",
         "wings.pretrained": "config text wings.pairs workloads",
         "wings.scripts": "commands config exit_codes launch machine records text",
         "wings.slurm": "config launch machine records report tracking",
@@ -146,14 +148,14 @@ ROOMS = {
         "wings.usage": "",
         "wings.validation": "config launch records report text worker workloads",
         "wings.words": "compose config text",
-        "wings.engines": "commands compose config exit_codes machine plan report text wings wings.page wings.predict "
-        "worker",
+        "wings.engines": "commands compose config exit_codes machine plan report text wings wings.kinds wings.page "
+        "wings.predict worker",
         "wings.foreign": "commands compose config exit_codes plan records report text wings wings.engines "
         "wings.pretrained",
-        "wings.generate": "commands config exit_codes launch records report text wings.predict wings.pretrained worker "
-        "workloads",
-        "wings.predict": "commands compose config exit_codes launch machine plan records report text wings "
-        "wings.divided wings.profile worker workloads",
+        "wings.generate": "commands config exit_codes launch records report text wings.kinds wings.predict "
+        "wings.pretrained worker workloads",
+        "wings.predict": "commands compose config exit_codes launch machine plan records report text wings wings.divided "
+        "wings.kinds wings.profile worker workloads",
         "wings.profile": "compose config launch records report rounds text wings.page wings.predict worker",
     },
     "zero_runtime": {

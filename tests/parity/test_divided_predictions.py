@@ -1,4 +1,5 @@
-"""Memory and messages of a step with tensor or sequence parallelism are those that a plan predicts, on four ranks.
+"""Memory and messages of a step with tensor or sequence parallelism, and of models that are no causal language models,
+are those that a plan predicts, on four ranks.
 
 Compared as benchmarks/predicted_peaks.py does: states between two steps, the most that torch's allocator gave out above
 them in a step, and the bytes in the ledger.
@@ -15,11 +16,13 @@ import pytest
 import torch
 from harness.ranks import run_ranks
 
-from benchmarks.predicted_peaks import ALLOWED_WORST, SEQ, WARM_UP, Case, allocated, config_of
+from benchmarks.predicted_peaks import ALLOWED_WORST, WARM_UP, Case, allocated, config_of
 from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.parallel import Parallel
-from orchestrator.config.schema import Adapter, AdapterKind, RunConfig
+from orchestrator.config.schema import Adapter, AdapterKind, Data, DataKind, Model, RunConfig
 from orchestrator.config.state_groups import Zero
+from orchestrator.wings.kinds.classes import zeros
+from orchestrator.wings.kinds.kind import sample_of
 from orchestrator.wings.predict.activations import answers
 from orchestrator.wings.predict.memory_cache import activations_key, units_key
 from orchestrator.wings.predict.shapes import units_of
@@ -89,6 +92,33 @@ PART_OTHERS = [
 ]
 
 
+T5 = {"vocab_size": 512, "d_model": 128, "d_kv": 16, "d_ff": 256, "num_layers": 2, "num_heads": 4, "pad_token_id": 0}
+BERT = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4}
+VIT = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "image_size": 64, "patch_size": 8}
+ENCODER = {"intermediate_size": 256}
+KINDS = {"t5": T5, "bert": BERT | ENCODER | {"max_position_embeddings": 64}, "vit": VIT | ENCODER}
+
+
+def of_kind(name: str, *settings: Any, pairs: bool = False, **more: Any) -> RunConfig:
+    """A point of one of KINDS. settings, more: see `divided`. pairs: its samples are those of data=pairs."""
+    config = divided(*settings, parallel=Parallel(), **more)
+    data = Data(DataKind.pairs, path="pairs.json") if pairs else Data(DataKind.synthetic)
+    return replace(config, model=Model(name, name, KINDS[name]), data=data)
+
+
+OF_KINDS = [of_kind("t5", 3)]
+OTHERS_OF_KINDS = [
+    of_kind("vit", 2),
+    of_kind("bert", 1),
+    of_kind("t5", 1, precision="bf16", accumulation=2, recompute="full", pairs=True),
+    of_kind("t5", 2, loss="tiled", recompute="by_operation"),
+    of_kind("bert", 3, precision="bf16", recompute="by_operation", loss="tiled"),
+    of_kind("bert", 0, precision="bf16 in fp32", accumulation=2, recompute="full"),
+    of_kind("vit", 3, precision="bf16", recompute="full"),
+    of_kind("vit", 0, accumulation=2, recompute="every_nth"),
+]
+
+
 def measured(configs: list[RunConfig]) -> list[Bytes]:
     gc.disable()  # a collection frees cycles at times that depend on what else has run
     return [_measured(config) for config in configs]
@@ -96,13 +126,14 @@ def measured(configs: list[RunConfig]) -> list[Bytes]:
 
 def _measured(config: RunConfig) -> Bytes:
     runtime = build_runtime(config, torch.device("cpu"), None).runtime  # type: ignore[arg-type]
-    ids, head = torch.zeros((config.batch.micro, SEQ), dtype=torch.int64), head_of(runtime.model)
+    inputs, labels = zeros(sample_of(config), config.batch.micro)
+    head = head_of(runtime.model)
     assert (head is not None) == (config.parallel.tp > 1)
 
     def step() -> None:
-        tokens = runtime.sum_over_ranks(ids.numel())
+        tokens = runtime.sum_over_ranks(labels.numel())
         for _ in range(config.batch.accumulation or 1):
-            loss = token_losses(runtime.model, ids, ids, config.loss.tile_tokens, head, runtime.sequence) / tokens
+            loss = token_losses(runtime.model, inputs, labels, config.loss.tile_tokens, head, runtime.sequence) / tokens
             runtime.backward(loss)
             del loss
         runtime.step(1e-3)
@@ -155,6 +186,11 @@ def check(configs: list[RunConfig]) -> None:
 
 def test_states_peaks_and_messages_of_every_stage_are_the_predicted_ones() -> None:
     check(STAGES)
+
+
+@pytest.mark.parametrize("configs", [OF_KINDS, pytest.param(OTHERS_OF_KINDS, marks=pytest.mark.full)])
+def test_states_peaks_and_messages_of_other_kinds_of_models_are_the_predicted_ones(configs: list[RunConfig]) -> None:
+    check(configs)
 
 
 @pytest.mark.full

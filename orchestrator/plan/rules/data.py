@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 from orchestrator import wings
 from orchestrator.config import pretrained
 from orchestrator.config.near import fix_of_path
-from orchestrator.config.schema import Adapter, AdapterKind, Batch, Data, DataKind, Measure, Model, Tokenizer
+from orchestrator.config.schema import Adapter, AdapterKind, Data, DataKind, Measure, Model, Tokenizer
 from orchestrator.config.strict import Broken
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.text.paths import expanded
@@ -16,7 +17,6 @@ BYTE_TOKENS = 256
 # The kinds of data that are read from data.path, and what it is.
 FROM_FILES = {DataKind.text: "FILE_OR_FOLDER", DataKind.pairs: "FILE.json"}
 MOST_FILES = 3  # of a folder, that a fix names
-LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 
 
 def tokenizer_of(model: Model, data: Data) -> Tokenizer:
@@ -58,13 +58,9 @@ def vocabulary_holds_bytes(scene: Scene, model: Model, data: Data) -> Broken | N
     return Broken(rule, str(size), (f"model.config.vocab_size={BYTE_TOKENS}", "data=synthetic"))
 
 
-def model_holds_the_sequence(scene: Scene, model: Model, batch: Batch) -> Broken | None:
-    for key in LENGTH_KEYS:
-        longest = model.config.get(key)
-        if isinstance(longest, int) and batch.seq > longest:
-            rule = f"batch.seq must be at most the model's {key}, {longest}"
-            return Broken(rule, str(batch.seq), (f"batch.seq={longest}",))
-    return None
+def kind_of_model_allows(scene: Scene, model: Model, *groups: Any) -> Broken | None:
+    found: Broken | None = wings.load(wings.KINDS).problem(scene.needs_weights, model, *groups)
+    return found
 
 
 def weights_are_there(scene: Scene, model: Model) -> Broken | None:

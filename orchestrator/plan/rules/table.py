@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from orchestrator import wings
 from orchestrator.config import pretrained
 from orchestrator.config.cluster import Cluster
 from orchestrator.config.parallel import Parallel
@@ -49,9 +50,12 @@ def resolve(config: AskedConfig, scene: Scene) -> RunConfig:
     batch, data, model = config.batch, config.data, pretrained.completed(config.model)
     one = batch.micro * config.parallel.batch_ranks(ranks)
     accumulation = batch.accumulation or (batch.global_size or one) // one
+    seq = wings.load(wings.KINDS).labels_of(model, batch.seq)
     filled: dict[str, Any] = {
         "output": str(expanded(config.output).absolute()),
-        "batch": ResolvedBatch(**vars(batch) | {"accumulation": accumulation, "global_size": one * accumulation}),
+        "batch": ResolvedBatch(
+            **vars(batch) | {"accumulation": accumulation, "global_size": one * accumulation, "seq": seq}
+        ),
         "model": model,
         "data": replace(
             data,
@@ -241,7 +245,7 @@ RULES = (
     Rule(data_rules.text_has_a_path, ("data",)),
     Rule(data_rules.text_is_there, ("data",)),
     Rule(data_rules.vocabulary_holds_bytes, ("model", "data")),
-    Rule(data_rules.model_holds_the_sequence, ("model", "batch")),
+    Rule(data_rules.kind_of_model_allows, ("model", "data", "batch", "parallel", "loss", "measure", "train")),
     Rule(data_rules.validation_has_data, ("data", "measure")),
     Rule(training_rules.training_has_one_end, ("measure", "train")),
     Rule(training_rules.training_keys_are_used, ("measure", "train")),

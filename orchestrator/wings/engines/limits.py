@@ -10,15 +10,12 @@ from orchestrator.config.engine import EngineChoice
 from orchestrator.config.schema import CheckpointKind, LossKind, MeasureKind, RunConfig
 from orchestrator.config.state_groups import Zero
 from orchestrator.config.strict import Broken, Limits, nearest
+from orchestrator.wings.kinds.kind import experts_of
 from zero_runtime.limits import as_typed
 from zero_runtime.offload_plan import Tier
 from zero_runtime.wire import EXACT
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "torch")
-# The keys of transformers' configurations that say how many experts a layer has, and the architectures that have some
-# without such a key and without "moe" in their name.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-WITH_EXPERTS = ("mixtral", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "gpt_oss", "jamba", "llama4_text")
 SettingsOf = Callable[[RunConfig], Mapping[str, Any]]
 # What a setting of an engine must be, by the type of its default.
 VALUES: dict[type, tuple[str, Callable[[Any], bool]]] = {
@@ -35,7 +32,7 @@ def common_problems(config: RunConfig, engine: str) -> list[Broken]:
     trains = measure.kind is MeasureKind.eval or config.trains_to_the_end
     on_disk = Tier.NVME in (config.offload.params, config.offload.optimizer)
     states = getattr(rule, "state_dtype", "fp32")
-    experts = _experts(str(config.model.model_type), config.model.config)
+    experts = experts_of(str(config.model.model_type), config.model.config)
     blocks = recompute.kind in ("none", "full") and recompute.offload == "none"
     dtypes = config.precision.dtypes
     sums = dtypes.accumulate if config.batch.accumulation > 1 else "fp32"
@@ -99,12 +96,3 @@ def computed_as_param(config: RunConfig) -> RunConfig:
 def replicated(config: RunConfig) -> RunConfig:
     """The point for an engine that shards nothing: all stages are one to it."""
     return computed_as_param(replace(config, zero=Zero(0)))
-
-
-def _experts(model_type: str, architecture: Mapping[str, Any]) -> str:
-    """What says that the model is a mixture of experts, some of which get no gradient on some ranks; empty if it is not
-    one."""
-    if "moe" in model_type or model_type in WITH_EXPERTS:
-        return f"model.model_type={model_type}"
-    found = ((key, architecture.get(key)) for key in EXPERTS)
-    return next((f"model.config.{key}={many}" for key, many in found if isinstance(many, int) and many > 1), "")

@@ -19,6 +19,7 @@ from orchestrator.report.summary import Row
 from orchestrator.text.paths import program
 from orchestrator.text.streams import complain
 from orchestrator.text.units import many, size
+from orchestrator.wings.kinds.kind import is_causal, kind_of
 from orchestrator.wings.predict.calibrate import local_points
 from orchestrator.wings.predict.fit import names
 
@@ -139,7 +140,10 @@ def _whole(text: str, key: str, least: int, wanted: str) -> int:
 
 
 def _check_length(config: RunConfig, asked: GenerationLine) -> None:
-    """Token ids must be in the vocabulary, and sequences within the positions of the model."""
+    """Token ids must be in the vocabulary, and sequences within the positions of the model, which continues texts."""
+    if not is_causal(config.model):
+        kind = kind_of(config.model.model_type, config.model.config)
+        raise Refusal([f"generate continues texts with a causal language model, found one of the kind {kind}"])
     vocabulary = int(config.model.config.get("vocab_size", 0))
     most = next(
         (

@@ -21,6 +21,8 @@ from torch import nn
 
 from orchestrator.config.parts import plain
 from orchestrator.config.schema import Device, MeasureKind, RunConfig
+from orchestrator.wings.kinds.classes import experts_in, zeros
+from orchestrator.wings.kinds.kind import ROUTED, sample_of
 from orchestrator.wings.predict import memory_cache
 from orchestrator.wings.predict.sliced import divide, divide_sequences
 from orchestrator.worker.setup import build_deferred, unit_rules
@@ -119,14 +121,14 @@ def shorten_once(config: RunConfig) -> None:
 
 
 def _counted(config: RunConfig, model: nn.Module, rules: UnitRules) -> tuple[Trace, SegmentTable[Work]]:
-    ids = torch.zeros((config.batch.micro, config.batch.seq), dtype=torch.int64)
+    ids, labels = zeros(sample_of(config), config.batch.micro)
     head, sequence, work = divide(config, model), divide_sequences(config, model), WorkCounter()
     tile, autocast = config.loss.tile_tokens, memory_cache.autocast_of(config)
     trace = trace_step(
         model,
         rules,
         config.recompute,
-        [ids, ids.clone(), torch.ones((), dtype=torch.int64)],
+        [ids, labels, torch.ones((), dtype=torch.int64)],
         lambda built, ids, labels, tokens: token_losses(built, ids, labels, tile, head, sequence) / tokens,
         on_cuda=config.resources.device is Device.cuda,
         observe=work,
@@ -151,8 +153,8 @@ def answers(family: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
     The smallest and the largest are traced. Those between are interpolated where these two allow it (see
     `LinearTrace`), else from the traces of some sizes between.
     """
-    if family[0].measure.kind is MeasureKind.eval:
-        yield from ((memory_cache.activations_key(config), {"unknown": NO_BACKWARD}) for config in family)
+    if why := NO_BACKWARD if family[0].measure.kind is MeasureKind.eval else routed(family[0]):
+        yield from ((memory_cache.activations_key(config), {"unknown": why}) for config in family)
         return
     by_micro = {config.batch.micro: config for config in family}
     several = sorted(micro for micro in by_micro if micro >= SMALLEST)
@@ -170,6 +172,14 @@ def answers(family: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
 
 
 Linear = tuple[LinearTrace, LinearWork]
+
+
+def routed(config: RunConfig) -> str:
+    """Why the activations of a mixture of experts are not counted; empty for all other models."""
+    with suppress(Exception):  # of a model that cannot be built, which the trace will say
+        if found := experts_in(built(config), config.model.model_type, config.model.config):
+            return f"{found}: {ROUTED}"
+    return ""
 
 
 class Tracing:

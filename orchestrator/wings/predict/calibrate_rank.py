@@ -16,6 +16,8 @@ from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo
 from orchestrator.records.record_file import append_event, require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
+from orchestrator.wings.kinds.classes import zeros
+from orchestrator.wings.kinds.kind import is_causal, sample_of
 from orchestrator.wings.predict import speed
 from orchestrator.worker.setup import build_deferred, offload_plan, prepare_process, unit_rules, world_of
 from orchestrator.workloads.models import token_losses
@@ -117,7 +119,10 @@ def step_of(config: RunConfig, runtime: ZeroRuntime, device: torch.device) -> Ca
 
 
 def _tokens(config: RunConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random ids and labels, [micro, seq] int64."""
+    """A micro-batch: of a causal model random ids and labels, [micro, seq] int64, of others see `SampleShape`."""
+    if not is_causal(config.model):
+        inputs, labels = zeros(sample_of(config), config.batch.micro, device)
+        return inputs if sample_of(config).is_image else inputs.random_(1, config.model.config["vocab_size"]), labels
     shape = (config.batch.micro, config.batch.seq)
     ids = torch.randint(int(config.model.config["vocab_size"]), shape, device=device)
     return ids, ids.roll(-1, 1)

@@ -23,7 +23,8 @@ from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import program
 from orchestrator.text.streams import complain, few
 from orchestrator.text.units import many
-from orchestrator.wings.predict import counting_child, fit_estimator, fit_peers, memory_cache, step
+from orchestrator.wings.kinds.kind import sample_of
+from orchestrator.wings.predict import at_rest, counting_child, fit_estimator, fit_peers, memory_cache, step
 from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.counting_child import Answer
 from orchestrator.wings.predict.fit_page import Columns, FitPage, named
@@ -98,8 +99,12 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None, jo
         code = fit_peers.show(asked.engine, found, counted, overrides, asked.explain, as_json=asked.json)
         return code if len(counted) == len(points) else INCOMPLETE
     points = _points(overrides, over)
+    known = answers_for(points, quiet=asked.json)
+    if why := at_rest.experts(points, known):
+        at_rest.refuse_flags({"table": over, "explain": asked.explain})
+        return at_rest.show(Screen(make_console()), at_rest.rows(points, known), why, as_json=asked.json)
     asked_points = points if asked.explain is None else [named(points, asked.explain)]
-    fits = fits_of(asked_points, quiet=asked.json)
+    fits = fits_of(asked_points, quiet=True)  # the answers are known, and what is to be said of them was
     if asked.json:
         print(json.dumps([one.to_dict() for one in fits], ensure_ascii=False))
     else:
@@ -269,6 +274,8 @@ def answers_for(points: Sequence[Point], *, quiet: bool) -> dict[str, Answer]:
     problems = dict.fromkeys(answer["problem"] for answer in answers.values() if "problem" in answer)
     if problems:
         raise Refusal(list(problems))
+    if not quiet and any(answer.get("attention") == "eager" for answer in answers.values()):
+        complain("note: the model has no attention of torch (sdpa): its own keeps the scores of all pairs of tokens")
     return answers
 
 
@@ -277,7 +284,7 @@ def _traced_for(points: Sequence[Point]) -> list[RunConfig]:
     found: dict[str, tuple[RunConfig, set[int]]] = {}
     for point in points:
         config, given = point.config, given_micro(point.config, point.overrides)
-        micros = (given,) if given else (1, SMALLEST, max(TRACED_TOKENS // config.batch.seq, 2 * SMALLEST))
+        micros = (given,) if given else (1, SMALLEST, max(TRACED_TOKENS // sample_of(config).tokens, 2 * SMALLEST))
         found.setdefault(activations_key(config, any_micro=True), (config, set()))[1].update(micros)
     return [one for config, micros in found.values() for one in step.traced([config], sorted(micros))]
 

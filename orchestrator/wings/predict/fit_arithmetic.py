@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from orchestrator.text.units import count, many, size
+from orchestrator.wings.kinds.kind import is_causal, sample_of
 from orchestrator.wings.predict.fit_rows import BACKWARD, BLOCKS, BUFFERS, INPUTS, OUTSIDE, STATES, Fit
 from orchestrator.wings.predict.step import bytes_of_element, with_micro
 from orchestrator.wings.predict.tensor_messages import words
 from zero_runtime.plan import Partition
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.predict.memory.counted_unit import GATHERED, GRADS, OPTIMIZER, PARAMS, TRANSFERS, WHOLE_GRADS
-from zero_runtime.predict.memory.step_memory import TOKEN_BYTES
 from zero_runtime.predict.messages import collective_formula
 from zero_runtime.state_bytes import BytesPerElement, Term, total_state_bytes
 from zero_runtime.wire import EXACT
@@ -146,16 +146,24 @@ def _moving(fit: Fit) -> Iterator[Part]:
 
 def _activations(fit: Fit) -> Iterator[Part]:
     peak, micro = fit.peak, fit.counted
-    tokens = micro * fit.config.batch.seq * fit.config.batch.accumulation
+    samples = micro * fit.config.batch.accumulation
     for name, nbytes, what in (
         (BLOCKS, peak.blocks, f"kept for the backward: {micro} x {size(peak.blocks / micro)}"),
         (OUTSIDE, peak.outside, f"embedding, head, loss: {micro} x {size(peak.outside / micro)}"),
         (BACKWARD, peak.backward, f"made by the backward: {micro} x {size(peak.backward / micro)}"),
-        (INPUTS, peak.inputs, f"{TOKEN_BYTES} x {tokens:,} tokens (id and label)"),
+        (INPUTS, peak.inputs, _inputs(fit, samples)),
         (BUFFERS, peak.buffers, "of the model"),
     ):
         if nbytes:
             yield Part(name, what, None, nbytes)
+
+
+def _inputs(fit: Fit, samples: int) -> str:
+    """What a rank's samples of a step hold."""
+    held = sum(sample_of(fit.config).nbytes)
+    if is_causal(fit.config.model):
+        return f"{held // fit.config.batch.seq} x {samples * fit.config.batch.seq:,} tokens (id and label)"
+    return f"{held:,} bytes x {samples:,} samples (inputs and labels)"
 
 
 def sent(fit: Fit) -> str:

@@ -16,6 +16,7 @@ from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, digits, many, significant, size
+from orchestrator.wings.kinds.kind import sample_of
 from orchestrator.wings.predict import fit_arithmetic, note_ledger, take
 from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.fit_rows import Fit
@@ -28,7 +29,7 @@ from orchestrator.wings.profile import costs
 # How a count of torch differs from the tensors that are counted here (device_overhead.py).
 WORKSPACES = "of tensors; torch.cuda.max_memory_allocated also counts cuBLAS's workspaces, 64 MiB on Hopper"
 # Columns in the order in which a narrow terminal leaves them out.
-DROPPED = ("tokens", "activations", "states", "reserved", "MFU", "largest part", "closed form", "what exists")
+DROPPED = ("tokens", "images", "activations", "states", "reserved", "MFU", "largest part", "closed form", "what exists")
 MACHINES = ("resources.ranks=", "resources.nodes=", "parallel.tp=", "parallel.sp=")
 COLUMNS = {
     "ranks": "the number of ranks",
@@ -232,7 +233,7 @@ def _head(one: Fit, *, over_ranks: bool = False) -> list[Row]:
     """The model and the machine."""
     config, node = one.config, one.config.hardware
     numel = one.memory.full_numel(trainable=True) + one.memory.full_numel(trainable=False)
-    model = f"{config.model.name}, {count(numel)} parameters, sequences of {config.batch.seq:,} tokens"
+    model = f"{config.model.name}, {count(numel)} parameters, {sample_of(config).words}"
     precision = f"parameters {config.precision.dtypes.param}, {config.optimizer.rule.kind}"
     accumulation = config.batch.accumulation
     precision += f", {accumulation} micro-batches a step" if accumulation > 1 else ""
@@ -264,6 +265,8 @@ def _unit(largest: int) -> tuple[str, int]:
 def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
     header: tuple[str, ...] = ("row", "micro", "fits", "tokens", "tokens/s", "MFU", "at rest", "peak", "states")
     header += ("activations", "reserved", "host", "of node", "scratch", "sent", "largest part")
+    if sample_of(fits[0].config).is_image:
+        header = (*header[:3], "images", *header[4:])
     configs = [to_dict(one.config) for one in fits]
     cost = costs.column_name({price.currency for config in configs if (price := costs.price_of(config))})
     header = (*header[:6], cost, *header[6:])

@@ -27,6 +27,7 @@ from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.machine import provenance
 from orchestrator.plan.predictor import Tell
 from orchestrator.records.cache import read_cached, read_cached_object, write_cached
+from orchestrator.wings.kinds.kind import sample_of
 from orchestrator.wings.predict import counting_child
 from orchestrator.wings.predict.counting_child import Answer
 from orchestrator.wings.predict.transport import transport
@@ -50,7 +51,7 @@ def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
     precision = config.precision
     groups = ("model", "adapter", "recompute", "loss", "parallel")
     parts: dict[str, Any] = {name: plain(getattr(config, name)) for name in groups}
-    parts |= {"compute": precision.compute, "keep": precision.keep_dtype, "seq": config.batch.seq}
+    parts |= {"compute": precision.compute, "keep": precision.keep_dtype, "sample": sample_of(config)}
     parts |= {"unit_numel": config.zero.unit_numel}  # the trace has marks by unit
     parts |= {"kind": str(config.measure.kind)}
     if (matrices := config.optimizer.rule.matrix_patterns) is not None:  # in units of their own

@@ -29,7 +29,7 @@ from zero_runtime.predict.memory.device_overhead import DeviceOverhead
 from zero_runtime.predict.memory.peer_reserved import peer_reserved
 from zero_runtime.predict.memory.peers import Moment, PeerMemory, PeerModel, PeerParam
 from zero_runtime.predict.memory.reserved import Reserved
-from zero_runtime.predict.memory.step_memory import TOKEN_BYTES, Peak
+from zero_runtime.predict.memory.step_memory import Peak
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,6 @@ class PeerFit:
         part = self.step.part(self.counted)
         if self.config.resources.device is not Device.cuda or part is None:
             return None
-        inputs = part.tokens * TOKEN_BYTES // 2 * self.counted
 
         def replayed() -> list[int]:
             found = peer_reserved(
@@ -83,7 +82,7 @@ class PeerFit:
                 self.memory,
                 self.params,
                 micro_batches=self.config.batch.accumulation,
-                other=(part.buffers, inputs, inputs),
+                other=(part.buffers, *(size * self.counted for size in part.inputs)),
                 expandable=expandable,
             )
             return [found.allocated, found.reserved]
@@ -177,7 +176,7 @@ def peak_of(rules: PeerMemory, memory: ConfigMemory, micro: int) -> Peak | None:
     computes, more = Moment.COMPUTE in moments, micro - part.linear.low
     lines = part.linear.parts(count) if computes else ((0, 0),) * 3
     blocks, outside, backward = (base + slope * more for base, slope in lines)
-    inputs = part.tokens * TOKEN_BYTES * micro
+    inputs = sum(part.inputs) * micro
     total = sum(states.values()) + blocks + outside + backward + inputs + part.buffers
     when = "in forward and backward" if computes else "in the optimizer's step"
     return Peak(total, states, blocks, outside, backward, inputs=inputs, buffers=part.buffers, when=when)

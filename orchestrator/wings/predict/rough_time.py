@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass, replace
 
 from orchestrator.config.hardware import GpuNode
 from orchestrator.config.schema import RunConfig
+from orchestrator.wings.kinds.kind import is_causal
 from orchestrator.wings.predict import memory_cache
 from orchestrator.wings.predict.step import ConfigMemory
 from zero_runtime.offload_plan import Tier
@@ -98,6 +99,8 @@ def element_bytes(config: RunConfig) -> float:
 def outside(config: RunConfig, time: RoughTime) -> str:
     """Why the table of shares does not know a case like this; empty if it does."""
     node, resources = config.hardware, config.resources
+    if not is_causal(config.model):
+        return "models that are no causal language models"
     if resources.nodes > MOST_NODES:
         return f"more than {MOST_NODES} nodes"
     if config.parallel.tp > resources.ranks // resources.nodes:

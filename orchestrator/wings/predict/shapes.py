@@ -32,6 +32,7 @@ import torch
 
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.machine.processes import die_with_parent
+from orchestrator.wings.kinds.classes import experts_in
 from orchestrator.wings.predict.activations import answers, built, shorten_once
 from orchestrator.wings.predict.sliced import messages_of
 from orchestrator.worker.setup import unit_rules
@@ -70,6 +71,8 @@ def units_of(config: RunConfig) -> dict[str, Any]:
         "state_bytes": optimizer.state_bytes,
         "block_numel": optimizer.block_numel,
         "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
+        "experts": experts_in(model, config.model.model_type, config.model.config),
+        "attention": getattr(getattr(model, "config", None), "_attn_implementation", "") or "",
         "tensor": messages_of(config, model).plain(),
         "full_shapes": {name: split.shape for spec in specs for name, split in spec.slices.splits.items()},
     }

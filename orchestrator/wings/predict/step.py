@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrator.config.schema import Device, RunConfig
+from orchestrator.wings.kinds.kind import sample_of
 from orchestrator.wings.predict.memory_cache import activations_key, hash_of, recalled, trace_prefix, units_key
 from orchestrator.wings.predict.tensor_messages import TensorMessages, TensorSent, messages_in
 from orchestrator.wings.predict.transport import SHM, transport
@@ -23,7 +24,6 @@ from zero_runtime.predict.memory.activation_count import LinearTrace
 from zero_runtime.predict.memory.counted_unit import CountRules
 from zero_runtime.predict.memory.reserved import Reserved, reserved_peak
 from zero_runtime.predict.memory.step_memory import (
-    TOKEN_BYTES,
     Peak,
     StatesReplay,
     StepMemory,
@@ -145,7 +145,6 @@ class ConfigMemory:
         part = self.part(micro)
         if part is None:
             return None
-        inputs = part.tokens * TOKEN_BYTES // 2 * micro
 
         def replayed() -> list[int]:
             found = reserved_peak(
@@ -153,7 +152,7 @@ class ConfigMemory:
                 self.units,
                 self.rules,
                 prefetch=self.config.zero.prefetch,
-                other=(part.buffers, inputs, inputs),
+                other=(part.buffers, *(size * micro for size in part.inputs)),
             )
             return [found.allocated, found.reserved]
 
@@ -298,13 +297,13 @@ class Memories:
             full_numels=tuple(unit["numel"] for unit in shapes["units"]),
             tensor=TensorMessages.of_plain(shapes["tensor"]),
         )
-        tokens = config.batch.seq * config.batch.accumulation
+        read, labels = (one * config.batch.accumulation for one in sample_of(config).nbytes)
         found = [
             (
                 StepMemory(
                     functools.partial(self._linear_of, trace),
                     self._peaks_of(memory, trace, shapes),
-                    tokens,
+                    (read, labels),
                     shapes["buffer_bytes"],
                 ),
                 functools.partial(self._work_of, trace),

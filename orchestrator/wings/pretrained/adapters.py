@@ -35,6 +35,8 @@ def add_lora(model: nn.Module, config: LoraConfig) -> PeftModel:
     most = max((min(one.shape) for one in model.parameters() if one.dim() == 2), default=0)
     if config.r > most:  # before they are made: PEFT makes each in host memory first
         raise ValueError(f"adapter.rank: expected at most {most}, as no matrix of the model has more, found {config.r}")
+    if not hasattr(type(model), "prepare_inputs_for_generation"):  # of a model that generates nothing
+        config.task_type = None
     try:
         with parameters_on_meta():
             return get_peft_model(model, config)

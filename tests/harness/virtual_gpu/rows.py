@@ -213,7 +213,7 @@ def _predicted(row: Row, trace: Trace, runtime: ZeroRuntime) -> int:
     units = list(zip(unit_sizes(runtime), (unit.precision for unit in runtime.units), strict=True))
     linear = LinearTrace.of_one(SEQUENCES, trace)
     states = replay_states(trace, units, rules, prefetch=row.prefetch)
-    return StepMemory(linear, StepPeaks.of(linear, states), tokens=0).peak(SEQUENCES).total
+    return StepMemory(linear, StepPeaks.of(linear, states)).peak(SEQUENCES).total
 
 
 def _build(bench: Bench, row: Row, scratch: Path) -> tuple[ZeroRuntime, Recomputation | None]:

@@ -56,7 +56,7 @@ def test_a_config_cannot_be_changed() -> None:
 def test_all_mistakes_are_reported_together() -> None:
     data = to_dict(CONFIG)
     data["zero"]["bogus"] = 1
-    data["batch"] |= {"micro": 0, "seq": 1}
+    data["batch"] |= {"micro": 0, "seq": 0}
     data["precision"]["param"] = "fp8"
     data["measure"]["steps"] = "many"
     data["wide"] = {}

@@ -251,7 +251,9 @@ def test_the_mask_is_the_one_that_transformers_makes_itself(kind: str) -> None:
         ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps: expected a finite number, found nan"),
         ("llama", {"rope_parameters": {"rope_theta": 1e300}}, "rope_theta: expected a finite number, found 1e.300"),
         ("lama", {}, "found 'lama'; did you mean 'llama'"),
-        ("bert-like-nothing-at-all", {}, "model.model_type: expected a causal language model"),
+        ("bert-like-nothing-at-all", {}, "model.model_type: expected a causal or masked language model"),
+        ("whisper", {"is_encoder_decoder": True}, "found 'whisper', which transformers has as a model of another kind"),
+        ("baichuan", {"auto_map": {"AutoModel": "a.B"}}, "code is in its own folder .*code from a folder is not run"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(kind: str, config: dict[str, Any], message: str) -> None:

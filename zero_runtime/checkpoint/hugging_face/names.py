@@ -50,10 +50,11 @@ def weights_of(folder: WeightsFolder, model: nn.Module) -> Renamed:
     own = {aliases[0]: aliases for aliases in names.values()}
     known = {alias for aliases in own.values() for alias in aliases}
     unused = (*_NEEDED_BY_NONE, *(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()))
-    theirs = [
-        name for name in folder.names() if name in known or not any(re.search(pattern, name) for pattern in unused)
-    ]
-    matches = match_names(own, theirs, str(folder.path))
+    # Of a model whose names in files differ from those in memory: how it reads a file's name.
+    own_names = getattr(inner, "own_names", lambda names: names)
+    stored = dict(zip(own_names(folder.names()), folder.names(), strict=True))
+    theirs = [name for name in stored if name in known or not any(re.search(pattern, name) for pattern in unused)]
+    matches = {name: stored[alias] for name, alias in match_names(own, theirs, str(folder.path)).items()}
     buffers = dict(model.named_buffers())
     for name in matches.keys() & buffers.keys():
         buffers[name].copy_(folder.read(matches[name], 0, buffers[name].numel()).view(buffers[name].shape))

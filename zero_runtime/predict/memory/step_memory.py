@@ -23,7 +23,6 @@ from zero_runtime.state_bytes import UnitSize
 
 STEPS = 2  # the first records the order of the units, as in the runtime
 DISTINCT = 3  # micro-batches that differ: the first, those after it, and the last
-TOKEN_BYTES = 2 * 8  # the id and the label of a token, int64
 
 
 @dataclass(frozen=True)
@@ -264,15 +263,20 @@ class StepPeaks:
 class StepMemory:
     """The memory of one row's step for all micro-batches of a `LinearTrace`.
 
-    trace: it, or a function that reads it when it is first needed. tokens: of all the step's micro-batches together,
-    for each sequence of a micro-batch. buffers: bytes of the model's buffers on the device.
+    trace: it, or a function that reads it when it is first needed. inputs: bytes of what the model reads and of the
+    labels, of all the step's micro-batches together, for each sample of a micro-batch. buffers: bytes of the model's
+    buffers on the device.
     """
 
     def __init__(
-        self, trace: LinearTrace | Callable[[], LinearTrace], peaks: StepPeaks, tokens: int, buffers: int = 0
+        self,
+        trace: LinearTrace | Callable[[], LinearTrace],
+        peaks: StepPeaks,
+        inputs: tuple[int, int] = (0, 0),
+        buffers: int = 0,
     ) -> None:
         self._trace = trace
-        self.peaks, self.tokens, self.buffers = peaks, tokens, buffers
+        self.peaks, self.inputs, self.buffers = peaks, inputs, buffers
 
     @cached_property
     def linear(self) -> LinearTrace:
@@ -287,14 +291,14 @@ class StepMemory:
 
         worst = max(self.peaks.moments, key=lambda one: at(one.line))
         parts = at(worst.blocks), at(worst.outside), at(worst.backward)
-        inputs = self.tokens * TOKEN_BYTES * micro
+        inputs = sum(self.inputs) * micro
         total = sum(worst.states.values()) + sum(parts) + inputs + self.buffers
         return Peak(total, worst.states, *parts, inputs=inputs, buffers=self.buffers, when=worst.when)
 
     def largest(self, limit: int) -> int:
         """The largest micro-batch of at most `high` whose peak is at most `limit` bytes; 0 if not even `low` fits."""
         room, low = limit - self.buffers, self.peaks.low
-        inputs = self.tokens * TOKEN_BYTES
+        inputs = sum(self.inputs)
         best = self.peaks.high
         for base, slope in (one.line for one in self.peaks.moments):
             left = room - base - inputs * low

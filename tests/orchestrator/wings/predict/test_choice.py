@@ -33,7 +33,7 @@ def memory_of(config: RunConfig) -> ConfigMemory:
     rules = rules_of(config, {"state_bytes": 8.0})
     linear = LinearTrace(Trace(marks=list(MARKS)), [], 1, 100)
     states = replay_states(linear.trace, UNITS, rules, prefetch=1)
-    return ConfigMemory(config, UNITS, rules, (StepMemory(linear, StepPeaks.of(linear, states), tokens=10),))
+    return ConfigMemory(config, UNITS, rules, (StepMemory(linear, StepPeaks.of(linear, states), inputs=(80, 80)),))
 
 
 def row(label: str, words: str, micro: int = 8) -> Fit:

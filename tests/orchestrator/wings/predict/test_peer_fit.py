@@ -41,7 +41,9 @@ def row(
     trace.went(trace.came(ACTIVATION_BYTES, in_block=True))
     linear = LinearTrace(trace, [ACTIVATION_BYTES], 1, HIGH)
     tokens = SEQ * (config.batch.accumulation or 1)
-    part = StepMemory(linear, StepPeaks(1, HIGH, (), 0), tokens, BUFFER_BYTES)  # our peaks are not used by the rules
+    part = StepMemory(
+        linear, StepPeaks(1, HIGH, (), 0), (8 * tokens, 8 * tokens), BUFFER_BYTES
+    )  # our peaks are not used by the rules
     memory = ConfigMemory(config, [], rules_of(config, {"state_bytes": 8.0}), (part,))
     return peer_fit(engine, "a", (), memory, SHAPES, limit, overhead, **more)
 

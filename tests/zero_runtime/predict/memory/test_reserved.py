@@ -46,7 +46,7 @@ def test_of_large_tensors_the_allocated_bytes_are_the_predicted_peak(stage: int,
     step = trace(16 * MIB)
     found = reserved_peak(step, units, rules, prefetch=1, other=(32 * MIB,))
     linear, states = LinearTrace.of_one(1, step), replay_states(step, units, rules, prefetch=1)
-    tensors = StepMemory(linear, StepPeaks.of(linear, states), tokens=0).peak(1).total + 32 * MIB
+    tensors = StepMemory(linear, StepPeaks.of(linear, states)).peak(1).total + 32 * MIB
     assert found.allocated == tensors
     assert found.reserved >= tensors
     assert found.reserved % (20 * MIB) == 0

@@ -17,7 +17,6 @@ from zero_runtime.predict.memory import counted_unit
 from zero_runtime.predict.memory.activation_count import LinearTrace, Mark, Trace
 from zero_runtime.predict.memory.counted_unit import GATHERED, GRADS, WHOLE_GRADS, CountRules
 from zero_runtime.predict.memory.step_memory import (
-    TOKEN_BYTES,
     Level,
     StatesReplay,
     StepMemory,
@@ -93,7 +92,7 @@ def drawn(seed: int) -> tuple[StepMemory, StatesReplay]:
     rules = replace(rules, reads_peers=rules.by_messages and draw.random() < 0.5)
     units = [(unit, draw.choice(KINDS)) for unit in sizes(*(8 * draw.randrange(1, 60) for _ in range(UNITS)))]
     states = replay_states(linear.trace, units, rules, prefetch=draw.randrange(3))
-    return StepMemory(linear, StepPeaks.of(linear, states), draw.randrange(4), draw.randrange(50)), states
+    return StepMemory(linear, StepPeaks.of(linear, states), (16 * draw.randrange(4), 0), draw.randrange(50)), states
 
 
 def by_force(memory: StepMemory, states: StatesReplay, micro: int) -> int:
@@ -105,7 +104,7 @@ def by_force(memory: StepMemory, states: StatesReplay, micro: int) -> int:
     for level, start, stop in zip(levels, bounds[:-1], bounds[1:], strict=True):
         highest = max(highest, level.highest + sum(trace.parts(start)))
         highest = max(highest, *(level.left + sum(trace.parts(place)) for place in range(start, stop + 1)))
-    return highest + memory.buffers + memory.tokens * TOKEN_BYTES * micro
+    return highest + memory.buffers + sum(memory.inputs) * micro
 
 
 @pytest.mark.parametrize("seed", range(20))
