@@ -2,64 +2,53 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
 
 from orchestrator import wings
-from orchestrator.commands.experiment_file import write_experiment
 from orchestrator.commands.sweep import SweepRequest, swept
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.engine import EngineKind
-from orchestrator.config.schema import Device, to_dict
+from orchestrator.config.schema import Device
 from orchestrator.config.strict import Refusal
-from orchestrator.exit_codes import FAILED, INCOMPLETE, OK
+from orchestrator.exit_codes import FAILED, INCOMPLETE, INTERRUPTED, OK
+from orchestrator.launch.cluster import cluster_of
 from orchestrator.plan.point import Point
 from orchestrator.plan.points import judged
 from orchestrator.plan.rules.scene import here
+from orchestrator.records.sweep_record import SweepPaths
 from orchestrator.report import comparison, ranking
 from orchestrator.report.screen import Screen, make_console
-from orchestrator.report.summary import Row, Table
-from orchestrator.text.paths import program, shown
+from orchestrator.report.summary import Row
+from orchestrator.text.paths import program
 from orchestrator.text.streams import complain
-from orchestrator.text.units import ABSENT, digits, many, significant, size
-from orchestrator.wings.predict import calibrate, choice, fit, speed
+from orchestrator.text.units import many
+from orchestrator.wings.predict import calibrate, choice, fit, fit_rows, speed, take
 from orchestrator.wings.predict.choice import Candidate, ShortRun
+from orchestrator.wings.predict.choose_page import FASTEST, SMALLEST, ChoosePage, Outcome
 from orchestrator.wings.predict.fit_rows import Fit
+from orchestrator.wings.predict.fit_words import job_of, machines, with_folder
 from orchestrator.wings.predict.prediction import hardware_name
 from orchestrator.wings.predict.step import MICRO, given_micro
-from orchestrator.wings.profile import costs
+from orchestrator.wings.predict.take import Taken
 
 RUNS = 4  # most real runs
 FIRST = (1, 4, 16)  # micro-batches that are predicted first
 GROWTH = 4
 GAIN = 1.05  # of tokens per second, for which a larger micro-batch is looked at
 LONGEST_S = 2.0  # of a predicted step that a short run makes
-SHOWN = 12
-HEADER = ("row", "micro", "tokens/s, predicted", "tokens/s, measured", "needs/rank", "because")
-FASTEST, SMALLEST = "fastest", "smallest"
 ON_DRIVES = "optimizer_nvme,optimizer_param_nvme"  # what is tried when nothing fits in memory
 
 
-class Outcome(NamedTuple):
-    """What is chosen, the short runs by label, the labels of those that tie for the fastest, and whether the smallest
-    was asked for."""
+class ResultsOnly(Screen):
+    """The screen of the short runs' sweep, which proposes no next command: the answer of `choose` follows."""
 
-    best: Candidate
-    measured: Mapping[str, ShortRun]
-    tied: tuple[str, ...]
-    is_smallest: bool = False
-
-    def speed(self, one: Candidate) -> float | None:
-        """The measured tokens per second of a candidate; None if it was not run."""
-        run = self.measured.get(one.label)
-        return None if run is None else run.median
+    def closing(self, rows: Sequence[Row]) -> None:
+        super().closing([row for row in rows if row.name != "next"])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
     if any(word.startswith("engine=") and word != f"engine={EngineKind.zero}" for word in words):
         code: int = wings.load(wings.CHOOSE_ENGINES)(words, asked.runs, as_json=asked.json)
         return code
+    length, words = job_of([one for word in words for one in with_folder(word)])
     asked.runs = RUNS if asked.runs is None else asked.runs
     if asked.runs < 0:
         raise Refusal([f"--runs {asked.runs}: expected 0 or more      fix: --runs {RUNS}"])
@@ -87,21 +77,34 @@ def main(argv: Sequence[str]) -> int:
     except calibrate.CalibrationError as error:
         complain(f"error: nothing was measured: {error}")
         return FAILED
-    is_smallest = asked.order == SMALLEST
-    if not ranked or (ranked[0].speed is None and not is_smallest):
-        complain("error: the speed of no combination could be predicted      see: docs/speed.md")
-        return FAILED
+    is_smallest, runs_here = asked.order == SMALLEST, _runs_here(fitting) and asked.runs
     finalists = ranked[: min(asked.runs, 1)] if is_smallest else choice.shortlist(ranked, asked.runs)
-    is_here = not ranked[0].config.hardware.is_described
-    measured, tied = _confirmed(finalists, words, screen) if is_here and asked.runs else ({}, ())
-    chosen = choice.best_run(measured, tied) if measured else ranked[0].label
-    best = next(one for one in ranked if one.label == chosen)
-    if is_here and asked.runs and not measured:
-        complain("error: none of the short runs ended with a result")
-        return FAILED
+    measured: dict[str, ShortRun] = {}
+    tied: tuple[str, ...] = ()
+    if runs_here:
+        ended, sweep = _short_runs(finalists, words, screen)
+        if ended is not None:
+            return ended
+        measured, tied = _results(finalists, sweep)
+        if not measured:
+            complain("error: none of the short runs ended with a result")
+            return FAILED
+    rows = choice.fastest_of_rows(ranked)
+    best = _measured_choice(ranked, measured, tied) if measured else take.taken(rows[:1] if is_smallest else rows)
     largest = max(fitting, key=lambda one: one.micro)
-    _show(ranked, finalists, Outcome(best, measured, tied, is_smallest), largest, screen, asked.json)
+    outcome = Outcome(best, measured, tied, is_smallest)
+    page = ChoosePage(screen, words, length)
+    page.document(ranked, finalists, outcome) if asked.json else page.show(ranked, finalists, outcome, largest)
     return OK if len(fits) == tried else INCOMPLETE
+
+
+def _runs_here(fits: Sequence[Fit]) -> bool:
+    """Whether short runs can confirm: on this machine, or as jobs of a cluster."""
+    return _on_cluster(fits[0]) or not any(one.config.hardware.is_described for one in fits)
+
+
+def _on_cluster(one: Fit) -> bool:
+    return one.config.cluster.kind is ClusterKind.slurm
 
 
 def parser() -> VerbParser:
@@ -133,9 +136,25 @@ def _is_on_gpus(fits: Sequence[Fit]) -> bool:
 def _ranked(fits: Sequence[Fit], micro: int | None, order: str, screen: Screen) -> list[Candidate]:
     """All candidates, those to be chosen first."""
     if order == FASTEST:
-        return _predicted(fits, micro, screen)
+        ranked = _predicted(fits, micro, screen)
+        return ranked if any(one.speed for one in ranked) else _by_work(fits, micro)
     found = [Candidate(one, micro or 1) for one in fits if (micro or 1) <= one.micro]
     return choice.smallest_first(choice.with_speeds(found, hardware_name(fits[0].config)))
+
+
+def _by_work(fits: Sequence[Fit], micro: int | None) -> list[Candidate]:
+    """Without a known speed: each row once, the least work first, at the given micro-batch, else at the largest for
+    which the allocator has room, and on CPU ranks at one that a short run makes."""
+    name = hardware_name(fits[0].config)
+    found = []
+    for one in fit_rows.order(fits):
+        if micro is not None:
+            found += [Candidate(one, micro)] * (micro <= one.micro)
+        elif one.config.resources.device is Device.cuda:
+            found.append(take.roomy(Candidate(one, one.micro), name))
+        else:
+            found.append(Candidate(one, min(one.micro, FIRST[-1])))
+    return found
 
 
 def _rows(words: Sequence[str], tried: Mapping[str, str]) -> tuple[list[Fit], int, int | None]:
@@ -150,12 +169,10 @@ def _rows(words: Sequence[str], tried: Mapping[str, str]) -> tuple[list[Fit], in
         raise Refusal([f"{given[-1]}: expected one number for choose      fix: {MICRO}=4, or leave it out"])
     left = [word for word in words if word not in given]
     axes = [f"{group}={options}" for group, options in tried.items() if group not in fit.names(left)]
-    points = fit.valid_points([*left, *axes])
+    points = fit.points_of(machines(left), axes)
     if any(given_micro(point.config, point.overrides) for point in points):  # by a file of sweeps/
         raise Refusal([f"choose tries several micro-batches      fix: {MICRO}=4 on the line, not in a sweep"])
     fits = fit.fits_of(points, quiet=True)
-    if any(one.config.cluster.kind is ClusterKind.slurm for one in fits):
-        raise Refusal(["choose measures on this machine      fix: cluster=local, inside a job of the cluster"])
     if any(one.config.trains_to_the_end for one in fits):
         raise Refusal(["choose confirms by short runs, and measure=train trains to its end      fix: measure=standard"])
     return fits, len(points), None if micro is None else int(micro)
@@ -192,6 +209,8 @@ def _gains(ranked: Sequence[Candidate], micros: Sequence[int]) -> bool:
 
 
 def _measured(found: Sequence[Candidate], name: str, screen: Screen) -> list[Candidate]:
+    if any(_on_cluster(one.fit) and not one.config.hardware.is_described for one in found):
+        return list(found)  # what was measured here is not the speed of the cluster's nodes
     local = [one.config for one in found if not one.config.hardware.is_described]
     jobs = sorted(speed.missing(local, name), key=lambda job: job.config.batch.micro if job.kind == "segments" else 0)
     if jobs:
@@ -199,11 +218,10 @@ def _measured(found: Sequence[Candidate], name: str, screen: Screen) -> list[Can
     return choice.with_speeds(found, name)
 
 
-def _confirmed(
+def _short_runs(
     finalists: Sequence[Candidate], words: Sequence[str], screen: Screen
-) -> tuple[dict[str, ShortRun], tuple[str, ...]]:
-    """The runs that ended with a result, by label, and the labels of those that tie for the fastest; of too few rounds
-    to tell, the fastest alone."""
+) -> tuple[int | None, SweepPaths | None]:
+    """Runs the candidates as a sweep. The exit code with which `choose` ends, if it ends before they have."""
     longer = [] if "measure" in fit.names(words) else ["measure=standard"]
     scene, points = here(), []
     for one in finalists:
@@ -211,7 +229,20 @@ def _confirmed(
         points += [replace(point, label=one.label) for point in found if isinstance(point, Point)]
     request = SweepRequest("choose", tuple(points), command=())
     screen.say(f"confirming {many(len(points), 'candidate')} by short runs", "bold")
-    _, sweep = swept(request, scene.hardware, screen)
+    code, sweep = swept(request, scene.hardware, ResultsOnly(screen.console))
+    again = f"{program()} {shlex.join(['choose', *words])}"
+    if code == INTERRUPTED:
+        screen.closing([Row("next", f"{again}     (runs that have ended are not repeated)")])
+        return INTERRUPTED, sweep
+    if request.on_cluster and sweep is not None and cluster_of(sweep).runs(sweep):
+        screen.closing([Row("next", f"{again}     (chooses when the jobs have ended)")])
+        return INCOMPLETE, sweep
+    return None, sweep
+
+
+def _results(finalists: Sequence[Candidate], sweep: SweepPaths | None) -> tuple[dict[str, ShortRun], tuple[str, ...]]:
+    """The runs that ended with a result, by label, and the labels of those that tie for the fastest; of too few rounds
+    to tell, the fastest alone."""
     rows = [] if sweep is None else [row for row in comparison.ranked(sweep) if row.is_measured]
     predicted = {one.label: one.tokens_per_second for one in finalists}
     runs = {
@@ -223,87 +254,15 @@ def _confirmed(
     return runs, tuple(tied)
 
 
-def _show(
-    ranked: Sequence[Candidate],
-    finalists: Sequence[Candidate],
-    outcome: Outcome,
-    largest: Fit,
-    screen: Screen,
-    as_json: bool,
-) -> None:
-    rows, best = choice.fastest_of_rows(ranked), outcome.best
-    shown_rows = list(dict.fromkeys([best, *finalists, *rows]))[:SHOWN]
-    folder = Path(best.config.output).absolute() / "chosen"
-    name = write_experiment(folder, best.overrides, _because(outcome))
-    if as_json:
-        print(json.dumps(_document(outcome, shown_rows, folder, name), ensure_ascii=False))
-        return
-    screen.console.print()
-    table = Table(HEADER, tuple(_row(one, ranked[0], outcome) for one in shown_rows), texts=("because",))
-    screen.table(_with_costs(table, shown_rows))
-    left = len(rows) - len({one.fit.label for one in shown_rows})
-    notes = [Row("not shown", f"{many(left, 'row')} that {'follow' if left > 1 else 'follows'}")] if left > 0 else []
-    capped = "at least " if largest.capped else ""
-    notes.append(Row("largest", f"micro-batch {capped}{largest.micro} fits with {largest.label}"))
-    notes.append(Row("chosen", f"{best.label}: {_because(outcome)}"))
-    notes.append(Row("file", shown(folder / "experiment" / f"{name}.yaml")))
-    command = [program(), shlex.join(["--config-dir", shown(folder), f"experiment={name}"])]
-    screen.closing([*notes, Row("next", " ".join(command))])
-
-
-def _because(outcome: Outcome) -> str:
-    best, measured = outcome.best, outcome.speed(outcome.best)
-    if outcome.is_smallest:
-        known = "no run has confirmed it" if measured is None else f"a short run had {digits(measured)} tokens/s"
-        return f"the least memory of a rank of those that fit; {known}"
-    if measured is None and best.speed is not None and best.speed.outside:
-        return f"the first of an order that no published run supports: {best.speed.outside}"
-    if measured is None:
-        rough = best.speed.text if best.speed is not None else ABSENT
-        return f"the fastest by prediction, {rough} tokens/s; no run has confirmed it"
-    runs, found = many(len(outcome.measured), "short run"), f"{digits(measured)} tokens/s"
-    if len(outcome.tied) == 1:
-        return f"the fastest of {runs}, {found}"
-    return f"the fastest by prediction of {len(outcome.tied)} that tie in {runs}; {found}"
-
-
-def _row(one: Candidate, first: Candidate, outcome: Outcome) -> tuple[str, ...]:
-    known = outcome.speed(one)
-    text = choice.larger(one, first) if outcome.is_smallest else choice.reason(one, first)
-    if one is outcome.best and known is not None and not outcome.is_smallest:
-        text = "chosen: measured fastest" if len(outcome.tied) == 1 else "chosen: a tie, fastest by prediction"
-    needs = ABSENT if one.needs is None else size(one.needs)
-    predicted = ABSENT if one.speed is None else one.speed.text
-    return (one.fit.label, str(one.micro), predicted, digits(known), needs, text)
-
-
-def _with_costs(table: Table, rows: Sequence[Candidate]) -> Table:
-    """The table with the cost of a billion tokens at the predicted speeds, if a price is set."""
-    configs = [to_dict(one.config) for one in rows]
-    amounts = [
-        costs.predicted_cost(config, one.speed.shown if one.speed else None)
-        for config, one in zip(configs, rows, strict=True)
-    ]
-    if all(amount is None for amount in amounts):
-        return table
-    name = costs.column_name({price.currency for config in configs if (price := costs.price_of(config))})
-    cells = [ABSENT if amount is None else significant(amount) for amount in amounts]
-    at = HEADER.index("needs/rank")
-    found = tuple((*row[:at], cell, *row[at:]) for row, cell in zip(table.rows, cells, strict=True))
-    return table._replace(header=(*table.header[:at], f"{name}, predicted", *table.header[at:]), rows=found)
-
-
-def _document(outcome: Outcome, rows: Sequence[Candidate], folder: Path, name: str) -> dict[str, Any]:
-    listed = [
-        {
-            "label": one.label,
-            "overrides": list(one.overrides),
-            "micro": one.micro,
-            "predicted": None if one.speed is None else one.speed.to_dict(),
-            "measured_tokens_per_second": outcome.speed(one),
-        }
-        for one in rows
-    ]
-    order = SMALLEST if outcome.is_smallest else FASTEST
-    known = {"chosen": outcome.best.label, "tied": list(outcome.tied), "order": order}
-    return {**known, "config_dir": str(folder), "experiment": name, "rows": listed}
+def _measured_choice(ranked: Sequence[Candidate], measured: Mapping[str, ShortRun], tied: Sequence[str]) -> Taken:
+    """The best of the short runs, and the next of them: of those that tie, else the fastest."""
+    of_label = {one.label: one for one in ranked}
+    first = choice.best_run(measured, tied)
+    left = [label for label in measured if label != first]
+    tied_left = [label for label in tied if label != first]
+    second = (
+        choice.best_run(measured, tied_left)
+        if tied_left
+        else max(left, key=lambda one: measured[one].median, default="")
+    )
+    return Taken(of_label[first], of_label.get(second), by_speed=True)

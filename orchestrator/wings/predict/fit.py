@@ -48,6 +48,7 @@ SMALLEST = 2  # a batch of one is traced alone: torch treats dimensions of one d
 TRACED_TOKENS = 1 << 17  # of the largest micro-batch that is traced
 TABLE = re.compile(r"(ranks|tp|sp)=([0-9]+(?:,[0-9]+)*)")
 KEYS = {"ranks": RANKS, "tp": "parallel.tp", "sp": "parallel.sp"}  # that the columns of --table vary
+NAME_GPU = "fix: name the GPU: hardware=a100_80gb"
 NOT_COUNTED = "the activations cannot be counted"
 MACHINES = ("hardware", RANKS, NODES, TOKENS)
 FLAGS = ("--multirun", "--plan", "--config-dir", "--max-points")  # that a line of fit may have; all others start runs
@@ -301,7 +302,8 @@ def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
     for point in counted:
         target = target_of(point.config, gpu_bytes, host_bytes)
         if target.device_bytes is None:
-            raise Refusal(["the memory of the GPU is not known      fix: name the GPU: hardware=a100_80gb"])
+            fix = "fix: resources.memory_mib=4000, what a rank has" if target.device is Device.cpu else NAME_GPU
+            raise Refusal([f"the memory of a rank's device is not known      {fix}"])
 
         def row(config: RunConfig, point: Point = point, target: Target = target) -> Fit:
             memory = memories.of(config)

@@ -16,7 +16,7 @@ from orchestrator.config.pretrained import CONFIG
 from orchestrator.config.schema import DataKind, RunConfig, Tokenizer, to_dict
 from orchestrator.config.strict import Refusal
 from orchestrator.text.paths import expanded
-from orchestrator.text.units import count, significant
+from orchestrator.text.units import count
 from orchestrator.wings.profile import costs
 from orchestrator.workloads.data import load_data
 
@@ -181,4 +181,4 @@ def length_text(job: Length, config: RunConfig, ends: tuple[float, float] | None
 
 def _span(ends: Sequence[float]) -> str:
     """Both ends with two digits, as the speeds have; one number if they are shown alike."""
-    return "-".join(dict.fromkeys(significant(float(f"{end:.2g}")) for end in ends))
+    return "-".join(dict.fromkeys(f"{float(f'{end:.2g}'):,g}" for end in ends))

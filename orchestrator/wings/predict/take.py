@@ -109,7 +109,7 @@ def roomy(one: Candidate, hardware: str) -> Candidate:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     smaller = replace(one.fit.memory, config=with_micro(one.fit.config, low))
-    return Candidate(one.fit, low, speed_of(smaller, hardware))
+    return Candidate(one.fit, low, speed_of(smaller, hardware), tight_at=one.micro)
 
 
 def work_text(fit: Fit) -> str:
@@ -151,8 +151,7 @@ def described(one: Candidate) -> str:
     """The row with its micro-batch, the tokens of a step, and its speed."""
     tokens = one.config.batch.global_size * one.config.batch.seq
     speed = "" if one.speed is None or one.speed.outside else f", {one.speed.text} tokens/s"
-    smaller = one.fit.micro > one.micro and not one.fit.given
-    room = f" (with {one.fit.micro} torch's allocator lacks room)" if smaller else ""
+    room = f" (with {one.tight_at} torch's allocator lacks room)" if one.tight_at else ""
     return f"{one.fit.label}, micro-batch {one.micro}{room}, {tokens:,} tokens a step{speed}"
 
 

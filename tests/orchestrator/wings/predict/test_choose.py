@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from measured import Measured
 from orchestrator import cli
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
+from orchestrator.machine import hardware
 from orchestrator.report.entry import Entry
 from orchestrator.report.ranking import Ranked, rank
 from orchestrator.wings.predict import calibrate, choose, counting_child
@@ -41,13 +44,14 @@ def measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
     return found
 
 
-def run_as(monkeypatch: pytest.MonkeyPatch, speeds: dict[str, float]) -> list[str]:
-    """Give `choose` runs with these speeds by label; the others fail. Returns the labels, once they have run."""
+def run_as(monkeypatch: pytest.MonkeyPatch, speeds: dict[str, float], code: int = 0) -> list[str]:
+    """Give `choose` runs with these speeds by label; the others fail. code: of their sweep. Returns the labels, once
+    they have run."""
     ran: list[str] = []
 
     def swept(request: Any, *_: Any) -> tuple[int, str]:
         ran.extend(point.label for point in request.points)
-        return 0, "a sweep"
+        return code, "a sweep"
 
     def ranked(_sweep: str) -> list[Ranked]:
         return rank([Entry(label, "ok" if label in speeds else "error", result(label)) for label in dict.fromkeys(ran)])
@@ -105,6 +109,43 @@ def test_choose_runs_the_fastest_by_prediction_and_takes_the_fastest_run(
     values = composed(arguments.split(words)).points[0].values
     assert (values["zero"]["stage"], values["batch"]["micro"]) == (2, 4)
     assert values["model"]["config"]["hidden_size"] == 32
+    monkeypatch.setattr(choose, "FIRST", (1, 16))
+    run_as(monkeypatch, {"stage1-micro16": 9.0})
+    assert cli.main(["choose", *PLAIN, f"output={tmp_path}", "train.tokens=3240"]) == 0
+    out = capsys.readouterr().out
+    # The line's own micro-batch is 4; 9 tokens/s make 3,240 tokens in 0.1 h.
+    assert "\nlearning  512 tokens a step, 128 before: fewer updates" in out
+    assert re.search(r"^job +3,240 tokens are 7 steps and 0.1 h$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "ended", "code", "told"),
+    [
+        ((), 130, 130, "(runs that have ended are not repeated)"),
+        (("cluster=slurm", "resources.memory_mib=2000"), 0, 3, "(chooses when the jobs have ended)"),
+    ],
+)
+def test_choose_without_its_runs_proposes_its_own_line(
+    measured: Measured,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    ended: int,
+    code: int,
+    told: str,
+) -> None:
+    run_as(monkeypatch, {"stage1-micro2": 9.0}, ended)
+    monkeypatch.setattr(choose, "cluster_of", lambda _sweep: SimpleNamespace(runs=lambda _one: True))
+    monkeypatch.setattr(hardware, "shutil", SimpleNamespace(which=lambda _tool: "/usr/bin/sbatch"))
+    line = ["choose", *PLAIN, "batch.micro=2", f"output={tmp_path}", *words]
+    assert cli.main(line) == code
+    out = capsys.readouterr().out
+    (after,) = [one for one in out.splitlines() if one.startswith("next ")]
+    assert after.endswith(f" {' '.join(line)}     {told}")
+    assert "\ntake " not in out
+    if words:  # what was measured here is not the speed of the cluster's nodes
+        assert measured.kinds == []
 
 
 def test_choose_breaks_ties_of_its_runs_by_the_prediction(
@@ -119,7 +160,11 @@ def test_choose_breaks_ties_of_its_runs_by_the_prediction(
     assert sorted(found["tied"]) == ["stage0-micro2", "stage1-micro2", "stage2-micro2"]
     assert cli.main(line) == 0
     out = capsys.readouterr().out
-    assert "stage2-micro2: the fastest by prediction of 3 that tie in 4 short runs" in out
+    assert re.search(
+        r"^take +stage2, micro-batch 2, .*the fastest by prediction of 3 that tie in 4 short runs", out, re.MULTILINE
+    )
+    assert re.search(r"^second +stage1, micro-batch 2, .* a tie, 8.20 tokens/s measured$", out, re.MULTILINE)
+    assert "learning " not in out  # the batch is the one that was given
 
 
 def test_choose_keeps_a_given_micro_batch_and_only_predicts_without_runs(

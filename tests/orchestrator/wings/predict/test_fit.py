@@ -421,6 +421,13 @@ def test_choose_orders_by_size_and_walks_on_to_drives(
     assert (smallest["order"], fastest["order"]) == ("smallest", "fastest")
     assert "optimizer_cpu-micro1" in smallest["chosen"]
     assert "cpu" not in fastest["chosen"]  # the offload is off again where memory suffices
+    # Nothing is known of the speed with an offload on this card: the row with the least to do is the answer.
+    small = (*TWO, "zero=stage1,stage3", "offload=optimizer_cpu", f"output={tmp_path}")
+    assert cli.main(["choose", *small]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^take +stage1, micro-batch ", told, re.MULTILINE)
+    assert "because no speed is known: the data sheet lacks a number that it needs; no run has confirmed it" in told
+    assert re.search(r"^measure .* choose model=llama_tiny recompute=none,full loss=full resources", told, re.MULTILINE)
     fits_of = command.fits_of
 
     def only_on_drives(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
