@@ -56,6 +56,8 @@ def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
     parts |= {"kind": str(config.measure.kind)}
     if (matrices := config.optimizer.rule.matrix_patterns) is not None:  # in units of their own
         parts |= {"matrices": matrices}
+    if (weights := precision.mixed.weights) is not None:  # so are matrices that are stored as codes
+        parts |= {"weights": weights}
     if (autocast := autocast_of(config)) is not None:
         parts |= {"autocast": autocast}
     if config.parallel.tp > 1:  # the sums of the layers receive tensors

@@ -144,3 +144,20 @@ def test_a_child_that_was_started_ahead_and_not_asked_is_killed(started: list[Ch
     assert [child.killed for child in started] == [True]
     with counting_child.started_ahead(needed=False):
         assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("zero.unit_numel=null", "zero.unit_numel=1000"),
+        ("precision.keep_dtype=[]", "precision.keep_dtype=['*norm*']"),
+        ("optimizer=adamw", "optimizer=muon"),
+        ("precision.weights=null", "precision.weights=int4"),
+        ("precision.weights=int8", "precision.weights=int4"),
+    ],
+)
+def test_what_changes_the_units_of_a_model_changes_the_key_of_its_traces(before: str, after: str) -> None:
+    """A trace has marks by the number of a unit."""
+    line = "model=llama_tiny adapter=lora resources.device=cpu precision=fp32"
+    keys = {memory_cache.activations_key(config_of_line(f"{line} {one}")) for one in (before, after)}
+    assert len(keys) == 2
