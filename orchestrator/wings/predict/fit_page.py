@@ -92,7 +92,7 @@ class FitPage:
         """One row for each setting, one column for each number: the largest micro-batch."""
         best = fit.best(fits)
         shown = list(fits) if show_all else best
-        self._screen.rows(_head(fits[0], over_ranks=over.name == "ranks"))
+        self._screen.rows(_head(fits[0], fits, over_ranks=over.name == "ranks"))
         cells = {(over.row(one), over.of(one)): _micro(one) for one in fits}
         names = dict.fromkeys(over.row(one) for one in shown)
         self._say(f"the largest micro-batch of a rank, by {COLUMNS[over.name]}")
@@ -225,12 +225,21 @@ def _heads(fits: Sequence[Fit]) -> list[Row]:
     firsts: dict[GpuNode, Fit] = {}
     for one in fits:
         firsts.setdefault(one.config.hardware, one)
-    found = [_head(one) for one in firsts.values()]
+    found = [_head(one, fits) for one in firsts.values()]
     return [row for number, rows in enumerate(found) for row in rows if not number or row.name == "machine"]
 
 
-def _head(one: Fit, *, over_ranks: bool = False) -> list[Row]:
-    """The model and the machine."""
+def _lossy(fits: Sequence[Fit]) -> list[Row]:
+    found = [lossy_words(to_dict(one.config)) for one in fits]
+    words = list(dict.fromkeys(word for one in found for word in one))
+    if not words:
+        return []
+    where = "in every row" if all(set(one) == set(words) for one in found) else "in the rows that are named by them"
+    return [Row("lossy", f"{', '.join(words)} {where}")]
+
+
+def _head(one: Fit, beside: Sequence[Fit] = (), *, over_ranks: bool = False) -> list[Row]:
+    """The model and the machine. beside: all rows of the table, if there is one."""
     config, node = one.config, one.config.hardware
     numel = one.memory.full_numel(trainable=True) + one.memory.full_numel(trainable=False)
     model = f"{config.model.name}, {count(numel)} parameters, {sample_of(config).words}"
@@ -246,8 +255,7 @@ def _head(one: Fit, *, over_ranks: bool = False) -> list[Row]:
         Row("model", f"{model}; {precision}"),
         Row("machine", f"{where}: {at}{memory}{taken if one.overhead.most and not over_ranks else ''}"),
     ]
-    if lossy := ", ".join(lossy_words(to_dict(config))):
-        rows.append(Row("lossy", f"{lossy} in every row"))
+    rows += _lossy(beside or [one])
     if on_cpu and not node.is_described:
         rows.append(Row("note", "these are CPU ranks; name a GPU to see what fits there: hardware=a100_80gb"))
     return rows
