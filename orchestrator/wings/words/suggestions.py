@@ -87,6 +87,8 @@ def option(group: str, text: str, options: Sequence[str]) -> str:
     numbered = NUMBERED.get(group)
     if numbered and re.fullmatch(r"[\d.e+-]+", text):
         hint = f" Did you mean '{numbered}={text}'?"
+    elif group == "model" and text and os.path.isdir(expanded(text)):
+        hint = f" Did you mean '{group}=./{text}'?"
     elif group == "data" and text and os.path.exists(expanded(text)):
         hint = f" Did you mean '{_data(text)}'?"
     else:

@@ -67,6 +67,7 @@ def tree() -> Tree:
         ("batch=8", "Did you mean 'batch.micro=8'?"),
         (f"data={__file__}", f"Did you mean 'data=text data.path={__file__}'?"),
         ("data=x.jsonl", "options: pairs"),  # there is no such file
+        ("model=tests", "Did you mean 'model=./tests'?"),
         ("dataset=x.jsonl.gz", "Did you mean 'data=pairs data.path=x.jsonl.gz'?"),
         ("deepspeed=ds.json", "run.py import ds.json'?"),
         ("fp16=true", "Did you mean 'precision=fp16'?"),
