@@ -20,6 +20,7 @@ from orchestrator.launch.cluster import cluster_of
 from orchestrator.plan.point import Point
 from orchestrator.plan.points import judged
 from orchestrator.plan.rules.scene import here
+from orchestrator.records import sweep_record
 from orchestrator.records.sweep_record import SweepPaths
 from orchestrator.report import comparison, ranking
 from orchestrator.report.screen import Screen, make_console
@@ -82,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
     measured: dict[str, ShortRun] = {}
     tied: tuple[str, ...] = ()
     if runs_here:
-        ended, sweep = _short_runs(finalists, words, screen)
+        ended, sweep = _short_runs(finalists, words, argv, screen)
         if ended is not None:
             return ended
         measured, tied = _results(finalists, sweep)
@@ -219,18 +220,24 @@ def _measured(found: Sequence[Candidate], name: str, screen: Screen) -> list[Can
 
 
 def _short_runs(
-    finalists: Sequence[Candidate], words: Sequence[str], screen: Screen
+    finalists: Sequence[Candidate], words: Sequence[str], typed: Sequence[str], screen: Screen
 ) -> tuple[int | None, SweepPaths | None]:
-    """Runs the candidates as a sweep. The exit code with which `choose` ends, if it ends before they have."""
+    """Runs the candidates as a sweep. The exit code with which `choose` ends, if it ends before they have.
+
+    typed: the line, with its flags.
+    """
     longer = [] if "measure" in fit.names(words) else ["measure=standard"]
     scene, points = here(), []
     for one in finalists:
         found, _ = judged(composed(arguments.split([*one.overrides, *longer])), scene)
         points += [replace(point, label=one.label) for point in found if isinstance(point, Point)]
     request = SweepRequest("choose", tuple(points), command=())
+    for earlier in sweep_record.all_sweeps(request.output) if request.on_cluster else ():
+        if sweep_record.is_on_cluster(earlier):
+            request.cluster.look(earlier)  # the records of jobs that have ended meanwhile: no one else reads them
     screen.say(f"confirming {many(len(points), 'candidate')} by short runs", "bold")
     code, sweep = swept(request, scene.hardware, ResultsOnly(screen.console))
-    again = f"{program()} {shlex.join(['choose', *words])}"
+    again = f"{program()} {shlex.join(['choose', *typed])}"
     if code == INTERRUPTED:
         screen.closing([Row("next", f"{again}     (runs that have ended are not repeated)")])
         return INTERRUPTED, sweep
