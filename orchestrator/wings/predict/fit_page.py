@@ -107,11 +107,10 @@ class FitPage:
     def explain(self, one: Fit) -> None:
         """The arithmetic of one row: each part of the peak, what libraries take, and what is left."""
         at = f"micro-batch {one.counted}{'' if one.micro else ', which does not fit'}"
-        self._screen.rows(_head(one))
-        self._screen.rows([Row("letters", fit_arithmetic.letters(one))])
         of = fit_arithmetic.bytes_of_parameter(one)
         named = ", ".join(f"{nbytes:.10g} of {name}" for name, nbytes in of.items())
-        self._screen.rows([Row("bytes", f"{sum(of.values()):.10g} of a parameter before they are sharded: {named}")])
+        whole = Row("bytes", f"{sum(of.values()):.10g} of a parameter before they are sharded: {named}")
+        self._screen.rows([*_head(one), Row("letters", fit_arithmetic.letters(one)), whole])
         self._say(f"{one.label}, {at}: the most bytes exist {one.peak.when}")
         header = ("part", "arithmetic", "closed form", "at that moment")
         parts = [
