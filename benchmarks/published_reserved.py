@@ -22,10 +22,10 @@ from benchmarks.published_peak import Case, case_peak, config_of, trace_at  # no
 from orchestrator.workloads.models import build_meta_model  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.predict.memory.peer_reserved import peer_reserved  # noqa: E402
-from zero_runtime.predict.memory.step_memory import TOKEN_BYTES  # noqa: E402
 from zero_runtime.unit_planner import UnitRules, plan_units  # noqa: E402
 
 TABLES = ("long_sequences.csv", "prime_rl.csv")  # those whose number is reserved, and that tell the batch
+INT64 = 8  # bytes of the id of a token, and of its label
 HEADER = ("case", "engine", "published, reserved", "predicted, reserved", "error", "predicted, allocated", "error")
 
 
@@ -53,7 +53,7 @@ def unit_numels(model: str) -> tuple[tuple[int, ...], ...]:
 def predicted(line: dict[str, str]) -> Row:
     """One row of a table."""
     case = case_of(line)
-    peak, inputs = case_peak(case), case.micro * case.seq * TOKEN_BYTES * case.accumulation
+    peak, inputs = case_peak(case), case.micro * case.seq * 2 * INT64 * case.accumulation
     found = peer_reserved(
         trace_at(case.model, case.seq, case.micro, case.recompute, case.kernels),
         peak.memory,
