@@ -133,7 +133,7 @@ ROOMS = {
         "wings.lossy": "config records report",
         "wings.optuna": "commands compose config plan records report",
         "plugins": "config wings.optuna",
-        "wings.page": "config records report text wings",
+        "wings.page": "config records report rounds text wings",
         "wings.pairs": "config workloads",
         "wings.pretrained": "config text wings.pairs workloads",
         "wings.scripts": "commands config exit_codes launch machine records text",
