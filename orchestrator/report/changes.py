@@ -14,6 +14,7 @@ from typing import Any
 
 from orchestrator.records.run_record import without_ignored
 from orchestrator.records.run_state import RunState
+from orchestrator.report.named_apart import held_bytes, memory_words, on_device
 from orchestrator.report.ranking import peak_bytes, states_bytes
 from orchestrator.report.summary import Table
 from orchestrator.rounds import recorded
@@ -21,8 +22,10 @@ from orchestrator.rounds.comparison import RANGE, Comparison, compare
 from orchestrator.text.units import ABSENT, change_text, digits, size
 
 ENVIRONMENT = ("torch", "python", "cpu", "gpu", "host", "threads_per_rank", "git", "variables")
-DROPS = ("peak/rank", "before", "after", "change", RANGE)  # the order in which a narrow terminal leaves them out
-HEADER = ("point", "before", "after", "time/token", RANGE, "peak/rank", "change", "verdict")
+BEFORE, AFTER = "tokens/s before", "tokens/s after"
+MEMORY, GROWTH = "memory/rank", "its change"
+DROPS = (MEMORY, BEFORE, AFTER, RANGE)  # the order in which a narrow terminal leaves them out
+HEADER = ("point", BEFORE, AFTER, "time/token", RANGE, MEMORY, GROWTH, "verdict")
 # Ends of a point that had a result before. One that was cancelled, or has not run yet, is not judged.
 LOST = frozenset(
     {
@@ -70,7 +73,8 @@ class Measured:
 class Change:
     """A point of both sides. matched: by what. time: of a token, after by before; None if there are too few rounds.
 
-    peak, states: the memory of a rank, after by before.
+    memory: of a rank, after by before, as named_apart.held_bytes reads it: the number that is judged. peak, states: the
+    peak of the process or of its allocator, and the model states, for programs that read --json.
     """
 
     before: Measured
@@ -78,6 +82,7 @@ class Change:
     matched: str
     judgement: Judgement
     time: Comparison | None = None
+    memory: float | None = None
     peak: float | None = None
     states: float | None = None
     settings: tuple[str, ...] = ()
@@ -183,11 +188,13 @@ def _change(before: Measured, after: Measured, matched: str, threshold: float) -
     # equally rare if the line between them is half of the threshold. Memory has no such noise, and is held against the
     # whole threshold.
     time = compare(new, old, equal=threshold / 2) if are_ranked else None
+    memory = _grown(held_bytes(old), held_bytes(new)) if on_device(old) == on_device(new) else None
     peak, states = _grown(peak_bytes(old), peak_bytes(new)), _grown(states_bytes(old), states_bytes(new))
     judgement = Judgement.unjudged if time is None else Judgement[time.verdict.name]
-    if before.apart == after.apart and not judgement.is_regression and max(peak or 1.0, states or 1.0) > 1 + threshold:
+    if before.apart == after.apart and not judgement.is_regression and (memory or 1.0) > 1 + threshold:
         judgement = Judgement.larger
-    return Change(before, after, matched, judgement, time, peak, states, settings, tuple(_differences(*environments)))
+    differences = tuple(_differences(*environments))
+    return Change(before, after, matched, judgement, time, memory, peak, states, settings, differences)
 
 
 def _environment(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,7 +226,7 @@ def _differences(before: Config, after: Config) -> Iterator[str]:
 
 def table(found: Changes) -> Table:
     """A row for each point of both sides."""
-    return Table(HEADER, tuple(map(_row, found.points)), drops=DROPS, kept=HEADER[-1:])
+    return Table(HEADER, tuple(map(_row, found.points)), drops=DROPS, kept=HEADER[-2:])
 
 
 def _row(one: Change) -> tuple[str, ...]:
@@ -227,9 +234,9 @@ def _row(one: Change) -> tuple[str, ...]:
     time = (ABSENT, ABSENT)
     if one.time is not None:
         time = change_text(one.time.ratio), f"{change_text(one.time.low)} to {change_text(one.time.high)}"
-    peak = size(peak_bytes(one.after.result)) if one.after.result else ABSENT
-    change = ABSENT if one.peak is None else change_text(one.peak)
-    return (one.after.label, *speeds, *time, peak, change, one.judgement.value)
+    memory = size(held_bytes(one.after.result)) if one.after.result else ABSENT
+    growth = ABSENT if one.memory is None else change_text(one.memory)
+    return (one.after.label, *speeds, *time, memory, growth, one.judgement.value)
 
 
 def _work(one: Change) -> tuple[str, ...]:
@@ -243,7 +250,8 @@ def _speed_text(side: Measured) -> str:
 
 def notes(found: Changes) -> list[str]:
     """What differs between the sides besides the numbers; what all points share is one line."""
-    lines = []
+    measured = [one.after.result for one in found.points if one.after.result]
+    lines = [f"{MEMORY}: {what}" for what in dict.fromkeys(map(memory_words, measured))]
     for what, texts in (
         ("settings", {one.after.label: one.settings for one in found.points}),
         ("versions and machine", {one.after.label: one.environment for one in found.points}),
@@ -298,6 +306,7 @@ def document(found: Changes) -> dict[str, Any]:
                 "matched_by": one.matched,
                 "judgement": one.judgement.name,
                 "time_per_token_ratio": _interval(one.time),
+                "memory_bytes_ratio": one.memory,
                 "peak_bytes_ratio": one.peak,
                 "states_bytes_ratio": one.states,
                 "settings": list(one.settings),

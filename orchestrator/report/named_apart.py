@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.report import extras
@@ -32,23 +32,28 @@ def names(entries: Sequence[Entry]) -> str:
 
 
 def _smallest(entries: Sequence[Entry]) -> list[str]:
-    on_device = all(_allocated(entry.result or {}) is not None for entry in entries)
-    held = {id(entry): _held_bytes(entry.result or {}) for entry in entries}
+    held = {id(entry): held_bytes(entry.result or {}) for entry in entries}
     least = min(held.values())
-    what = "peak of a rank's allocator" if on_device else "counted tensors of a rank"
-    return [f"smallest: {names([entry for entry in entries if held[id(entry)] == least])}, {size(least)}, {what}"]
+    smallest = [entry for entry in entries if held[id(entry)] == least]
+    words = memory_words(smallest[0].result or {})
+    return [f"smallest: {names(smallest)}, {size(least)}, {words}"]
 
 
-def _held_bytes(result: dict[str, Any]) -> float:
-    """The memory by which points are compared: on a CPU, where no allocator counts, all counted tensors."""
-    allocated = _allocated(result)
-    if allocated is not None:
-        return allocated
+def memory_words(result: Mapping[str, Any]) -> str:
+    """What `held_bytes` counted."""
+    return "peak of a rank's allocator" if on_device(result) else "counted tensors of a rank"
+
+
+def held_bytes(result: Mapping[str, Any]) -> float:
+    """The memory by which points are compared: the peak of the device's allocator; on a CPU, where no allocator counts,
+    all counted tensors."""
     memory = result["memory"]
+    if on_device(result):
+        return float(memory["peak_allocated_bytes"])
     states = sum(state["measured_bytes"] or 0 for state in memory["states"])
     return float(states + (memory["activations_bytes"] or 0) + (memory["other_tensors_bytes"] or 0))
 
 
-def _allocated(result: dict[str, Any]) -> float | None:
-    peak: float | None = result["memory"].get("peak_allocated_bytes")
-    return peak
+def on_device(result: Mapping[str, Any]) -> bool:
+    """Whether that memory is of a device's allocator."""
+    return result["memory"].get("peak_allocated_bytes") is not None

@@ -101,6 +101,11 @@ class Ranked:
     table: str = ""
 
     @property
+    def has_speed(self) -> bool:
+        """Whether its speed can be compared with that of other rows: it has rounds, and a place beside them."""
+        return recorded.is_ranked(self.entry.result or {}) and not self.apart
+
+    @property
     def is_measured(self) -> bool:
         """Whether there is a value by which rows are sorted."""
         return self.entry.result is not None and METRICS[self.metric].read(self.entry.result) is not None
@@ -194,12 +199,12 @@ def tables(ranked: Sequence[Ranked]) -> dict[str, Table]:
 
 
 def fastest(ranked: Sequence[Ranked]) -> dict[str, float]:
-    """The tokens/s of the fastest row of each table that has a place beside others, by the name of the table."""
+    """The tokens/s of the fastest row of each table whose speed can be compared, by the name of the table; else 0."""
     read = METRICS[DEFAULT_METRIC].read
-    rivals = [(row.table, row.entry.result) for row in ranked if row.entry.result and not row.apart]
     found = dict.fromkeys((row.table for row in ranked), 0.0)
-    for name, result in rivals:
-        found[name] = max(found[name], read(result) or 0.0)
+    for row in ranked:
+        if row.has_speed:
+            found[row.table] = max(found[row.table], read(row.entry.result or {}) or 0.0)
     return found
 
 
@@ -255,7 +260,7 @@ def _cells(ranked: Ranked, best: float, *, in_rounds: bool) -> tuple[str, ...]:
         return (ABSENT, entry.label, entry.state, *[ABSENT] * (len(HEADER) - 3))
     steps: dict[str, float] = entry.result["throughput"]["tokens_per_second"]
     share = "best" if steps["median"] == best else change_text(steps["median"] / best) if best else ABSENT
-    share = ABSENT if ranked.apart else share
+    share = share if ranked.has_speed else ABSENT
     known = speed(entry.result)
     low, high = (known.low, known.high) if known else (steps["p10"], steps["p90"])
     return (

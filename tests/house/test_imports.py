@@ -137,7 +137,7 @@ ROOMS = {
         "wings.lossy": "config records report",
         "wings.optuna": "commands compose config plan records report",
         "plugins": "config wings.optuna",
-        "wings.page": "config records report text wings",
+        "wings.page": "config records report rounds text wings",
         "wings.pairs": "config workloads",
         "wings.kinds": "config wings.pairs workloads",
         "wings.pretrained": "config text wings.pairs workloads",

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 from orchestrator.report import ranking
 from orchestrator.report.summary import PHASES, STATES
+from orchestrator.rounds.intervals import LEAST
 from orchestrator.text.units import ABSENT, difference, digits, size
 from orchestrator.wings.page.charts import bars
 from orchestrator.wings.page.charts.bar_data import Bar, BarChart, BarPart
 from orchestrator.wings.page.charts.canvas import AxisUnit, LegendEntry, Picture, size_unit
-from orchestrator.wings.page.charts.palette import APART, BEST, OTHERS, PAINTS, Paint
+from orchestrator.wings.page.charts.palette import APART, BEST, OTHERS, PAINTS, UNRANKED, Paint
 from orchestrator.wings.page.report_points import ReportPoint, length
 
 OTHER = "other tensors"
@@ -63,20 +64,31 @@ def _speed_bar(point: ReportPoint) -> Bar:
     speed = point.speed
     if speed is None:
         return _bar(point, (0.0,), note=point.entry.state, lacking=True)
-    paint = APART if point.ranked.apart else BEST if point.ranked.place == 1 else OTHERS
     reused = ", reused" if point.entry.is_reused else ""
     note = f"{digits(speed)}{reused}{', no place' if point.ranked.apart else ''}"
-    return _bar(point, (speed,), spread=point.speed_range, note=note, paint=paint)
+    return _bar(point, (speed,), spread=point.speed_range, note=note, paint=_speed_paint(point))
+
+
+def _speed_paint(point: ReportPoint) -> Paint:
+    if point.ranked.apart:
+        return APART
+    if not point.has_rounds:  # it may still be first by another metric, such as its loss
+        return UNRANKED
+    return BEST if point.ranked.place == 1 else OTHERS
 
 
 def _speed_legend(points: Sequence[ReportPoint]) -> tuple[LegendEntry, ...]:
-    firsts = Counter(point.ranked.table for point in points if point.ranked.place == 1)
-    apart = (LegendEntry("without a place", APART),) if any(point.ranked.apart for point in points) else ()
-    if not firsts:
-        return apart
+    paints = {point.number: _speed_paint(point) for point in points if point.speed is not None}
+    firsts = Counter(point.ranked.table for point in points if paints.get(point.number) == BEST)
     ties = " and ".join(str(count) for count in firsts.values())
-    best = "first place" if set(firsts.values()) == {1} else f"first place, a tie of {ties}"
-    return (LegendEntry(best, BEST), LegendEntry("other points", OTHERS), *apart)
+    words = {
+        BEST: "first place" if set(firsts.values()) == {1} else f"first place, a tie of {ties}",
+        OTHERS: "other points",
+        UNRANKED: f"not ranked: fewer than {LEAST} rounds",
+        APART: "without a place",
+    }
+    used = set(paints.values()) | ({OTHERS} if firsts else set())
+    return tuple(LegendEntry(name, paint) for paint, name in words.items() if paint in used)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

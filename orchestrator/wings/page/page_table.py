@@ -115,7 +115,7 @@ def _setting(setting: Varied) -> Callable[[ReportPoint], Cell]:
 
 def _against(best: Mapping[str, float]) -> Callable[[ReportPoint], Cell]:
     def cell(point: ReportPoint) -> Cell:
-        if point.speed is None or point.ranked.apart or not is_finite(best[point.ranked.table]):
+        if point.speed is None or not point.ranked.has_speed or not is_finite(best[point.ranked.table]):
             return NOTHING
         share = point.speed / best[point.ranked.table] - 1
         return share, "best" if share == 0 else change_text(1 + share)

@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 
 from orchestrator.report.varied import Varied
+from orchestrator.rounds.intervals import LEAST
 from orchestrator.text.units import digits, size
 from orchestrator.wings.page.bar_figures import Figure
 from orchestrator.wings.page.charts.canvas import AxisUnit, LegendEntry, size_unit
 from orchestrator.wings.page.charts.palette import SERIES, SeriesStyle
 from orchestrator.wings.page.charts.planes import Dot, LineSeries, Plane, curves, scatter
-from orchestrator.wings.page.report_points import ReportPoint, group_of, length
+from orchestrator.wings.page.report_points import ReportPoint, group_of, length, speeds_untold
 from orchestrator.wings.page.scaling import WORDS, Scaling, scalings, world_of
 
 PERCENT = AxisUnit("%", 0.01)
@@ -31,7 +32,10 @@ def speed_and_memory(points: Sequence[ReportPoint], settings: Sequence[Varied]) 
     if len(places) < 2:
         return None
     styles, legend = _styles([point for point, _, _ in places], settings)
-    rivals = [at for at, (point, _, _) in enumerate(places) if not point.ranked.apart]
+    untold = speeds_untold([point for point, _, _ in places])
+    rivals = [
+        at for at, (point, _, _) in enumerate(places) if not untold and not point.ranked.apart and point.has_rounds
+    ]
     front = [rivals[at] for at in pareto([(places[at][2], places[at][1]) for at in rivals])]
     named = {at: places[at][0].label for at in front[:MOST_NAMED]}
     dots = [
@@ -58,9 +62,11 @@ def speed_and_memory(points: Sequence[ReportPoint], settings: Sequence[Varied]) 
         front=tuple((places[at][2], places[at][1]) for at in front),
     )
     names = ", ".join(named.values()) + (" and more" if len(front) > len(named) else "")
-    caption = (
-        "Up and left is better. Dashed: the Pareto front, which are the points that no other beats in both speed and "
-        f"memory, by their medians: {names or 'none has a place'}."
+    caption = "Up and left is better. " + (
+        f"No point is said to be better than another: {untold}."
+        if untold
+        else "Dashed: the Pareto front, which are the points that no other beats in both speed and memory, by their "
+        f"medians: {names}."
     )
     return Figure("speed_and_memory", scatter(plane, dots), caption)
 
@@ -180,6 +186,8 @@ def scaling(points: Sequence[ReportPoint]) -> Figure | None:
     caption = "100 %: each rank is as fast as one of the baseline, which has the fewest ranks. "
     caption += f"{kinds[:1].upper()}{kinds[1:]}."
     caption += f" Not drawn: {len(series) - len(named)} more series." if len(series) > len(named) else ""
+    if any(not point.has_rounds for one in named for point in one.points):
+        caption += f" A point without a range had fewer than {LEAST} rounds, so its difference may be noise."
     return Figure("scaling", curves(plane, lines), caption)
 
 

@@ -15,6 +15,8 @@ from orchestrator.records.sweep_record import Standing, SweepPaths, standings
 from orchestrator.report import ranking
 from orchestrator.report.entry import Entry
 from orchestrator.report.ranking import Ranked
+from orchestrator.rounds import recorded
+from orchestrator.rounds.intervals import LEAST
 
 NAMED = 6
 CURVE_BYTES = 4 << 20  # of the events of a point; of a longer run, the end is drawn
@@ -79,6 +81,11 @@ class ReportPoint:
         return found if found is not None and is_finite(found) and found > 0 else None
 
     @property
+    def has_rounds(self) -> bool:
+        """Whether its speed was measured in enough rounds to be compared with that of another point."""
+        return recorded.is_ranked(self.result or {})
+
+    @property
     def speed_range(self) -> tuple[float, float] | None:
         """The range between rounds; None without a speed, and if there is none."""
         found = ranking.speed(self.result) if self.result and self.speed is not None else None
@@ -123,6 +130,16 @@ class ReportPoint:
         """The memory that one rank may use, if it is known."""
         limit = self.predicted.get("limit")
         return None if limit is None else length(limit) / max(1.0, length(self.predicted.get("ranks_share")))
+
+
+def speeds_untold(points: Sequence[ReportPoint]) -> str:
+    """Why the speeds of the points are in no order, as the end of a sentence; empty if some were told apart."""
+    # By speed, whatever sorts the table: a place by loss says nothing about speed.
+    rows = ranking.rank([point.entry for point in points])
+    places = [row.place for row in rows if row.place is not None]
+    if len(places) < 2:
+        return f"speeds are ranked from {LEAST} rounds, which {len(places) or 'none'} of {len(rows)} points has"
+    return "the rounds show no difference between the speeds" if max(places) == 1 else ""
 
 
 def points_of(sweep: SweepPaths, ranked: Sequence[Ranked]) -> list[ReportPoint]:

@@ -113,7 +113,10 @@ def test_what_all_points_share_is_said_once() -> None:
     environment = {**make_result(CONFIG)["environment"], "torch": "2.14.0"}
     before = [measured(label, [1.0] * 3, environment={**environment, "torch": "2.13.0"}) for label in "ab"]
     after = [measured(label, [1.0] * 3, environment=environment) for label in "ab"]
-    assert changes.notes(compared(before, after)) == ["versions and machine: torch: 2.13.0 -> 2.14.0"]
+    assert changes.notes(compared(before, after)) == [
+        "memory/rank: counted tensors of a rank",
+        "versions and machine: torch: 2.13.0 -> 2.14.0",
+    ]
 
 
 def test_more_memory_and_a_lost_result_are_regressions() -> None:
@@ -121,7 +124,14 @@ def test_more_memory_and_a_lost_result_are_regressions() -> None:
     result = copy.deepcopy(before.result)
     assert result is not None
     result["memory"]["states"][0]["measured_bytes"] *= 2
-    assert judgement(before, replace(before, result=result)) is Judgement.larger
+    result["memory"]["peak_rss_bytes"] //= 2  # of the process, whose allocator keeps what was freed: not judged
+    (found,) = compared([before], [replace(before, result=result)]).points
+    assert found.judgement is Judgement.larger
+    cells = dict(zip(changes.HEADER, changes.table(compared([before], [found.after])).rows[0], strict=True))
+    assert float(cells["its change"].removesuffix(" %")) > 100 * THRESHOLD, "the table shows what is judged"
+    allocated = copy.deepcopy(result)
+    allocated["memory"]["peak_allocated_bytes"] = 1
+    assert judgement(found.after, replace(before, result=allocated)) is Judgement.same, "two kinds of bytes"
     assert judgement(before, replace(before, result=None, state="oom")) is Judgement.lost
     assert judgement(replace(before, result=None, state="oom"), before) is Judgement.unjudged
     for state in ("queued", "cancelled"):
@@ -144,4 +154,4 @@ def test_the_document_has_the_ratio_with_its_interval() -> None:
     assert content["points"][0]["judgement"] == "slower"
     assert content["points"][0]["time_per_token_ratio"] == pytest.approx({"low": 1.1, "middle": 1.1, "high": 1.1})
     (row,) = changes.table(found).rows
-    assert row == ("a", "9,412", "9,412", "+10.0 %", "+10.0 % to +10.0 %", "611 MiB", "0.0 %", "slower")
+    assert row == ("a", "9,412", "9,412", "+10.0 %", "+10.0 % to +10.0 %", "23.8 MiB", "0.0 %", "slower")

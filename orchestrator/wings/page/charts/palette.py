@@ -50,7 +50,7 @@ PAINTS = (
     Paint("purple", "x"),
     Paint("grey", "-"),
 )
-BEST, OTHERS, APART = Paint("blue"), Paint("sky"), Paint("grey", "-")
+BEST, OTHERS, UNRANKED, APART = Paint("blue"), Paint("sky"), Paint("sky", "/"), Paint("grey", "-")
 SERIES = (
     SeriesStyle("blue", "circle"),
     SeriesStyle("vermilion", "square", (7, 3)),

@@ -21,7 +21,7 @@ from orchestrator.report import comparison, ranking
 from orchestrator.report.entry import Entry
 from orchestrator.report.varied import varied_settings
 from orchestrator.rounds.intervals import RoundsEstimate
-from orchestrator.wings.page import page, plane_figures
+from orchestrator.wings.page import bar_figures, page, plane_figures
 from orchestrator.wings.page.charts.bar_data import MOST_STRETCH, Bar, BarChart, BarPart, axis_end
 from orchestrator.wings.page.charts.bars import MOST_ROWS, picture_of
 from orchestrator.wings.page.charts.canvas import WIDTH, AxisUnit, Picture, document, png, shortened
@@ -145,6 +145,34 @@ def test_settings_that_vary_are_columns_and_those_that_change_together_are_one()
 def test_the_pareto_front_holds_what_nothing_beats_in_both() -> None:
     assert pareto([(1, 10), (2, 30), (3, 20), (4, 40), (2, 25)]) == [0, 1, 3]
     assert pareto([(1, 10), (1, 10)]) == [0]
+
+
+@pytest.mark.parametrize(
+    ("rounds_ms", "hatched", "front"),
+    [
+        ([[10.0], [20.0]], {"sky"}, "speeds are ranked from 3 rounds, which none of 2 points has"),
+        ([[10.0] * 3, [20.0]], {"sky"}, "speeds are ranked from 3 rounds, which 1 of 2 points has"),
+        ([[10.0] * 3, [10.0] * 3], set(), "the rounds show no difference between the speeds"),
+        ([[10.0] * 3, [20.0] * 3], set(), ""),
+    ],
+)
+def test_what_is_not_ranked_is_hatched_and_has_no_front(
+    rounds_ms: list[list[float]], hatched: set[str], front: str
+) -> None:
+    entries = [point.entry for point in made_points(200.0, 100.0)]
+    for entry, rounds, held in zip(entries, rounds_ms, (2, 1), strict=True):
+        assert entry.result is not None
+        entry.result["rounds"] = [{"number": at, "began": 0.0, "step_ms": [ms]} for at, ms in enumerate(rounds, 1)]
+        entry.result["memory"]["activations_bytes"] *= held  # the faster one is larger: both would be on a front
+    points = [ReportPoint(number, row) for number, row in enumerate(ranking.rank(entries))]
+    drawn = {figure.name: figure for figure in figures_of(points)}
+    paints = [bar_figures._speed_paint(point) for point in points]
+    assert {paint.colour for paint in paints if paint.hatch} == hatched
+    assert ("not ranked: fewer than 3 rounds" in texts_of(drawn["speed"].picture)) == bool(hatched)
+    plane = drawn["speed_and_memory"]
+    fronts = [line for line in plane.picture.axes.get_lines() if not line.get_gid()]  # all else has its row
+    assert len(fronts) == (0 if front else 1)
+    assert plane.caption.endswith(f"{front}." if front else "by their medians: p1, p0.")
 
 
 # ---- scaling --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+from harness.browser import Browser
 from made_sweep import write_sweep
 
 from orchestrator.records.sweep_record import SweepPaths
@@ -226,11 +227,20 @@ def test_a_browser_sorts_filters_and_themes_the_page_and_asks_for_nothing_else(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("count", [2, 200])
+@pytest.mark.parametrize("count", [2, 8, 30, 200])
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine, in which to open the page")
 def test_pages_of_any_size_open_without_an_error(tmp_path: Path, count: int) -> None:
-    sweep = write_sweep(tmp_path / "output", count)
+    sweep = write_sweep(tmp_path / "output", count, failed=range(count - 1, count))
     comparison.write(sweep)
+    for width in (1280, 420):
+        with Browser(width, 900) as browser:
+            browser.open(sweep.page.as_uri())
+            assert browser.wait_for("document.readyState == 'complete'")
+            assert browser.value("document.documentElement.scrollWidth") == width, "nothing leaves the page"
+            # The table is wider than its frame, which scrolls up to the last column.
+            browser.value("document.querySelector('#all-points .wide').scrollLeft = 1e6")
+            last = "document.querySelector('#points thead th:last-child').getBoundingClientRect().right"
+            assert 0 < browser.value(last) <= width
     done = opened(sweep.page.as_uri(), tmp_path / "profile")
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     assert done.stdout.count("<tr class=") == count
