@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from orchestrator import wings
+from orchestrator.config.pretrained import tokenizer_folder
 from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokenizer
 from orchestrator.config.state_groups import Offload
 from orchestrator.launch.environment import set_kernel_cache
@@ -84,12 +85,11 @@ def with_memory(accounts: Accounts, watch: RankWatch, rank: int) -> Iterator[Non
 def build_data(config: RunConfig) -> TokenData:
     encode = encode_pairs = None
     if config.data.tokenizer is Tokenizer.model:
-        assert config.model.path is not None
-        tokenizer = wings.load(wings.TOKENIZER)
+        tokenizer, folder = wings.load(wings.TOKENIZER), tokenizer_folder(config.model.path, config.model.adapter)
         if config.data.kind is DataKind.pairs:
-            encode_pairs = tokenizer.pair_encoder(config.model.path)
+            encode_pairs = tokenizer.pair_encoder(folder)
         else:
-            encode = tokenizer.load_tokenizer(config.model.path)
+            encode = tokenizer.load_tokenizer(folder)
     return load_data(
         str(config.data.kind),
         config.data.path,

@@ -135,7 +135,7 @@ ROOMS = {
         "plugins": "config wings.optuna",
         "wings.page": "config records report text wings",
         "wings.pairs": "config text workloads",
-        "wings.pretrained": "config text wings.pairs workloads",
+        "wings.pretrained": "config text wings.pairs wings.words workloads",
         "wings.scripts": "commands config exit_codes launch machine records text",
         "wings.slurm": "config launch machine records report tracking",
         "wings.torchrun": "commands config launch machine plan records report tracking",

@@ -22,8 +22,12 @@ def tokenizer_of(model: Model, data: Data) -> Tokenizer:
     """The tokenizer, bytes or model: auto is model if the model's folder has one and data are not synthetic."""
     if data.tokenizer is not Tokenizer.auto:
         return data.tokenizer
-    has_one = model.path is not None and (expanded(model.path) / pretrained.TOKENIZER).exists()
-    return Tokenizer.model if has_one and data.kind is not DataKind.synthetic else Tokenizer.bytes
+    return Tokenizer.model if _has_tokenizer(model) and data.kind is not DataKind.synthetic else Tokenizer.bytes
+
+
+def _has_tokenizer(model: Model) -> bool:
+    folder = pretrained.tokenizer_folder(model.path, model.adapter)
+    return folder is not None and (folder / pretrained.TOKENIZER).exists()
 
 
 def text_has_a_path(scene: Scene, data: Data) -> Broken | None:
@@ -75,7 +79,7 @@ def tokenizer_is_there(scene: Scene, model: Model, data: Data) -> Broken | None:
         return None
     if data.kind is DataKind.synthetic:
         return Broken("data=synthetic makes tokens and reads no text", "data.tokenizer=model", ("data.tokenizer=auto",))
-    if model.path is None or not (expanded(model.path) / pretrained.TOKENIZER).exists():
+    if not _has_tokenizer(model):
         found = f"no {pretrained.TOKENIZER} in {model.path}" if model.path else "no model.path"
         return Broken("data.tokenizer=model needs a model.path with a tokenizer", found, ("data.tokenizer=bytes",))
     return None

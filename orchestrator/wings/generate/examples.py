@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from orchestrator.config.pretrained import tokenizer_folder
 from orchestrator.config.schema import DataKind, RunConfig, Tokenizer
 from orchestrator.wings.pretrained.tokenizer import Texts, texts_of
 from orchestrator.worker.listeners import Listener
@@ -79,8 +79,8 @@ def examples_of(runtime: ZeroRuntime, config: RunConfig, data: TokenData) -> lis
 def _texts(config: RunConfig) -> Texts | None:
     if config.data.kind is DataKind.synthetic:
         return None
-    of_model = config.data.tokenizer is Tokenizer.model and config.model.path is not None
-    folder = Path(config.model.path) if of_model and config.model.path else None
+    is_of_model = config.data.tokenizer is Tokenizer.model
+    folder = tokenizer_folder(config.model.path, config.model.adapter) if is_of_model else None
     return texts_of(folder, int(config.model.config["vocab_size"]))
 
 

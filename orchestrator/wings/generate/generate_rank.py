@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from orchestrator.config.pretrained import tokenizer_folder
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo
 from orchestrator.records.record_file import require_json, write_json_atomic
@@ -48,7 +48,7 @@ def _answer(
     texts = end = None
     ids = prompt.get("tokens")
     if ids is None:
-        folder = None if config.model.path is None else Path(config.model.path)
+        folder = tokenizer_folder(config.model.path, config.model.adapter)
         texts = texts_of(folder, int(config.model.config["vocab_size"]))
         asks = "ask" in prompt
         ids = texts.ask(prompt["ask"]) if asks else texts.encode(prompt["text"])
