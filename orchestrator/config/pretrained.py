@@ -19,20 +19,29 @@ from zero_runtime.errors import CheckpointError
 CONFIG = "config.json"
 WEIGHTS = (files.WEIGHTS, files.WEIGHTS_INDEX)
 ADAPTER = "adapter_config.json"
+GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json")  # all that transformers needs without a config.json
 # Files for the tokenizer or for generation, not weights. An export copies them.
 COMPANIONS = (
-    TOKENIZER,
-    "tokenizer_config.json",
+    *TOKENIZER_FILES,
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION,
 )
 TEMPLATES = "additional_chat_templates/*.jinja"  # one of them may be the default
+
+
+def tokenizer_folder(path: str | None, adapter: str | None) -> Path | None:
+    """The folder where the tokenizer of a model is, if it has one: that of its adapters if they were saved with theirs,
+    which they were trained with; else that of the base. None without a `path`."""
+    if adapter is not None and all((expanded(adapter) / name).exists() for name in TOKENIZER_FILES):
+        return expanded(adapter)
+    return None if path is None else expanded(path)
 
 
 def companions(folder: Path) -> list[Path]:
@@ -64,12 +73,6 @@ def completed(model: Model) -> Model:
 def _name(path: Path) -> str:
     """That of the folder; in the hub's cache, where the folder is a revision's, that of the model."""
     return path.parent.parent.name.rpartition("--")[2] if path.parent.name == "snapshots" else path.name
-
-
-def tokenizer_folder(model: Model) -> Path | None:
-    """The folder of the tokenizer: that of the adapters if they brought one, else that of the weights; None without."""
-    folders = [expanded(one) for one in (model.adapter, model.path) if one is not None]
-    return next((one for one in folders if (one / TOKENIZER).exists()), folders[-1] if folders else None)
 
 
 def is_adapter(path: Path) -> bool:

@@ -145,8 +145,8 @@ class Adapter:
 class Data:
     """The text, pairs or tokens that the model is trained on.
 
-    `path`: a file or folder, for kind text; a JSON file of prompts and responses, for kind pairs. `tokenizer`: bytes
-    makes one token of each byte, model uses the tokenizer in `model.path`, and auto is model if there is one, else
+    `path`: a file or folder: of text, for kind text; of prompts and responses, for kind pairs. `tokenizer`: bytes makes
+    one token of each byte, model uses the tokenizer in `model.path`, and auto is model if there is one, else
     bytes. `validation_fraction`: the share of the sequences that is held out for the validation loss.
     """
 

@@ -13,19 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.pretrained import ADAPTER, WEIGHTS, companions
+from orchestrator.config.pretrained import ADAPTER, WEIGHTS, companions, tokenizer_folder
 from orchestrator.machine.provenance import sources
 from orchestrator.records.cache import read_cached, write_cached
 from orchestrator.workloads.text_files import is_text, text_files
 
-# The kinds of contents: their name in messages, and the configuration key of their path.
-PLACES = {
-    "data": ("data", ("data", "path")),
-    "model": ("weights", ("model", "path")),
-    "adapter": ("adapters", ("model", "adapter")),
-    "tokenizer": ("tokenizer", ("model", "path")),
-    "code": ("code", ("resources", "code")),
-}
+# The kinds of contents, and their name in messages.
+PLACES = {"data": "data", "model": "weights", "adapter": "adapters", "tokenizer": "tokenizer", "code": "code"}
 BLOCK_BYTES = 1 << 20
 READERS = 4  # files read at the same time; hashing takes a core per file and releases the GIL
 SETTLED_NS = 2 * 10**9  # the coarsest clock of a file system
@@ -52,14 +46,14 @@ def of(config: Mapping[str, Any], known: Known | None = None) -> dict[str, str]:
 
 def place(name: str, config: Mapping[str, Any]) -> str:
     """A name for messages, such as "the data at /here/text.txt"."""
-    words, (group, key) = PLACES[name]
-    return f"the {words} at {config[group][key]}"
+    return f"the {PLACES[name]} at {_wanted(config)[name]}"
 
 
 def _wanted(config: Mapping[str, Any]) -> dict[str, str]:
     data, model = config["data"], config["model"]
     paths = {"data": data["path"], "model": model["path"], "adapter": model.get("adapter")}
-    paths["tokenizer"] = model["path"] if data["tokenizer"] == "model" else None
+    folder = tokenizer_folder(model["path"], model.get("adapter"))
+    paths["tokenizer"] = str(folder) if folder is not None and data["tokenizer"] == "model" else None
     paths["code"] = config["resources"].get("code")  # records from before the key have none
     return {name: path for name, path in paths.items() if path is not None}
 

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote
 
+from orchestrator.text.extras import install_line
 from orchestrator.tracking import names
 
 SQLITE = "sqlite:///"
@@ -77,7 +78,7 @@ def _driver_fix(uri: str) -> str:
     scheme, _, rest = without_password(uri).partition("://")
     if scheme in ("postgresql", "postgresql+psycopg2"):
         return f"tracking.uri=postgresql+psycopg://{rest}"
-    return "pip install 'zero-lab[postgres]'" if uri.startswith("postgresql") else "install the driver of its address"
+    return install_line("postgres") if uri.startswith("postgresql") else "install the driver of its address"
 
 
 def _version(uri: str) -> str | None:

@@ -85,7 +85,7 @@ def with_memory(accounts: Accounts, watch: RankWatch, rank: int) -> Iterator[Non
 def build_data(config: RunConfig) -> TokenData:
     encode = encode_pairs = None
     if config.data.tokenizer is Tokenizer.model:
-        folder, tokenizer = tokenizer_folder(config.model), wings.load(wings.TOKENIZER)
+        tokenizer, folder = wings.load(wings.TOKENIZER), tokenizer_folder(config.model.path, config.model.adapter)
         if config.data.kind is DataKind.pairs:
             encode_pairs = tokenizer.pair_encoder(folder)
         else:

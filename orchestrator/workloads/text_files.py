@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-READ_AS_RECORDS = (".jsonl", ".jsonl.gz", ".txt.gz")  # ends of names of files that are not read as they are
+TABLES = (".parquet", ".arrow")  # ends of names of files with rows
+READ_AS_RECORDS = (".jsonl", ".jsonl.gz", ".txt.gz", *TABLES)  # of files that are not read as they are
 _LOOK_BYTES = 8192
 
 
 def text_files(path: Path) -> list[Path]:
-    """The file itself, or the regular files under a folder in path order, without hidden ones."""
+    """The file itself, or the regular files under a folder in path order, without hidden ones: the tables alone if
+    there are any, since what lies beside them (a card, settings of `datasets`) is no text to learn."""
     if not path.is_dir():
         return [path]
     listed = []
@@ -19,7 +21,9 @@ def text_files(path: Path) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         listed += [Path(folder, name) for name in files if not name.startswith(".")]
     regular = [file for file in listed if file.is_file()]  # reading a pipe would block; a broken link is unreadable
-    return sorted(regular, key=lambda file: file.relative_to(path).as_posix())
+    # `datasets` keeps the results of its maps in cache-*.arrow beside the data.
+    tables = [file for file in regular if file.name.endswith(TABLES) and not file.name.startswith("cache-")]
+    return sorted(tables or regular, key=lambda file: file.relative_to(path).as_posix())
 
 
 def is_text(file: BinaryIO) -> bool:

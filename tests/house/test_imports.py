@@ -120,7 +120,7 @@ ROOMS = {
         "records": "config machine workloads",
         "plan": "compose config machine records rounds text wings",
         "report": "config exit_codes records rounds text wings",
-        "tracking": "config machine records report",
+        "tracking": "config machine records report text",
         "launch": "config machine plan records report rounds text tracking wings",
         "shipped": "",
         "worker": "config launch machine records rounds text wings workloads",
@@ -138,9 +138,8 @@ ROOMS = {
         "wings.optuna": "commands compose config plan records report",
         "plugins": "config wings.optuna",
         "wings.page": "config records report rounds text wings",
-        "wings.pairs": "config workloads",
+        "wings.pairs": "config text workloads",
         "wings.kinds": "config wings.pairs workloads",
-        "wings.pretrained": "config text wings.pairs workloads",
         "wings.scripts": "commands config exit_codes launch machine records text",
         "wings.slurm": "config launch machine records report tracking",
         "wings.torchrun": "commands config launch machine plan records report tracking",
@@ -148,6 +147,7 @@ ROOMS = {
         "wings.usage": "",
         "wings.validation": "config launch records report text worker workloads",
         "wings.words": "compose config text",
+        "wings.pretrained": "config text wings.pairs wings.words workloads",
         "wings.engines": "commands compose config exit_codes machine plan report text wings wings.kinds wings.page "
         "wings.predict worker",
         "wings.foreign": "commands compose config exit_codes plan records report text wings wings.engines "
@@ -188,11 +188,11 @@ ROOMS = {
         "codec": "",
         "unit_parameters": "codec collectives deferred_values dtypes group_shard guarded_parameter initial_values pure "
         "shard_location tensor_source unit_planner wings",
-        "quantised": "codec collectives group_shard initial_values pure shard_location tensor_source unit_parameters "
-        "unit_planner",
+        "quantised": "codec collectives group_shard initial_values pure shard_location tensor_source "
+        "unit_parameters unit_planner",
         "unit_gradients": "collectives dtypes pure unit_planner wings",
-        "unit": "collectives guarded_parameter initial_values pure shard_location tensor_source unit_gradients "
-        "unit_parameters unit_planner wings",
+        "unit": "collectives guarded_parameter initial_values pure shard_location tensor_source "
+        "unit_gradients unit_parameters unit_planner wings",
         "state_tier": "pure shard_location unit",
         "parameter_reads": "guarded_parameter pure unit",
         "users_backward": "unit",
@@ -204,13 +204,13 @@ ROOMS = {
         "optim": "collectives dtypes pure slices state_tier unit wings",
         "generation": "collectives pure unit unit_parameters",
         "settings": "divisions initial_values pure tensor_source watch",
-        "offload": "agreement cgroups collectives process_identity pure settings shard_location state_tier unit "
-        "unit_planner",
+        "offload": "agreement cgroups collectives process_identity pure settings shard_location state_tier "
+        "unit unit_planner",
         "activations": "offload pure unit_planner wings",
         "parallel": "activations collectives divisions pure slices unit_planner",
         "agreed_parameters": "pure",
-        "build": "agreement collectives initial_values optim parameter_memory parameter_reads phase_clock pure "
-        "settings shard_location slices state_tier tensor_source unit unit_planner wings world",
+        "build": "agreement collectives initial_values optim parameter_memory parameter_reads phase_clock "
+        "pure settings shard_location slices state_tier tensor_source unit unit_planner wings world",
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives optim pure state_tier unit",
         "closed": "optim pure state_tier unit",
@@ -219,13 +219,13 @@ ROOMS = {
         "accounting": "pure runtime state_tier wings",
         "census": "accounting pure runtime",
         "dtype_audit": "dtypes ledger pure runtime state_tier unit",
-        "predict": "activations collectives dtypes guarded_parameter module_hooks offload pure runtime settings "
-        "unit_planner",
+        "predict": "activations collectives dtypes guarded_parameter module_hooks offload pure runtime "
+        "settings unit_planner",
         "profile": "accounting census phase_clock predict runtime",
         "checkpoint": "agreement collectives optim process_identity pure runtime slices tensor_source unit wings",
-        "deepspeed": "agreement checkpoint closed deferred_values dtypes initial_values optim own_device parallel "
-        "predict pure recorded_values runtime step_report tensor_source unit unit_planner users_backward "
-        "watch world",
+        "deepspeed": "agreement checkpoint closed deferred_values dtypes initial_values optim own_device "
+        "parallel predict pure recorded_values runtime step_report tensor_source unit unit_planner "
+        "users_backward watch world",
         "import_finders": "",
         "zero_runtime": "import_finders",
         "same_host": "process_identity pure wings world",

@@ -11,41 +11,44 @@ from orchestrator.config.near import fix_of_path
 from orchestrator.config.schema import Adapter, AdapterKind, Data, DataKind, Measure, Model, Tokenizer
 from orchestrator.config.strict import Broken
 from orchestrator.plan.rules.scene import Scene
+from orchestrator.text.extras import install_line
 from orchestrator.text.paths import expanded
 
 BYTE_TOKENS = 256
-# The kinds of data that are read from data.path, and what it is.
-FROM_FILES = {DataKind.text: "FILE_OR_FOLDER", DataKind.pairs: "FILE.json"}
-MOST_FILES = 3  # of a folder, that a fix names
+FROM_FILES = (DataKind.text, DataKind.pairs)  # the kinds of data that are read from data.path
 
 
 def tokenizer_of(model: Model, data: Data) -> Tokenizer:
     """The tokenizer, bytes or model: auto is model if the model's folder has one and data are not synthetic."""
     if data.tokenizer is not Tokenizer.auto:
         return data.tokenizer
-    folder = pretrained.tokenizer_folder(model)
-    has_one = folder is not None and (folder / pretrained.TOKENIZER).exists()
-    return Tokenizer.model if has_one and data.kind is not DataKind.synthetic else Tokenizer.bytes
+    return Tokenizer.model if _has_tokenizer(model) and data.kind is not DataKind.synthetic else Tokenizer.bytes
+
+
+def _has_tokenizer(model: Model) -> bool:
+    folder = pretrained.tokenizer_folder(model.path, model.adapter)
+    return folder is not None and (folder / pretrained.TOKENIZER).exists()
 
 
 def text_has_a_path(scene: Scene, data: Data) -> Broken | None:
     if data.kind not in FROM_FILES or data.path is not None:
         return None
-    return Broken(f"data={data.kind} needs data.path={FROM_FILES[data.kind]}", "none", ("data=stdlib",))
+    return Broken(f"data={data.kind} needs data.path=FILE_OR_FOLDER", "none", ("data=stdlib",))
 
 
 def text_is_there(scene: Scene, data: Data) -> Broken | None:
     if data.kind not in FROM_FILES or data.path is None:
         return None
-    path, pairs = expanded(data.path), data.kind is DataKind.pairs
-    if path.is_file() or (path.is_dir() and not pairs):  # a device or a pipe may never end, and cannot be read twice
+    path = expanded(data.path)
+    if path.is_file() or path.is_dir():  # a device or a pipe may never end, and cannot be read twice
         found: Broken | None = wings.load(wings.FIRST_RECORD)(path, str(data.kind))
         return found
     fixes = () if path.exists() else fix_of_path("data.path", path, also_files=True)
-    if path.is_dir():
-        fixes = tuple(f"data.path={file}" for file in sorted(path.glob("*.json*"))[:MOST_FILES])
-    rule = f"data.path must be a regular file{'' if pairs else ' or a folder'} that is there"
-    return Broken(rule, data.path, fixes or ("data=stdlib data.path=null",))
+    return Broken(
+        "data.path must be a regular file or a folder that is there",
+        data.path,
+        fixes or ("data=stdlib data.path=null",),
+    )
 
 
 def vocabulary_holds_bytes(scene: Scene, model: Model, data: Data) -> Broken | None:
@@ -72,8 +75,7 @@ def tokenizer_is_there(scene: Scene, model: Model, data: Data) -> Broken | None:
         return None
     if data.kind is DataKind.synthetic:
         return Broken("data=synthetic makes tokens and reads no text", "data.tokenizer=model", ("data.tokenizer=auto",))
-    folder = pretrained.tokenizer_folder(model)
-    if folder is None or not (folder / pretrained.TOKENIZER).exists():
+    if not _has_tokenizer(model):
         found = f"no {pretrained.TOKENIZER} in {model.path}" if model.path else "no model.path"
         return Broken("data.tokenizer=model needs a model.path with a tokenizer", found, ("data.tokenizer=bytes",))
     return None
@@ -82,7 +84,7 @@ def tokenizer_is_there(scene: Scene, model: Model, data: Data) -> Broken | None:
 def adapter_can_be_made(scene: Scene, adapter: Adapter) -> Broken | None:
     if adapter.kind is AdapterKind.none or is_installed("peft"):
         return None
-    rule = "adapter=lora needs the package peft: pip install 'zero-lab[lora]'"
+    rule = f"adapter=lora needs the package peft: {install_line('lora')}"
     return Broken(rule, "none", ("adapter=none",))
 
 

@@ -19,6 +19,7 @@ from orchestrator.machine import children
 from orchestrator.plan.point import Point, Refused
 from orchestrator.plan.rules.cluster import is_slurm
 from orchestrator.plan.rules.scene import Scene
+from orchestrator.text.extras import install_line
 from orchestrator.wings.engines import packages_of
 from orchestrator.wings.engines.contract import EngineModule
 
@@ -132,8 +133,8 @@ def _missing(config: RunConfig) -> list[Broken]:
         broken.append(Broken(rule, found, THIS))
     if not config.engine.is_own and (module := _module(config)).EXTRA and versions[first := module.PACKAGES[0]] is None:
         # Ranks of another interpreter have zero-lab's code from here, and need only the engine there.
-        wanted = f"'{first}'" if python else f"'zero-lab[{module.EXTRA}]'"
-        rule = f"engine={config.engine.kind} needs the package {first}: {pip} {wanted}"
+        line = f"{pip} '{first}'" if python else install_line(module.EXTRA)
+        rule = f"engine={config.engine.kind} needs the package {first}: {line}"
         broken.append(Broken(rule, found, ("engine=zero",)))
     return broken
 

@@ -79,7 +79,8 @@ def examples_of(runtime: ZeroRuntime, config: RunConfig, data: TokenData) -> lis
 def _texts(config: RunConfig) -> Texts | None:
     if config.data.kind is DataKind.synthetic:
         return None
-    folder = tokenizer_folder(config.model) if config.data.tokenizer is Tokenizer.model else None
+    is_of_model = config.data.tokenizer is Tokenizer.model
+    folder = tokenizer_folder(config.model.path, config.model.adapter) if is_of_model else None
     return texts_of(folder, int(config.model.config["vocab_size"]))
 
 

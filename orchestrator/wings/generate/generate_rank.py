@@ -48,7 +48,8 @@ def _answer(
     texts = end = None
     ids = prompt.get("tokens")
     if ids is None:
-        texts = texts_of(tokenizer_folder(config.model), int(config.model.config["vocab_size"]))
+        folder = tokenizer_folder(config.model.path, config.model.adapter)
+        texts = texts_of(folder, int(config.model.config["vocab_size"]))
         asks = "ask" in prompt
         ids = texts.ask(prompt["ask"]) if asks else texts.encode(prompt["text"])
         end = texts.end if asks else None

@@ -1,21 +1,38 @@
-"""Looks at the first record of a file of data, so that a wrong file is refused before anything starts."""
+"""Looks at the first record of each file of data, so that a wrong file is refused before anything starts."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.strict import Broken
-from orchestrator.wings.pairs.pairs_file import CONVERSATIONS, MESSAGES, PAIR_KEYS, opened, pair_of, parsed
+from orchestrator.wings.pairs.pairs_file import (
+    COLUMNS,
+    CONVERSATIONS,
+    JSON_FILES,
+    MESSAGES,
+    PAIR_KEYS,
+    opened,
+    pair_files,
+    pair_of,
+    parsed,
+)
+from orchestrator.wings.pairs.tables import is_table, rows
 from orchestrator.wings.pairs.text_records import LINES, TEXT, text_record
-from orchestrator.workloads.text_files import READ_AS_RECORDS, text_files
+from orchestrator.workloads.text_files import READ_AS_RECORDS, TABLES, text_files
 
 LOOK_BYTES = 1 << 20  # a record that is longer is judged by the ranks
 PAIRS = "pairs"
+MOST_FILES = 16  # of a folder, whose first records are checked: one may have thousands
+SPLIT = re.compile(
+    r"(train|validation|valid|val|test|dev|eval)(?![a-z])"
+)  # starts the names of the parts of a data set
 
 
 def problem(path: Path, kind: str) -> Broken | None:
@@ -28,8 +45,15 @@ def problem(path: Path, kind: str) -> Broken | None:
 @lru_cache  # each point of a sweep asks
 def _problem(path: Path, kind: str, stamp: tuple[int, int]) -> Broken | None:
     try:
-        for file in text_files(path):
-            if kind == PAIRS or file.name.endswith(LINES):
+        files = pair_files(path) if kind == PAIRS else text_files(path)
+        if not files and kind == PAIRS:
+            fix = "data=text" if text_files(path) else "data=stdlib data.path=null"
+            ends = ", ".join((*JSON_FILES, *TABLES))
+            return Broken(f"data.path must be a folder with files of {ends}", f"none in {path}", (fix,))
+        if (kind == PAIRS or is_table(files[0])) and (split := _one_split(path, files)):
+            return split
+        for file in files[:MOST_FILES]:
+            if kind == PAIRS or file.name.endswith(LINES) or is_table(file):
                 _check(file, kind)
             elif file == path and file.name.endswith(".gz") and not file.name.endswith(READ_AS_RECORDS):
                 raise ValueError(f"{file}: expected text, {' or '.join(READ_AS_RECORDS)}, found another .gz")
@@ -47,8 +71,8 @@ def _problem(path: Path, kind: str, stamp: tuple[int, int]) -> Broken | None:
 class _WrongRecord(ValueError):
     def __init__(self, text: str, record: Any, kind: str) -> None:
         super().__init__(text)
-        keys = record if isinstance(record, dict) else {}
-        is_pair = MESSAGES in keys or CONVERSATIONS in keys or any(set(pair) <= set(keys) for pair in PAIR_KEYS)
+        keys = {key for key, value in record.items() if value is not None} if isinstance(record, dict) else set()
+        is_pair = MESSAGES in keys or CONVERSATIONS in keys or any(set(pair) <= keys for pair in PAIR_KEYS)
         self.fix = ("data=text",) if kind == PAIRS and TEXT in keys else ("data=pairs",) if is_pair else ()
         if kind == PAIRS and is_pair:
             self.fix = ()
@@ -59,7 +83,31 @@ def _rule(error: ValueError) -> tuple[str, str]:
     return f"data.path: {rule.removeprefix('data.path: ')}", found
 
 
+def _one_split(folder: Path, files: Sequence[Path]) -> Broken | None:
+    """Why the files of a folder must not be trained on together; None if they are no parts such as train and test."""
+    parts: dict[str, Path] = {}
+    several = set()
+    for file in files:
+        place = folder
+        for name in file.relative_to(folder).parts if file != folder else ():
+            place /= name
+            if found := SPLIT.match(name):
+                if parts.setdefault(found[1], place) != place:
+                    several.add(found[1])
+                break
+    if len(parts) < 2:
+        return None
+    fixes = tuple(f"data.path={place}" for name, place in parts.items() if name not in several)
+    rule = "data.path must be one part of a data set, as training on its test part makes every measure of it wrong"
+    return Broken(rule, f"{', '.join(parts)} in {folder}; a folder of its own for each part", fixes)
+
+
 def _check(path: Path, kind: str) -> None:
+    if is_table(path):
+        place, record = next(rows(path, (*COLUMNS, TEXT), at_once=1), (str(path), None))
+        if record is not None:  # an empty shard is no fault
+            _judge(place, record, kind)
+        return
     with opened(path) as file:
         start = file.read(LOOK_BYTES)
     whole, text = len(start) < LOOK_BYTES, start.decode(errors="replace").lstrip()
@@ -78,6 +126,10 @@ def _check(path: Path, kind: str) -> None:
             return
         place = f"{path}, line {1 + start[: len(start) - len(start.lstrip())].count(10)}"
         record = parsed(place, line)
+    _judge(place, record, kind)
+
+
+def _judge(place: str, record: Any, kind: str) -> None:
     try:
         pair_of(place, record) if kind == PAIRS else text_record(place, record)
     except ValueError as error:

@@ -1,5 +1,5 @@
-"""Reads the prompts and responses of a JSON file, also of a compressed one. Imports no torch: the command line checks
-the first record with it."""
+"""Reads the prompts and responses of JSON files, also of compressed ones, and of tables. Imports no torch: the command
+line checks the first record with it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
+
+from orchestrator.wings.pairs import tables
+from orchestrator.workloads.text_files import TABLES, text_files
 
 MESSAGES, CONVERSATIONS = "messages", "conversations"
 # The roles of ShareGPT's `from`.
@@ -19,6 +22,11 @@ ROLES = {
 # The keys of the prompt and of the response of a record.
 PAIR_KEYS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"), ("question", "answer"))
 FORMS = f"{', '.join('/'.join(keys) for keys in PAIR_KEYS)}, {MESSAGES} or {CONVERSATIONS}"
+
+
+# All columns of a table that are read.
+COLUMNS = (*dict.fromkeys(key for keys in PAIR_KEYS for key in keys), "input", MESSAGES, CONVERSATIONS, "system")
+JSON_FILES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 
 class Pair(NamedTuple):
@@ -40,18 +48,27 @@ class Pair(NamedTuple):
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """The pairs of a file: a JSON array of objects, or an object in each line. ValueError if one is no pair.
+    """The pairs of a file, or of the files of a folder in path order. ValueError if a record is no pair.
 
+    A file is a JSON array of objects, has an object in each line, or is a table of Parquet or Arrow.
     An object has keys of PAIR_KEYS (an `instruction` may have an `input`), or a conversation: `messages`, or
     `conversations` as of ShareGPT. What follows the assistant's last message is left out.
     """
-    found = list(_pairs(path))
+    found = [pair for file in pair_files(path) for pair in _pairs(file)]
     if not found:
         raise ValueError(f"data.path: expected prompts and responses, found none in {path}; name another file")
     return found
 
 
+def pair_files(path: Path) -> list[Path]:
+    """The file itself; of a folder the tables, or else the files of JSON, in path order."""
+    return [file for file in text_files(path) if file == path or file.name.endswith((*JSON_FILES, *TABLES))]
+
+
 def _pairs(path: Path) -> Iterator[Pair]:
+    if tables.is_table(path):
+        yield from (pair_of(place, row) for place, row in tables.rows(path, COLUMNS))
+        return
     try:
         with opened(path) as file:
             text = file.read().decode()

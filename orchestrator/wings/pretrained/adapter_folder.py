@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from orchestrator.config import pretrained
 from orchestrator.config.schema import Model
 from orchestrator.config.strict import Broken
 from orchestrator.text.paths import expanded
+from orchestrator.wings.words.model_names import in_cache
 
 WEIGHTS = "adapter_model.safetensors"
 BASE = "base_model_name_or_path"
@@ -53,22 +55,51 @@ def problem(model: Model) -> Broken | None:
         return Broken(f"{folder} must hold {WEIGHTS}", "none; save it again with safe_serialization=True")
     if model.adapter is None:
         return _without_base(settings.get(BASE), folder)
-    return None
+    return _other_tokens(model, folder)
+
+
+def _other_tokens(model: Model, folder: Path) -> Broken | None:
+    """Why the tokenizer that was saved with the adapters is not one of their base; None if it may be, or there is none.
+    It may have fewer tokens than the model has rows, which are often filled up to a round number."""
+    rows = model.config.get("vocab_size")
+    if pretrained.tokenizer_folder(None, str(folder)) is None or not isinstance(rows, int):
+        return None
+    most = _last_token(file := folder / pretrained.TOKENIZER, file.stat().st_mtime_ns)
+    if most is not None and most < rows:
+        return None
+    rule = f"{file} must be a tokenizer of the base, whose vocab_size is {rows}; take it away to use the base's own"
+    return Broken(rule, "none that can be read" if most is None else f"a token {most}")
+
+
+@lru_cache  # each point of a sweep asks, and the file may have 10 MB
+def _last_token(file: Path, stamp: int) -> int | None:
+    """The largest token id of a tokenizer.json; None if it cannot be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        words = found["model"]["vocab"]  # of token to id, or a list in the order of the ids
+        ids = [*words.values()] if isinstance(words, dict) else [len(words) - 1]
+        return int(max([*ids, *(one["id"] for one in found["added_tokens"])]))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def _without_base(name: object, folder: Path) -> Broken:
-    rule = f"the base of the adapters in {folder} must be a folder on this disk"
+    rule = f"the base of the adapters in {folder} must be a folder on this disk, or in the hub's cache"
     fix = (f"model.path=FOLDER_OF_THE_BASE model.adapter={folder}",)
     if not isinstance(name, str) or not name:
         return Broken(rule, f"no {BASE} in {pretrained.ADAPTER}", fix)
     if Path(name).is_absolute() or name.count("/") != 1:
         return Broken(rule, name, fix)
-    return Broken(f"{rule} (hf download {name} --local-dir FOLDER_OF_THE_BASE)", f"the name {name}", fix)
+    return Broken(f"{rule} (hf download {name})", f"the name {name}", fix)
 
 
 def _base(folder: Path) -> Path | None:
-    name = (_settings(folder) or {}).get(BASE)
-    return expanded(name).absolute() if isinstance(name, str) and name else None
+    settings = _settings(folder) or {}
+    name, revision = settings.get(BASE), settings.get("revision")
+    if not isinstance(name, str) or not name:
+        return None
+    path = expanded(name).absolute()
+    return path if path.is_dir() else in_cache(name, revision if isinstance(revision, str) else None) or path
 
 
 def _settings(folder: Path) -> dict[str, Any] | None:

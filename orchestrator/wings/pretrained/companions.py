@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.pretrained import TOKENIZER, companions
+from orchestrator.config.pretrained import GENERATION, TOKENIZER, companions, tokenizer_folder
 
 
 def write_companions(out: Path, config: Mapping[str, Any], dtype: str) -> str:
@@ -21,12 +21,17 @@ def write_companions(out: Path, config: Mapping[str, Any], dtype: str) -> str:
     saved_config(model["model_type"], model["config"], TORCH_DTYPE[dtype], as_saved=path is not None).save_pretrained(
         out
     )
-    names = [str(file.relative_to(path)) for file in companions(Path(path))] if path is not None else []
-    for name in names:
-        (out / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(Path(path) / name, out / name)
-    if TOKENIZER in names:
-        return f"tokenizer of {path}"
+    folder = tokenizer_folder(path, model.get("adapter"))
+    copies: dict[str, Path] = {}
+    if folder is not None and path is not None:
+        copies = {GENERATION: Path(path) / GENERATION}  # which adapters come without
+        copies |= {str(file.relative_to(folder)): file for file in companions(folder)}
+    for name, file in copies.items():
+        if file.is_file():
+            (out / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, out / name)
+    if TOKENIZER in copies:
+        return f"tokenizer of {folder}"
     if data.get("tokenizer") == "bytes" and data.get("kind") != "synthetic":
         save_byte_tokenizer(out)
         return "a tokenizer of bytes, on which it was trained"

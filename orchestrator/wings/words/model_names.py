@@ -32,13 +32,20 @@ def _spelled(word: str) -> list[str]:
     return [*(["model=pretrained"] if key == "model" else []), f"model.path={path}"]
 
 
-def cached(name: str) -> Path:
-    """The folder of the hub's cache with the files of the model `name`."""
-    from huggingface_hub import constants, try_to_load_from_cache  # imported here: only such a name needs it
+def in_cache(name: str, revision: str | None = None) -> Path | None:
+    """The folder of the hub's cache with the files of the model `name`; None if it is not there."""
+    from huggingface_hub import try_to_load_from_cache  # imported here: only such a name needs it
 
-    found = try_to_load_from_cache(name, CONFIG)
-    if isinstance(found, str):
-        return Path(found).parent
+    found = try_to_load_from_cache(name, CONFIG, revision=revision) if HUB_NAME.fullmatch(name) else None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def cached(name: str) -> Path:
+    """The same. Refusal if it is not there."""
+    from huggingface_hub import constants
+
+    if (found := in_cache(name)) is not None:
+        return found
     fetch = f"hf download {shlex.quote(name)}"
     raise Refusal(
         [

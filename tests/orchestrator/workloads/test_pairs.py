@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from harness.ranks import run_alone
 from harness.sft_files import make_sft_files
+from pyarrow import parquet
 
 from orchestrator.wings.pairs.first_record import problem
 from orchestrator.wings.pairs.pairs_file import Pair, read_pairs
@@ -18,6 +21,7 @@ from orchestrator.wings.pairs.text_records import LINES
 from orchestrator.wings.pairs.windows import BYTE_END, Encoded, PairWindows, bytes_of_pairs
 from orchestrator.workloads.data import IGNORED_LABEL, TokenData, load_data
 from orchestrator.workloads.sources import read_text
+from orchestrator.workloads.text_files import TABLES
 
 GOOD = '{"prompt": "a", "response": "\u2028"}'
 USER = {"role": "user", "content": "two?"}
@@ -132,6 +136,91 @@ def test_texts_of_records_and_of_compressed_files_are_read(tmp_path: Path) -> No
     (tmp_path / "a.jsonl").write_text('{"prompt": "one"}')
     with pytest.raises(ValueError, match="line 1: expected an object with text"):
         read_text(tmp_path)
+
+
+def save(path: Path, records: list[dict[str, Any]]) -> Path:
+    """Writes records as the name's end says: Parquet in groups of one row, else Arrow: as a stream, as
+    `datasets.save_to_disk` does, or if the name says so as a file for random access."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = pa.Table.from_pylist(records)
+    if path.suffix == ".parquet":
+        parquet.write_table(rows, path, row_group_size=1)
+        return path
+    new = pa.ipc.new_file if path.stem == "random" else pa.ipc.new_stream
+    with new(str(path), rows.schema) as writer:
+        writer.write_table(rows, max_chunksize=1)
+    return path
+
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "a", "response": "b", "id": 1, "messages": None},
+    {"prompt": None, "response": None, "id": 2, "messages": [USER, ANSWER]},
+]
+SHARDS = ("data-00000-of-00002", "data-00001-of-00002")
+
+
+@pytest.mark.parametrize("name", ["{}.parquet", "{}.arrow", "{}/random.arrow", "{}.jsonl", "{}.json.gz"])
+def test_a_folder_of_shards_is_the_same_data_as_a_file(name: str, tmp_path: Path) -> None:
+    one = load(write(tmp_path / "one.json", ROWS))
+    folder = tmp_path / "folder"
+    for shard, row in zip(SHARDS, ROWS, strict=True):
+        path = folder / name.format(shard)
+        if path.suffix in TABLES:
+            save(path, [row])
+            save(path.parent / "cache-1.arrow", [{"id": 3}])
+            (folder / "state.json").write_text("{}")
+        else:
+            text = json.dumps(row).encode()
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    (folder / "README.md").write_text("# A card")
+    assert problem(folder, "pairs") is None
+    assert load(folder).hash == one.hash
+
+
+@pytest.mark.parametrize("end", TABLES)
+def test_rows_of_tables_are_checked_as_records_are(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = save(tmp_path / f"both{end}", ROWS)
+    assert [pair.response for pair in read_pairs(both)] == ["b", "2"]
+    texts = save(tmp_path / f"texts{end}", [{"id": 1, "text": "one"}, {"id": 2, "text": "two"}])
+    assert read_text(texts) == b"one\ntwo\n"
+    assert problem(texts, "text") is None
+    found = problem(texts, "pairs")
+    assert found is not None
+    assert f"{texts}, row 1: expected an object with prompt/response" in found.rule
+    assert (found.found, found.fix) == ("the keys id, text", ("data=text",))
+    assert problem(both, "text") is not None
+    save(texts, [{"text": "one"}, {"text": None}])
+    with pytest.raises(ValueError, match="row 2: expected a text as its text, found NoneType"):
+        read_text(texts)
+    texts.write_bytes(b"ARROW1 or another")
+    assert "expected a file of" in str(problem(texts, "text"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"expected the package pyarrow, found none; pip install -e .*\[data\]"):
+        read_pairs(both)
+
+
+@pytest.mark.parametrize(
+    ("names", "found", "fixes"),
+    [
+        (("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"), "test, train", 2),
+        (("train/data-0.arrow", "train/data-1.arrow", "validation/data-0.arrow"), "train, validation", 2),
+        (("train-0.parquet", "train-1.parquet", "eval.parquet"), "eval, train", 1),
+        (("train-0.parquet", "train-1.parquet", "trainer.parquet"), None, 0),
+    ],
+)
+def test_the_parts_of_a_data_set_are_not_trained_on_together(
+    names: tuple[str, ...], found: str | None, fixes: int, tmp_path: Path
+) -> None:
+    for name in names:
+        save(tmp_path / name, ROWS)
+    told = problem(tmp_path, "pairs")
+    if found is None:
+        assert told is None
+        return
+    assert told is not None
+    assert told.found.startswith(f"{found} in {tmp_path}")
+    assert [Path(fix.removeprefix("data.path=")).exists() for fix in told.fix] == [True] * fixes
 
 
 def test_labels_of_prompts_and_of_filling_are_ignored() -> None:

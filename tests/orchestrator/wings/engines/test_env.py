@@ -35,6 +35,7 @@ from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
 from orchestrator.report.changes import Measured, by_setting
+from orchestrator.text.extras import install_line
 from orchestrator.wings.engines import ddp, environments
 from zero_runtime.watch.journal import Journal
 from zero_runtime.watch.judge import Note, Patience, RankStatus
@@ -165,7 +166,7 @@ def test_an_engine_that_is_not_installed_is_a_refused_row_and_the_others_run(
     assert [point.label for point in points if isinstance(point, Refused)] == ["ddp"]  # it is one row
     points, problems = points_of(f"-m {RANKS} engine=ddp,zero")
     assert [type(point) for point in points] == [Refused, Point]
-    assert "engine=ddp needs the package no-such-engine: pip install 'zero-lab[fast]'" in problems[0]
+    assert f"engine=ddp needs the package no-such-engine: {install_line('fast')}" in problems[0]
     python = environment(tmp_path / "its")
     _, problems = points_of(f"{RANKS} engine=ddp engine.python={python}")
     assert f"needs the package no-such-engine: {python} -m pip install 'no-such-engine'" in problems[0]
