@@ -45,12 +45,13 @@ def few(messages: Sequence[str]) -> list[str]:
 
 def refuse(problems: Sequence[str]) -> int:
     """Prints the problems on stderr and returns the exit code of bad usage."""
+    if os.environ.get("RANK", "0") != "0":
+        return BAD_USAGE  # under torchrun or srun every rank finds the same problems, and rank 0 prints them
     word = "error:"
     if sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb":
         word = f"\033[31m{word}\033[0m"
-    # Under torchrun or srun every rank finds the same problems, so only rank 0 prints them.
     with suppress(OSError):
-        for problem in few(problems) if os.environ.get("RANK", "0") == "0" else ():
+        for problem in few(problems):
             print(f"{word} {one_line(problem)}", file=sys.stderr)
         print(f"nothing was started (exit {BAD_USAGE})", file=sys.stderr)
     return BAD_USAGE

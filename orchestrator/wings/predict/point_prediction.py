@@ -188,9 +188,10 @@ def expected(prediction: PointPrediction) -> str:
         return f"{size(prediction.states.total)} of model states a rank{libraries}{room}; {unknown}"
     moment = prediction.worst
     assert moment is not None
-    nbytes = on_device(moment, shared=prediction.on_host)
+    # Apart, because the peak that the run shows beside it is that of the device's tensors.
+    copies = f" and {size(moment.host)} of copies in host memory" if prediction.on_host and moment.host else ""
     needless = f"; {prediction.needless}" if prediction.needless else ""
-    return f"a peak of {size(nbytes)} of tensors a rank, {_at(moment)}{libraries}{room}{needless}"
+    return f"a peak of {size(moment.device)} of tensors a rank{copies}, {_at(moment)}{libraries}{room}{needless}"
 
 
 def _overhead_text(overhead: DeviceOverhead) -> str:

@@ -170,7 +170,7 @@ def test_the_worst_moment_that_a_run_meets_decides_and_is_named() -> None:
     told = "2 x 7.00 GiB while saving a state (a copy of the parts), more than 13.0 GiB"
     assert point_prediction.cannot_fit(cpu) == f"needs {told}"
     assert point_prediction.expected(cpu).startswith(
-        "a peak of 7.00 GiB of tensors a rank, while saving a state (a copy of"
+        "a peak of 4.00 GiB of tensors a rank and 3.00 GiB of copies in host memory, while saving a state (a copy of"
     )
     step = replace(cpu, outside=(), limit_bytes=11 * GIB)
     assert "2 x 6.00 GiB in the backward of h.0" in point_prediction.cannot_fit(step)
