@@ -56,7 +56,13 @@ class Screen:
 
     def table(self, table: Table) -> None:
         """Prints a table. On a terminal that is too narrow it has fewer columns, and a line names those left out."""
-        self.console.print(self.drawn(table))
+        if self.console.is_terminal:
+            self.console.print(self.drawn(table))
+            return
+        with self.console.capture() as printed:
+            self.console.print(self.drawn(table))
+        # The blanks that fill a column are for the eye alone.
+        self.console.out("\n".join(line.rstrip() for line in printed.get().splitlines()), highlight=False)
 
     def drawn(self, table: Table, styles: Sequence[str] = ()) -> Group:
         """The table, with the line about columns that were left out. styles: one for each row, or none."""

@@ -32,7 +32,7 @@ class Foreign:
     config: in DeepSpeed's form, with "auto" where a source comes later. words: settings that DeepSpeed's form cannot
     say, by key. keys: findings about keys of the source that have no place in `config`. notes: sentences for the user.
     problems: what is refused. ranks: the number of processes that the source names. must_match: whether the Trainer
-    refuses values that differ from its arguments.
+    refuses values that differ from its arguments. engine: whose settings they are; those of FSDP are in `config` too.
     """
 
     source: str
@@ -43,6 +43,7 @@ class Foreign:
     problems: list[str] = field(default_factory=list)
     ranks: int | None = None
     must_match: bool = False
+    engine: str = "DeepSpeed"
 
 
 def as_word(value: object) -> str:

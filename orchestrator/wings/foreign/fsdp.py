@@ -44,6 +44,7 @@ def read_fsdp(settings: Mapping[str, Any], mixed: str, ranks_per_machine: int | 
             near = nearest(name, [*ACTING, *IDLE])
             hint = f"; did you mean {'fsdp_' if str(key).startswith('fsdp_') else ''}{near}?" if near else ""
             found.problems.append(f"{key}: unknown key of FSDP{hint}")
+    found.engine = "FSDP"
     level, hybrid = _strategy(plain, found)
     zero: dict[str, Any] = {"stage": level}
     if hybrid:

@@ -145,7 +145,7 @@ def _show(
     for note in result.notes:
         screen.say(f"note: {note}")
     for text in result.silent:
-        screen.say(f"in silence: {text}")
+        screen.say(f"not said there: {text}")
     for problem in problems:
         complain(f"warning: not on this machine: {problem}")
     screen.closing([Row("file", shown(folder / "experiment" / f"{name}.yaml")), Row("next", line)])

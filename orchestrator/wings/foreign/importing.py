@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,8 @@ from zero_runtime.deepspeed.schema import Reader
 OURS = "_zero_lab"  # the section of an exported file with the words that DeepSpeed has no keys for
 DEFAULT = "by default"
 _SECTIONS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}  # of a 16-bit dtype, by name and older name
+# Keys of the form in which settings of FSDP are read too.
+OF_DEEPSPEED = ("zero_optimization.stage", "communication_data_type", "bf16.enabled", "fp16.enabled")
 _CLIPPED = '"auto" clips at 1.0, the default of max_grad_norm, unless --max_grad_norm says otherwise (0: no clipping)'
 
 
@@ -79,13 +81,21 @@ def imported(found: Foreign, line: Line) -> Imported:
     if args is not None and args.nodes > 1:
         words["resources.nodes"] = str(args.nodes)
     keys = [*found.keys, *([] if args is None else args.keys), *_findings(config, filled, reader, words, args)]
+    keys = [one._replace(words=_with_values(one.words, words)) for one in keys]
     notes += [] if args is None else args.notes
     notes.append(f"{many(ranks, 'rank')}: {from_where}")
-    silent = silent_effects(known)
+    silent = silent_effects(known) if found.engine == "DeepSpeed" else []
+    if found.engine != "DeepSpeed":  # keys in whose form its settings were read are not in the file
+        keys = [one for one in keys if one.key not in OF_DEEPSPEED]
     clips = filled.get("gradient_clipping")
     if clips is not None and clips.value == 1.0 and (args is None or "max_grad_norm" not in args.given):
         silent.insert(0, _CLIPPED)
     return Imported(found.source, words, tuple(keys), tuple(notes), tuple(silent), ranks)
+
+
+def _with_values(names: Sequence[str], words: Mapping[str, str]) -> tuple[str, ...]:
+    """The settings, those that are named alone with the values that they have in `words`; without what has none."""
+    return tuple(one if "=" in one else f"{one}={words[one]}" for one in names if "=" in one or one in words)
 
 
 def _ranks(found: Foreign, line: Line) -> tuple[int, str]:
