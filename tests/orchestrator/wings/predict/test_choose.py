@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,13 +78,33 @@ def test_calibrate_measures_once_and_shows_the_speed_of_each_point(
     by_label = {row["label"]: row["speed"]["tokens_per_second"] for row in rows}
     assert by_label["stage0"] < by_label["stage1"] == by_label["stage2"]  # a rank of stage 0 updates everything
     # Links without shards and with; copies, the update and the segments serve all stages.
-    assert measured.kinds == ["copies", "links", "links", "update", "segments"]
+    assert measured.kinds == calibrate.ROUNDS * ["copies", "links", "links", "update", "segments"]
+    assert all(row["rounds"] == [row["speed"]["tokens_per_second"]] * 2 for row in rows)  # made-up rounds are equal
     measured.kinds.clear()
     assert cli.main(["calibrate", *LINE, "batch.micro=2"]) == 0
     assert measured.kinds == []
     assert "tokens/s" in capsys.readouterr().out
     assert cli.main(["calibrate", *LINE, "batch.micro=2", "--fresh", "--json"]) == 0
-    assert len(measured.kinds) == 5
+    assert len(measured.kinds) == calibrate.ROUNDS * 5
+
+
+def test_rounds_become_the_median_of_each_number_and_load_is_warned_of(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, third = ({"points": [[0.0, one], [8.0, 2 * one]], "units": [3]} for one in (5.0, 1.0, 2.0))
+    assert calibrate.typical([first, second, third]) == {"points": [[0.0, 2.0], [8.0, 4.0]], "units": [3]}
+    assert calibrate.typical([first, {"points": []}]) == {"points": []}  # other places: the last
+    shares = iter((0.01, 0.4, 0.02))
+
+    def loaded(*words: Any, on_load: Callable[[float], None], **_: Any) -> int:
+        on_load(next(shares))
+        return measured(*words)
+
+    monkeypatch.setattr(calibrate, "measure", loaded)
+    assert cli.main(["calibrate", *LINE, "zero=stage1", "batch.micro=2", "--fresh"]) == 0
+    out = capsys.readouterr().out
+    assert "measured 4 parts of a step in 3 rounds, " in out
+    assert "warning: other processes took up to 40% of the cores while this was measured" in out
 
 
 def test_a_plan_shows_the_speed_of_what_was_measured(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
