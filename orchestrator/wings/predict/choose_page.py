@@ -17,10 +17,11 @@ from orchestrator.text.units import ABSENT, digits, many, significant, size
 from orchestrator.wings.predict import choice, take
 from orchestrator.wings.predict.choice import Candidate, ShortRun
 from orchestrator.wings.predict.fit_rows import Fit
-from orchestrator.wings.predict.fit_words import Length, length_text, values
+from orchestrator.wings.predict.fit_words import Length, length_text
 from orchestrator.wings.predict.step import MICRO
 from orchestrator.wings.predict.take import Taken
 from orchestrator.wings.profile import costs
+from orchestrator.wings.words.machine_names import values
 
 SHOWN = 12
 HEADER = ("row", "micro", "tokens/s, predicted", "tokens/s, measured", "needs/rank", "because")

@@ -13,34 +13,6 @@ from orchestrator.wings.predict import fit as command
 from orchestrator.wings.predict import fit_words
 from orchestrator.wings.predict.fit_page import DROPPED
 
-RANKS_4 = "resources.ranks=4"
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("hardware=8xh100", ["hardware=h100_80gb"]),
-        ("hardware=4xh200", ["hardware=h200 hardware.gpus=4"]),
-        ("hardware=16xh100", ["hardware=h100_80gb resources.nodes=2"]),
-        ("hardware=2xrtx_4090", ["hardware=rtx_4090 hardware.gpus=2"]),
-        ("hardware=rtx_4090 resources.ranks=2", ["hardware=rtx_4090 hardware.gpus=2 resources.ranks=2"]),
-        ("hardware=a100_80gb resources.ranks=16", ["hardware=a100_80gb resources.nodes=2 resources.ranks=16"]),
-        ("hardware=a100_80gb resources.ranks=2", ["hardware=a100_80gb resources.ranks=2"]),  # of the node's 8
-        (
-            "hardware=t4 resources.ranks=4 resources.nodes=2",
-            [f"hardware=t4 hardware.gpus=2 {RANKS_4} resources.nodes=2"],
-        ),
-        (
-            "hardware=rtx_4090 hardware.gpus=3 resources.ranks=2",
-            ["hardware=rtx_4090 hardware.gpus=3 resources.ranks=2"],
-        ),
-        ("hardware=t4,2xa10 zero=stage3", ["hardware=t4 zero=stage3", "hardware=a10 hardware.gpus=2 zero=stage3"]),
-        ("zero=stage3", ["zero=stage3"]),
-    ],
-)
-def test_ranks_and_nodes_follow_from_the_machine(line: str, found: list[str]) -> None:
-    assert [" ".join(words) for _, words in fit_words.machines(line.split())] == found
-
 
 def test_a_config_json_suffices_for_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "vocab_size": 256}')
