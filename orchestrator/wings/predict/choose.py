@@ -249,8 +249,8 @@ def _short_runs(
 
 
 def _results(finalists: Sequence[Candidate], sweep: SweepPaths | None) -> tuple[dict[str, ShortRun], tuple[str, ...]]:
-    """The runs that ended with a result, by label, and the labels of those that tie for the fastest; of too few rounds
-    to tell, the fastest alone."""
+    """The runs that ended with a result, by label, the fastest first, and the labels of those that tie for the fastest;
+    none if their report does not rank them."""
     rows = [] if sweep is None else [row for row in comparison.ranked(sweep) if row.is_measured]
     predicted = {one.label: one.tokens_per_second for one in finalists}
     runs = {
@@ -258,14 +258,13 @@ def _results(finalists: Sequence[Candidate], sweep: SweepPaths | None) -> tuple[
         for row in rows
         if row.entry.result and (value := ranking.METRICS[ranking.DEFAULT_METRIC].read(row.entry.result)) is not None
     }
-    tied = [row.entry.label for row in rows if row.place == 1] or list(runs)[:1]
-    return runs, tuple(tied)
+    return runs, tuple(row.entry.label for row in rows if row.place == 1)
 
 
 def _measured_choice(ranked: Sequence[Candidate], measured: Mapping[str, ShortRun], tied: Sequence[str]) -> Taken:
-    """The best of the short runs, and the next of them: of those that tie, else the fastest."""
+    """The best of the short runs, and the next of them: of those that tie, else, or if none is ranked, the fastest."""
     of_label = {one.label: one for one in ranked}
-    first = choice.best_run(measured, tied)
+    first = choice.best_run(measured, tied or list(measured)[:1])
     left = [label for label in measured if label != first]
     tied_left = [label for label in tied if label != first]
     second = (
