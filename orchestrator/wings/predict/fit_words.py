@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from orchestrator.config.pretrained import CONFIG
-from orchestrator.config.schema import DataKind, RunConfig, Tokenizer, to_dict
+from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.config.strict import Refusal
 from orchestrator.text.paths import expanded
 from orchestrator.text.units import count
 from orchestrator.wings.profile import costs
 from orchestrator.wings.words.machine_names import values
-from orchestrator.workloads.data import load_data
 
 TOKENS, EPOCHS = "train.tokens", "train.epochs"
 
@@ -25,7 +24,7 @@ class Length(NamedTuple):
     epochs: float | None = None
 
     def tokens_of(self, config: RunConfig) -> float:
-        """Refusal if the tokens of the data are not counted without a tokenizer."""
+        """Refusal if the tokens of the data cannot be counted."""
         if self.tokens is not None:
             return self.tokens
         assert self.epochs is not None, "a job has tokens or epochs"
@@ -33,20 +32,15 @@ class Length(NamedTuple):
 
 
 def tokens_of_an_epoch(config: RunConfig) -> int:
-    """Tokens of the training part of the data, whose tokens are bytes. Refusal if they are made by a tokenizer."""
-    data = config.data
-    if data.kind is DataKind.pairs or data.tokenizer is not Tokenizer.bytes:
-        fix = f"{TOKENS}=50e6"
-        raise Refusal([f"{EPOCHS}: expected data whose tokens are bytes, found a tokenizer's      fix: {fix}"])
-    found = load_data(
-        str(data.kind),
-        data.path,
-        seq=config.batch.seq,
-        seed=config.seed,
-        vocab_size=int(config.model.config["vocab_size"]),
-        validation_fraction=data.validation_fraction,
-    )
-    return found.train_samples * config.batch.seq
+    """Tokens of the training part of the data, as a run cuts them into samples. Refusal if the data or the tokenizer
+    cannot be read."""
+    from orchestrator.worker.setup import build_data  # imported here: it imports torch, which no other line needs
+
+    try:
+        return build_data(config).train_samples * config.batch.seq
+    except (ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise Refusal([f"{EPOCHS}: expected data that can be read, found: {reason}      fix: {TOKENS}=50e6"]) from None
 
 
 def with_folder(word: str) -> list[str]:
