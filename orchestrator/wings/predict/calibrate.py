@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.commands import rank_job
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
@@ -21,6 +22,7 @@ from orchestrator.plan.points import judged
 from orchestrator.plan.rules.scene import here
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
+from orchestrator.rounds.recorded import NOTABLE_SHARE
 from orchestrator.text.paths import program
 from orchestrator.text.streams import complain
 from orchestrator.text.units import ABSENT, digits, many
@@ -33,10 +35,14 @@ from orchestrator.wings.predict.speed import TimingJob
 # What is tried of each group that the command line leaves open.
 AXES = {"zero": "stage0,stage1,stage2,stage3"}
 FLAGS = ("--multirun", "--config-dir", "--max-points")  # that a line of calibrate may have; all others start runs
-HEADER = ("point", "tokens/s", "step ms", "model", "waiting", "copies", "update", "other")
+HEADER = ("point", "tokens/s", "rounds", "step ms", "model", "waiting", "copies", "update", "other")
 ENTRY = "orchestrator.wings.predict.calibrate_rank:run_rank"
+ROUNDS = 3  # each with ranks of its own: what differs between two starts is in the range
 BUDGET_S = 100.0  # of measuring; the start of the ranks takes the rest of two minutes
 LIMIT_S = 600.0
+Predictions = dict[str, PointPrediction]
+Spans = dict[str, tuple[float, float]]
+Tell = Callable[[str], None]
 
 
 class CalibrationError(RuntimeError):
@@ -50,14 +56,15 @@ def main(argv: Sequence[str]) -> int:
     refuse_evaluations(points, "calibrate measures")
     screen = Screen(make_console(on_stderr=asked.json))
     try:
-        predictions = predicted(points, screen, fresh=asked.fresh, quiet=asked.json)
+        predictions, spans = predicted(points, screen, fresh=asked.fresh, quiet=asked.json)
     except CalibrationError as error:
         complain(f"error: nothing was measured: {error}")
         return FAILED
     if asked.json:
-        print(json.dumps([_document(point, predictions.get(point.label)) for point in points], ensure_ascii=False))
+        found = [_document(point, predictions.get(point.label), spans.get(point.label)) for point in points]
+        print(json.dumps(found, ensure_ascii=False))
     else:
-        rows = [_row(point.label, predictions.get(point.label)) for point in points]
+        rows = [_row(point.label, predictions.get(point.label), spans.get(point.label)) for point in points]
         screen.table(Table(HEADER, tuple(rows)))
         screen.closing([Row("next", f"{program()} {shlex.join(['-m', *words, *_axes(words), '--plan'])}")])
     return OK if any(one.speed for one in predictions.values()) else FAILED
@@ -97,23 +104,76 @@ def _axes(words: Sequence[str], axes: Mapping[str, str] = AXES) -> list[str]:
     return [f"{group}={options}" for group, options in axes.items() if group not in names(words)]
 
 
-def predicted(points: Sequence[Point], screen: Screen, *, fresh: bool, quiet: bool) -> dict[str, PointPrediction]:
-    """The predictions of the points by label, after what they need and is not known was measured."""
+class Rounds(NamedTuple):
+    """What the rounds have measured. answers: by key, of each round. speeds: by label, tokens per second that each
+    round alone predicts. shares: of the cores, that other processes took. done: jobs of the first round."""
+
+    answers: dict[str, list[Any]]
+    speeds: dict[str, list[float]]
+    shares: list[float]
+    done: int
+
+
+def predicted(points: Sequence[Point], screen: Screen, *, fresh: bool, quiet: bool) -> tuple[Predictions, Spans]:
+    """The predictions of the points by label, after what they need and is not known was measured; and the least and the
+    most tokens per second that single rounds predict, empty if nothing was measured."""
     tell = None if quiet else partial(screen.say, style="dim")
     configs, name = [point.config for point in points], hardware_name(points[0].config)
     jobs = speed.missing(configs, name, fresh=fresh)
-    if jobs:
-        began = time.monotonic()
-        done = measure(jobs, name, tell or (lambda _text: None))
-        left = f"; the time did not suffice for {len(jobs) - done} more" if done < len(jobs) else ""
-        screen.say(f"measured {many(done, 'part')} of a step in {time.monotonic() - began:.0f} s{left}")
-    return prediction.predictions(points, tell)
+    if not jobs:
+        return prediction.predictions(points, tell), {}
+    began = time.monotonic()
+    found = _in_rounds(points, jobs, name, tell)
+    speed.store(name, [(job, typical(found.answers[job.key])) for job in jobs if job.key in found.answers])
+    what = f"{many(found.done, 'part')} of a step in {many(max(map(len, found.answers.values()), default=0), 'round')}"
+    left = f"; the time did not suffice for {len(jobs) - found.done} more" if found.done < len(jobs) else ""
+    screen.say(f"measured {what}, {time.monotonic() - began:.0f} s{left}")
+    if (share := max(found.shares, default=0.0)) >= NOTABLE_SHARE:
+        screen.warn(f"other processes took up to {share:.0%} of the cores while this was measured")
+    spans = {label: (min(one), max(one)) for label, one in found.speeds.items()}
+    return prediction.predictions(points, tell), spans
 
 
-def _row(label: str, found: PointPrediction | None) -> tuple[str, ...]:
+def _in_rounds(points: Sequence[Point], jobs: Sequence[TimingJob], name: str, tell: Tell | None) -> Rounds:
+    """Measures the jobs up to ROUNDS times, and at least once; a round that the time does not suffice for is not
+    used."""
+    began, found = time.monotonic(), Rounds({}, {}, [], 0)
+    for number in range(ROUNDS):
+        past_s = time.monotonic() - began
+        if past_s * (number + 1) > BUDGET_S * max(number, 1):  # as the rounds so far, another one takes too long
+            break
+        done = measure(jobs, name, tell or (lambda _: None), budget_s=BUDGET_S - past_s, on_load=found.shares.append)
+        if number == 0:
+            found = found._replace(done=done)
+        elif done < len(jobs):
+            break
+        for job in jobs:
+            if (answer := speed.stored(name, job.key)) is not None:
+                found.answers.setdefault(job.key, []).append(answer)
+        for label, one in prediction.predictions(points, tell).items():
+            if one.speed is not None:
+                found.speeds.setdefault(label, []).append(one.speed.tokens_per_second)
+        if done < len(jobs):
+            break
+    return found
+
+
+def typical(answers: Sequence[Any]) -> Any:
+    """The answers of several rounds as one: the median of each measured number. Where the rounds do not have numbers at
+    the same places (dict keys, lengths of lists), the last round's."""
+    last = answers[-1]
+    if isinstance(last, dict) and all(isinstance(one, dict) and one.keys() == last.keys() for one in answers):
+        return {key: typical([one[key] for one in answers]) for key in last}
+    if isinstance(last, list) and all(isinstance(one, list) and len(one) == len(last) for one in answers):
+        return [typical(list(ones)) for ones in zip(*answers, strict=True)]
+    return statistics.median(answers) if all(isinstance(one, float) for one in answers) else last
+
+
+def _row(label: str, found: PointPrediction | None, span: tuple[float, float] | None) -> tuple[str, ...]:
     if found is None or found.speed is None:
         return (label, *[ABSENT] * (len(HEADER) - 1))
     step = found.speed.time
+    rounds = ABSENT if span is None else "-".join(dict.fromkeys(map(digits, span)))
     parts = (
         step.model_s,
         step.exposed_s + step.slowed_s + step.control_s,
@@ -121,31 +181,41 @@ def _row(label: str, found: PointPrediction | None) -> tuple[str, ...]:
         step.update_s,
         step.surplus_s,
     )
-    return (label, digits(found.speed.tokens_per_second), *(digits(1e3 * one) for one in (step.total_s, *parts)))
+    in_ms = (digits(1e3 * one) for one in (step.total_s, *parts))
+    return (label, digits(found.speed.tokens_per_second), rounds, *in_ms)
 
 
-def _document(point: Point, found: PointPrediction | None) -> dict[str, Any]:
+def _document(point: Point, found: PointPrediction | None, span: tuple[float, float] | None) -> dict[str, Any]:
     known = None if found is None or found.speed is None else found.speed.to_dict()
-    return {"label": point.label, "overrides": list(point.overrides), "speed": known}
+    return {"label": point.label, "overrides": list(point.overrides), "speed": known, "rounds": span}
 
 
-def measure(jobs: Sequence[TimingJob], hardware: str, told: Callable[[str], None], budget_s: float = BUDGET_S) -> int:
+def measure(
+    jobs: Sequence[TimingJob],
+    hardware: str,
+    told: Tell,
+    budget_s: float = BUDGET_S,
+    on_load: Callable[[float], None] = lambda _share: None,
+) -> int:
     """Measures the jobs, with one start of ranks for each number of ranks and threads. Keeps the answers; returns how
-    many there are. Call it from the main thread."""
+    many there are. on_load: called with the share of the cores that other processes took. Call it from the main
+    thread."""
     groups: dict[str, list[TimingJob]] = {}
     for job in jobs:
         groups.setdefault(json.dumps(speed.place_of(job.config), sort_keys=True), []).append(job)
     done = 0
     for group in groups.values():
         began = time.monotonic()
-        answers = _measured(group, told, budget_s)
+        answers = _measured(group, told, budget_s, on_load)
         speed.store(hardware, [(job, answers[job.key]) for job in group if job.key in answers])
         done += len(answers)
         budget_s -= time.monotonic() - began
     return done
 
 
-def _measured(group: Sequence[TimingJob], told: Callable[[str], None], budget_s: float) -> dict[str, Any]:
+def _measured(
+    group: Sequence[TimingJob], told: Callable[[str], None], budget_s: float, on_load: Callable[[float], None]
+) -> dict[str, Any]:
     count, measured = len(group), 0
 
     def on_events(events: int) -> None:
@@ -155,9 +225,10 @@ def _measured(group: Sequence[TimingJob], told: Callable[[str], None], budget_s:
 
     asked = {"budget_s": budget_s, "jobs": [job.plain() for job in group]}
     try:
-        answers: dict[str, Any] = rank_job.run(
-            group[0].config, ENTRY, {"calibration.json": asked}, told, on_events, limit_s=LIMIT_S
-        )["answers"]
+        found = rank_job.run(group[0].config, ENTRY, {"calibration.json": asked}, told, on_events, limit_s=LIMIT_S)
     except rank_job.RanksFailed as error:
         raise CalibrationError(str(error)) from None
+    if found["others_share"] is not None:
+        on_load(found["others_share"])
+    answers: dict[str, Any] = found["answers"]
     return answers

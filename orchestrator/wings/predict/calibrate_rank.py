@@ -19,6 +19,7 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.wings.kinds.classes import zeros
 from orchestrator.wings.kinds.kind import is_causal, sample_of
 from orchestrator.wings.predict import speed
+from orchestrator.worker.machine_load import LoadMeter, others_share
 from orchestrator.worker.setup import build_deferred, offload_plan, prepare_process, unit_rules, world_of
 from orchestrator.workloads.models import token_losses
 from zero_runtime.accounting import unit_sizes
@@ -56,7 +57,7 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
         calibration = Calibration(device, watch, tell)
         answers = calibration.answers(asked["jobs"], asked["budget_s"])
         if rank.rank == 0:
-            write_json_atomic(attempt.result, {"answers": answers})
+            write_json_atomic(attempt.result, {"answers": answers, "others_share": calibration.others_share})
 
 
 class ShortModel(NamedTuple):
@@ -176,7 +177,12 @@ class SegmentTurns:
 
 
 class Calibration:
-    """The measurements of one rank, each together with all other ranks. told: called on rank 0 after each job."""
+    """The measurements of one rank, each together with all other ranks. told: called on rank 0 after each job.
+
+    others_share: the share of the cores that other processes took during the last `answers`; None if it is not known.
+    """
+
+    others_share: float | None = None
 
     def __init__(self, device: torch.device, watch: RankWatch | None, told: Callable[[dict[str, Any]], None]) -> None:
         self._device, self._watch, self._told = device, watch, told
@@ -186,7 +192,7 @@ class Calibration:
     def answers(self, jobs: Sequence[dict[str, Any]], budget_s: float) -> dict[str, Answer]:
         """By key, in the order of the jobs, as far as the time allows; a job that has begun is completed."""
         measures = {"segments": self._segments, "links": self._links, "copies": self._copies, "update": self._update}
-        began, found = time.monotonic(), {}
+        began, found, load = time.monotonic(), {}, LoadMeter()
         for job in jobs:
             if self._repeated.mean(time.monotonic() - began) > budget_s:
                 break
@@ -194,6 +200,7 @@ class Calibration:
             found[job["key"]] = measures[job["kind"]](from_dict(job["config"]))
             if self._collectives.rank == 0:
                 self._told(job)
+        self.others_share = others_share(self._collectives.gather_objects(load.end()))
         self._collectives.free()
         return found
 

@@ -32,10 +32,11 @@ from orchestrator.wings.predict import calibrate, choice, fit, fit_rows, speed, 
 from orchestrator.wings.predict.choice import Candidate, ShortRun
 from orchestrator.wings.predict.choose_page import FASTEST, SMALLEST, ChoosePage, Outcome
 from orchestrator.wings.predict.fit_rows import Fit
-from orchestrator.wings.predict.fit_words import job_of, machines, with_folder
+from orchestrator.wings.predict.fit_words import job_of, with_folder
 from orchestrator.wings.predict.prediction import hardware_name
 from orchestrator.wings.predict.step import MICRO, given_micro
 from orchestrator.wings.predict.take import Taken
+from orchestrator.wings.words.machine_names import machines
 
 RUNS = 4  # most real runs
 FIRST = (1, 4, 16)  # micro-batches that are predicted first
@@ -161,16 +162,16 @@ def _by_work(fits: Sequence[Fit], micro: int | None) -> list[Candidate]:
 def _rows(words: Sequence[str], tried: Mapping[str, str]) -> tuple[list[Fit], int, int | None]:
     """The rows of fit, of how many points they are, and the micro-batch that the words give; None if they leave it
     open. tried: options of the groups that the words leave open."""
-    flags = sorted(set(arguments.split(words).flags) - set(calibrate.FLAGS))
-    if flags:
-        raise Refusal([f"choose has no {flag}      see: {program()} choose --help" for flag in flags])
+    flags = arguments.split(words).flags
+    if wrong := sorted(set(flags) - set(calibrate.FLAGS)):
+        raise Refusal([f"choose has no {flag}      see: {program()} choose --help" for flag in wrong])
     given = [word for word in words if word.partition("=")[0] == MICRO]
     micro = given[-1].partition("=")[2] if given else None
     if micro is not None and not (micro.isdigit() and int(micro)):
         raise Refusal([f"{given[-1]}: expected one number for choose      fix: {MICRO}=4, or leave it out"])
     left = [word for word in words if word not in given]
     axes = [f"{group}={options}" for group, options in tried.items() if group not in fit.names(left)]
-    points = fit.points_of(machines(left), axes)
+    points = fit.points_of(machines(left, flags.get("--config-dir")), axes)
     if any(given_micro(point.config, point.overrides) for point in points):  # by a file of sweeps/
         raise Refusal([f"choose tries several micro-batches      fix: {MICRO}=4 on the line, not in a sweep"])
     fits = fit.fits_of(points, quiet=True)
@@ -248,8 +249,8 @@ def _short_runs(
 
 
 def _results(finalists: Sequence[Candidate], sweep: SweepPaths | None) -> tuple[dict[str, ShortRun], tuple[str, ...]]:
-    """The runs that ended with a result, by label, and the labels of those that tie for the fastest; of too few rounds
-    to tell, the fastest alone."""
+    """The runs that ended with a result, by label, the fastest first, and the labels of those that tie for the fastest;
+    none if their report does not rank them."""
     rows = [] if sweep is None else [row for row in comparison.ranked(sweep) if row.is_measured]
     predicted = {one.label: one.tokens_per_second for one in finalists}
     runs = {
@@ -257,14 +258,13 @@ def _results(finalists: Sequence[Candidate], sweep: SweepPaths | None) -> tuple[
         for row in rows
         if row.entry.result and (value := ranking.METRICS[ranking.DEFAULT_METRIC].read(row.entry.result)) is not None
     }
-    tied = [row.entry.label for row in rows if row.place == 1] or list(runs)[:1]
-    return runs, tuple(tied)
+    return runs, tuple(row.entry.label for row in rows if row.place == 1)
 
 
 def _measured_choice(ranked: Sequence[Candidate], measured: Mapping[str, ShortRun], tied: Sequence[str]) -> Taken:
-    """The best of the short runs, and the next of them: of those that tie, else the fastest."""
+    """The best of the short runs, and the next of them: of those that tie, else, or if none is ranked, the fastest."""
     of_label = {one.label: one for one in ranked}
-    first = choice.best_run(measured, tied)
+    first = choice.best_run(measured, tied or list(measured)[:1])
     left = [label for label in measured if label != first]
     tied_left = [label for label in tied if label != first]
     second = (

@@ -17,19 +17,27 @@ from orchestrator.text.units import ABSENT, digits, many, significant, size
 from orchestrator.wings.predict import choice, take
 from orchestrator.wings.predict.choice import Candidate, ShortRun
 from orchestrator.wings.predict.fit_rows import Fit
-from orchestrator.wings.predict.fit_words import Length, length_text, values
+from orchestrator.wings.predict.fit_words import Length, length_text
 from orchestrator.wings.predict.step import MICRO
 from orchestrator.wings.predict.take import Taken
 from orchestrator.wings.profile import costs
+from orchestrator.wings.words.machine_names import values
 
 SHOWN = 12
 HEADER = ("row", "micro", "tokens/s, predicted", "tokens/s, measured", "needs/rank", "because")
 FASTEST, SMALLEST = "fastest", "smallest"
+# By the number of runs with the first place: none has one without enough rounds, and several of them tie.
+CHOSEN = ("chosen: the most tokens/s, not ranked", "chosen: measured fastest", "chosen: a tie, fastest by prediction")
+DECIDED = (
+    "tokens/s of too few rounds to rank: measure=standard has more",
+    "the short runs",
+    "the prediction, because short runs do not tell them apart",
+)
 
 
 class Outcome(NamedTuple):
     """What is chosen and what is second (None if nothing is), what decided, the short runs by label, the labels of
-    those that tie for the fastest, and whether the smallest was asked for."""
+    those that tie for the fastest (none if their report does not rank them), and whether the smallest was asked for."""
 
     choice: Taken
     measured: Mapping[str, ShortRun]
@@ -101,8 +109,7 @@ def _taken_rows(outcome: Outcome, length: Length | None) -> list[Row]:
         if (second := outcome.choice.second) is not None and outcome.measured:
             found.append(Row("second", f"{take.described(second)}: {_behind(outcome, second)}"))
         if len(outcome.measured) > 1:
-            ties = "the prediction, because short runs do not tell them apart"
-            found.append(Row("decided", ties if len(outcome.tied) > 1 else "the short runs"))
+            found.append(Row("decided", DECIDED[min(len(outcome.tied), 2)]))
     else:
         found = take.rows(outcome.choice)
         found[-1] = found[-1]._replace(text=f"{found[-1].text}; no run has confirmed it")
@@ -129,7 +136,8 @@ def _behind(outcome: Outcome, second: Candidate) -> str:
     assert first is not None, "the first choice was run"
     if second.label in outcome.tied:
         return f"a tie, {digits(mine)} tokens/s measured"
-    return f"{1 - mine / first:.1%} slower, {digits(mine)} tokens/s measured"
+    behind = f"{1 - mine / first:.1%} slower, " if outcome.tied else ""
+    return f"{behind}{digits(mine)} tokens/s measured"
 
 
 def _with_mfu(table: Table, rows: Sequence[Candidate]) -> Table:
@@ -150,6 +158,8 @@ def _because(outcome: Outcome) -> str:
     if measured is None:
         return f"{take.decided(outcome.choice)}; no run has confirmed it"
     runs, found = many(len(outcome.measured), "short run"), f"{digits(measured)} tokens/s"
+    if not outcome.tied:
+        return f"the most tokens/s of {runs} with too few rounds to rank, {found}"
     if len(outcome.tied) == 1:
         return f"the fastest of {runs}, {found}"
     return f"the fastest by prediction of {len(outcome.tied)} that tie in {runs}; {found}"
@@ -159,7 +169,7 @@ def _row(one: Candidate, first: Candidate, outcome: Outcome) -> tuple[str, ...]:
     known = outcome.speed(one)
     text = choice.larger(one, first) if outcome.is_smallest else choice.reason(one, first)
     if one is outcome.best and known is not None and not outcome.is_smallest:
-        text = "chosen: measured fastest" if len(outcome.tied) == 1 else "chosen: a tie, fastest by prediction"
+        text = CHOSEN[min(len(outcome.tied), 2)]
     needs = ABSENT if one.needs is None else size(one.needs)
     predicted = ABSENT if one.speed is None else one.speed.text
     return (one.fit.label, str(one.micro), predicted, digits(known), needs, text)

@@ -29,12 +29,13 @@ from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.counting_child import Answer
 from orchestrator.wings.predict.fit_page import Columns, FitPage, named
 from orchestrator.wings.predict.fit_rows import Fit
-from orchestrator.wings.predict.fit_words import NODES, RANKS, TOKENS, Length, Machine, job_of, machines, with_folder
+from orchestrator.wings.predict.fit_words import TOKENS, Length, job_of, with_folder
 from orchestrator.wings.predict.memory_cache import activations_key, units_key
 from orchestrator.wings.predict.prediction import gpu_bytes_here, overhead_of
 from orchestrator.wings.predict.rough_time import offloads, without_offload
 from orchestrator.wings.predict.step import MICRO, given_micro
 from orchestrator.wings.predict.target import Target, target_of
+from orchestrator.wings.words.machine_names import NODES, RANKS, Machine, machines
 
 # What is tried of each group that the command line leaves open. Combinations that a rule forbids are left out.
 AXES = {
@@ -186,9 +187,10 @@ def _points(overrides: Sequence[str], over: Columns | None) -> list[Point]:
         problems.append(
             "resources.device=cuda: no GPU is here      fix: name one that a plan can assume: hardware=a100_80gb"
         )
-    wrong = sorted(set(arguments.split(overrides).flags) - set(FLAGS))
+    flags = arguments.split(overrides).flags
+    wrong = sorted(set(flags) - set(FLAGS))
     problems += [f"fit starts no run and has no {flag}      see: {program()} fit --help" for flag in wrong]
-    lines = machines(overrides)
+    lines = machines(overrides, flags.get("--config-dir"))
     if len(lines) > 1 and over:
         problems.append("--table is of one machine      fix: name one in hardware=NAME, or leave --table out")
     if problems:

@@ -93,7 +93,7 @@ def option(group: str, text: str, options: Sequence[str]) -> str:
         hint = f" Did you mean '{_data(text)}'?"
     else:
         ends = next((one for one in options if text and one.endswith(text)), None)
-        begins = next((one for one in options if one.startswith(f"{text}_")), None)  # h100 is h100_80gb, not h200
+        begins = next((one for one in options if one.startswith(f"{text}_")), None)  # llama2 is llama2_7b
         near = begins or near_value(Path(text).name, options) or ends
         hint = f" Did you mean '{near}'?" if near else ""
     return f"{hint}      options: {' '.join(options)}"

@@ -14,6 +14,7 @@ from points import config_of_line
 from orchestrator.wings.predict import activations, memory_cache, shapes, speed
 from orchestrator.wings.predict import calibrate_rank as calibrate
 from orchestrator.wings.predict.step import Memories
+from orchestrator.worker.machine_load import STAT, busy_seconds, usable_cores
 from zero_runtime.collectives import Collectives
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.phase_clock import PhaseClock
@@ -37,11 +38,11 @@ def quick() -> None:
     machine_timer.BUFFERS_BYTES = 1 << 18
 
 
-def answered(jobs: list[dict[str, Any]], budget_s: float) -> tuple[dict[str, Any], list[str]]:
+def answered(jobs: list[dict[str, Any]], budget_s: float) -> tuple[dict[str, Any], list[str], float | None]:
     quick()
     told: list[str] = []
     calibration = calibrate.Calibration(torch.device("cpu"), None, lambda job: told.append(job["kind"]))
-    return calibration.answers(jobs, budget_s), told
+    return calibration.answers(jobs, budget_s), told, calibration.others_share
 
 
 def test_what_was_measured_predicts_the_step(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +52,9 @@ def test_what_was_measured_predicts_the_step(tmp_path: Any, monkeypatch: pytest.
     assert first[0] == second[0]
     assert first[1] == ["copies", "links", "update", "segments"]
     assert second[1] == []  # rank 0 tells
+    assert first[2] == second[2]
+    # Known wherever the system counts the time of its cores.
+    assert (first[2] is not None) == bool(sum(busy_seconds(STAT, usable_cores()).values()))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     answers = dict(activations.answers([config])) | {memory_cache.units_key(config): shapes.units_of(config)}
     memory = Memories(answers).of(config)
@@ -71,7 +75,7 @@ def test_what_was_measured_predicts_the_step(tmp_path: Any, monkeypatch: pytest.
 def test_one_rank_has_a_real_step_too(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of_line(f"{LINE} resources.ranks=1 zero=stage0")
     jobs = speed.jobs(config)
-    [(answers, told)] = run_ranks(answered, 1, [job.plain() for job in jobs], 600.0)
+    [(answers, told, _)] = run_ranks(answered, 1, [job.plain() for job in jobs], 600.0)
     assert told == ["copies", "update", "segments"]
     anchor = answers[jobs[-1].key]["anchor"]
     assert anchor["seconds"] > 0
@@ -100,4 +104,4 @@ def test_no_job_begins_after_the_time_is_over() -> None:
     config = config_of_line(LINE)
     jobs = [job.plain() for job in speed.jobs(config)]
     first, _ = run_ranks(answered, 2, jobs, -1.0)
-    assert first == ({}, [])
+    assert first[:2] == ({}, [])

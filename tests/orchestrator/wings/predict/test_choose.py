@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,9 +45,11 @@ def measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
     return found
 
 
-def run_as(monkeypatch: pytest.MonkeyPatch, speeds: dict[str, float], code: int = 0) -> list[str]:
-    """Give `choose` runs with these speeds by label; the others fail. code: of their sweep. Returns the labels, once
-    they have run."""
+def run_as(
+    monkeypatch: pytest.MonkeyPatch, speeds: dict[str, float], code: int = 0, shares: Sequence[float] = ROUNDS
+) -> list[str]:
+    """Give `choose` runs with these speeds by label; the others fail. code: of their sweep. shares: the speed of each
+    round, by that of the run. Returns the labels, once they have run."""
     ran: list[str] = []
 
     def swept(request: Any, *_: Any) -> tuple[int, str]:
@@ -59,7 +62,7 @@ def run_as(monkeypatch: pytest.MonkeyPatch, speeds: dict[str, float], code: int 
     def result(label: str) -> dict[str, Any] | None:
         if label not in speeds:
             return None
-        rounds = [{"number": at, "step_ms": [1e3 / speeds[label] / share]} for at, share in enumerate(ROUNDS)]
+        rounds = [{"number": at, "step_ms": [1e3 / speeds[label] / share]} for at, share in enumerate(shares)]
         speed = {"tokens_per_second": {"median": speeds[label]}}
         return {"throughput": speed, "rounds": rounds, "batch": {"tokens_per_step": 1}}
 
@@ -77,13 +80,33 @@ def test_calibrate_measures_once_and_shows_the_speed_of_each_point(
     by_label = {row["label"]: row["speed"]["tokens_per_second"] for row in rows}
     assert by_label["stage0"] < by_label["stage1"] == by_label["stage2"]  # a rank of stage 0 updates everything
     # Links without shards and with; copies, the update and the segments serve all stages.
-    assert measured.kinds == ["copies", "links", "links", "update", "segments"]
+    assert measured.kinds == calibrate.ROUNDS * ["copies", "links", "links", "update", "segments"]
+    assert all(row["rounds"] == [row["speed"]["tokens_per_second"]] * 2 for row in rows)  # made-up rounds are equal
     measured.kinds.clear()
     assert cli.main(["calibrate", *LINE, "batch.micro=2"]) == 0
     assert measured.kinds == []
     assert "tokens/s" in capsys.readouterr().out
     assert cli.main(["calibrate", *LINE, "batch.micro=2", "--fresh", "--json"]) == 0
-    assert len(measured.kinds) == 5
+    assert len(measured.kinds) == calibrate.ROUNDS * 5
+
+
+def test_rounds_become_the_median_of_each_number_and_load_is_warned_of(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, third = ({"points": [[0.0, one], [8.0, 2 * one]], "units": [3]} for one in (5.0, 1.0, 2.0))
+    assert calibrate.typical([first, second, third]) == {"points": [[0.0, 2.0], [8.0, 4.0]], "units": [3]}
+    assert calibrate.typical([first, {"points": []}]) == {"points": []}  # other places: the last
+    shares = iter((0.01, 0.4, 0.02))
+
+    def loaded(*words: Any, on_load: Callable[[float], None], **_: Any) -> int:
+        on_load(next(shares))
+        return measured(*words)
+
+    monkeypatch.setattr(calibrate, "measure", loaded)
+    assert cli.main(["calibrate", *LINE, "zero=stage1", "batch.micro=2", "--fresh"]) == 0
+    out = capsys.readouterr().out
+    assert "measured 4 parts of a step in 3 rounds, " in out
+    assert "warning: other processes took up to 40% of the cores while this was measured" in out
 
 
 def test_a_plan_shows_the_speed_of_what_was_measured(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,6 +188,25 @@ def test_choose_breaks_ties_of_its_runs_by_the_prediction(
     )
     assert re.search(r"^second +stage1, micro-batch 2, .* a tie, 8.20 tokens/s measured$", out, re.MULTILINE)
     assert "learning " not in out  # the batch is the one that was given
+
+
+def test_choose_says_that_runs_of_too_few_rounds_are_not_ranked(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_as(monkeypatch, {"stage1-micro2": 8.0, "stage2-micro2": 9.0}, shares=(1.0,))
+    line = ["choose", *PLAIN, "batch.micro=2", f"output={tmp_path}"]
+    assert cli.main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["chosen"], found["second"], found["tied"]) == ("stage2-micro2", "stage1-micro2", [])
+    assert cli.main(line) == 0
+    out = capsys.readouterr().out
+    assert "chosen: the most tokens/s, not ranked" in out
+    assert re.search(
+        r"^take .*: the most tokens/s of 2 short runs with too few rounds to rank, 9.00", out, re.MULTILINE
+    )
+    assert re.search(r"^decided +tokens/s of too few rounds to rank: measure=standard", out, re.MULTILINE)
+    assert "slower, " not in out
+    assert "fastest of" not in out
 
 
 def test_choose_keeps_a_given_micro_batch_and_only_predicts_without_runs(

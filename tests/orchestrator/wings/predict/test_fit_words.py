@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from orchestrator.config.strict import Refusal
 from orchestrator.report.narrow import Narrowed, narrowed
@@ -12,34 +16,6 @@ from orchestrator.report.summary import Table
 from orchestrator.wings.predict import fit as command
 from orchestrator.wings.predict import fit_words
 from orchestrator.wings.predict.fit_page import DROPPED
-
-RANKS_4 = "resources.ranks=4"
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("hardware=8xh100", ["hardware=h100_80gb"]),
-        ("hardware=4xh200", ["hardware=h200 hardware.gpus=4"]),
-        ("hardware=16xh100", ["hardware=h100_80gb resources.nodes=2"]),
-        ("hardware=2xrtx_4090", ["hardware=rtx_4090 hardware.gpus=2"]),
-        ("hardware=rtx_4090 resources.ranks=2", ["hardware=rtx_4090 hardware.gpus=2 resources.ranks=2"]),
-        ("hardware=a100_80gb resources.ranks=16", ["hardware=a100_80gb resources.nodes=2 resources.ranks=16"]),
-        ("hardware=a100_80gb resources.ranks=2", ["hardware=a100_80gb resources.ranks=2"]),  # of the node's 8
-        (
-            "hardware=t4 resources.ranks=4 resources.nodes=2",
-            [f"hardware=t4 hardware.gpus=2 {RANKS_4} resources.nodes=2"],
-        ),
-        (
-            "hardware=rtx_4090 hardware.gpus=3 resources.ranks=2",
-            ["hardware=rtx_4090 hardware.gpus=3 resources.ranks=2"],
-        ),
-        ("hardware=t4,2xa10 zero=stage3", ["hardware=t4 zero=stage3", "hardware=a10 hardware.gpus=2 zero=stage3"]),
-        ("zero=stage3", ["zero=stage3"]),
-    ],
-)
-def test_ranks_and_nodes_follow_from_the_machine(line: str, found: list[str]) -> None:
-    assert [" ".join(words) for _, words in fit_words.machines(line.split())] == found
 
 
 def test_a_config_json_suffices_for_a_model(tmp_path: Path) -> None:
@@ -53,6 +29,24 @@ def test_a_config_json_suffices_for_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(Refusal, match="model_type"):
         command._points([*overrides, "hardware=a10"], None)
+
+
+@pytest.mark.full  # imports transformers: 4 s; bytes are counted in test_fit.py
+def test_epochs_count_the_tokens_that_the_model_s_tokenizer_makes(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"[UNK]": 0, "two": 1, "words": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "vocab_size": 256}')
+    (tmp_path / "data.txt").write_text("two words\n" * 100)
+    of_data = f"data=text data.path={tmp_path}/data.txt data.validation_fraction=0 measure.validation_batches=0"
+    config = command._points(
+        f"model=pretrained model.path={tmp_path} {of_data} batch.seq=16 hardware=a10".split(), None
+    )[0].config
+    samples = 200 // 17  # each has a token more than its sequence: the label of the last
+    assert fit_words.Length(epochs=2).tokens_of(config) == 2 * samples * 16
+    (tmp_path / "data.txt").write_text("two words")
+    with pytest.raises(Refusal, match=r"found 2.* fix: train\.tokens=50e6"):
+        fit_words.Length(epochs=2).tokens_of(config)
 
 
 def test_a_group_that_is_given_is_kept_and_lists_are_compared() -> None:

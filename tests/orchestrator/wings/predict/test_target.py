@@ -148,7 +148,7 @@ def test_without_plan_a_run_on_gpus_that_are_not_here_is_one_error_that_names_th
 
 
 def test_a_misspelt_option_or_key_of_hardware_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["hardware=h100", "--plan"]) == 2
-    assert "hardware has no option 'h100'. Did you mean 'h100_80gb'?" in capsys.readouterr().err
+    assert cli.main(["hardware=h100_80", "--plan"]) == 2
+    assert "hardware has no option 'h100_80'. Did you mean 'h100_80gb'?" in capsys.readouterr().err
     assert cli.main(["hardware=h200", "hardware.memory_gib=3", "--plan"]) == 2
     assert "'hardware.memory_gib' is not a setting. Did you mean 'hardware." in capsys.readouterr().err
