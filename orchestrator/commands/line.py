@@ -109,8 +109,6 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: Scene) -> 
     problems = [*filter(None, sweep_problems), *problems]
     if not points or scene.world is not None or any(sweep_problems):
         raise Refusal(problems)
-    for problem in few(problems):
-        complain(f"refused: {problem}")
     _check_fault(points)
     _note_machine(scene, [point.config for point in points])
     if composition.sweep.prune in ("off", False) and "--prune" not in asked.flags:

@@ -247,9 +247,6 @@ def decided(request: SweepRequest, hardware: Hardware, screen: Screen | None = N
     unknown: dict[str, str] = {}
     predicted = predictor().predict(points, tell, unknown=unknown) if request.predicts else {}
     wrong = predictor().problems(points) if request.predicts else {}
-    some = len(wrong) < len(points)  # otherwise it is raised as an error
-    for problem, count in Counter(wrong.values()).items() if some else ():
-        complain(f"refused: {problem}      ({count} of {len(request.points)} points)")
     judged = [
         Refused(point.label, point.overrides, (Broken(wrong[point.label]),)) if point.label in wrong else point
         for point in request.points
@@ -257,6 +254,11 @@ def decided(request: SweepRequest, hardware: Hardware, screen: Screen | None = N
     name_of = request.cluster.namer(hardware)
     planned = decision.decide(judged, request.output, name_of, request.wishes, predicted)
     may_run = [point.decision is not RunState.refused for point in planned]
+    # Else the plan that follows says it, or all are refused, which is an error.
+    if any(may_run) and (screen is None or (request.plan_only and request.as_json)):
+        refused = Counter(point.reason for point, runs in zip(planned, may_run, strict=True) if not runs)
+        for problem, count in refused.items():
+            complain(f"refused: {problem}      ({count} of {len(planned)} points)")
     return [
         replace(point, predicted={"unknown": unknown[point.label]}) if runs and point.label in unknown else point
         for point, runs in zip(planned, may_run, strict=True)

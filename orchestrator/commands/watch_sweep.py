@@ -94,6 +94,8 @@ class SweepWatch:
             if self._shown.get(point.label) != line and point.state not in (RunState.queued, RunState.starting):
                 self._shown[point.label] = line
                 self._said = now
+                if point.state is RunState.refused:
+                    continue  # the plan has said it, and the comparison does
                 if point.state is RunState.cancelled:
                     cancelled.setdefault(line.removeprefix(point.label), []).append(point.label)
                 else:

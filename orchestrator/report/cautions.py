@@ -13,13 +13,24 @@ from orchestrator.rounds import recorded
 from orchestrator.rounds.comparison import SpeedVerdict, compare
 from orchestrator.rounds.recorded import NOTABLE_SHARE
 
+LOST_NAMED = 4  # points of one state and reason
 REUSED_NAMED = 4  # rows whose time is printed under the table; the table marks all reused rows
 
 
 def failures(ranked: Sequence[Ranked]) -> list[str]:
-    """One line for each point without a result: its state and the reason."""
-    lost = [row.entry for row in ranked if row.entry.result is None]
-    return [f"{entry.label}: {entry.state}: {entry.message or 'no reason known'}" for entry in lost]
+    """One line for each state and reason of points without a result: how many they are, and the first names."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for entry in (row.entry for row in ranked if row.entry.result is None):
+        groups.setdefault((entry.state, entry.message or "no reason known"), []).append(entry.label)
+    return [f"{_counted(labels)}: {state}: {reason}" for (state, reason), labels in groups.items()]
+
+
+def _counted(labels: Sequence[str]) -> str:
+    """The label of one point; of several, their number and the first of their names."""
+    if len(labels) == 1:
+        return labels[0]
+    more = f" and {len(labels) - LOST_NAMED} more" if len(labels) > LOST_NAMED else ""
+    return f"{len(labels)} points, {', '.join(labels[:LOST_NAMED])}{more}"
 
 
 def reused(ranked: Sequence[Ranked]) -> list[str]:

@@ -304,7 +304,7 @@ def test_a_sweep_keeps_refused_points_as_rows_unless_all_points_are_refused(
     assert cli.main(["-m", "zero=stage0,stage3", "offload=none,param_cpu"]) == 9
     [request] = seam.sweeps
     assert [isinstance(point, Refused) for point in request.points] == [False, True, False, False]
-    assert "refused: offload.params=cpu needs zero=stage3" in capsys.readouterr().err
+    assert "refused" not in capsys.readouterr().err, "the plan says it once"
     assert cli.main(["-m", "zero=stage0,stage1", "offload=param_cpu"]) == 2
     assert len(seam.sweeps) == 1
 
