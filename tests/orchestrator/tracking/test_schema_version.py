@@ -14,6 +14,7 @@ from orchestrator.commands.run import run_point
 from orchestrator.config.schema import TrackingKind
 from orchestrator.config.strict import Refusal
 from orchestrator.records.run_record import store_path
+from orchestrator.text.extras import install_line
 from orchestrator.tracking import names, schema_version
 from orchestrator.tracking.store import MlflowStore, StoreError
 
@@ -66,5 +67,5 @@ def test_stores_without_a_version_and_servers_are_left_to_mlflow(tmp_path: Path)
 def test_a_missing_driver_is_told_without_the_password(uri: str) -> None:
     told = schema_version.problem(uri)
     assert told is not None
-    assert "fix: tracking.uri=postgresql+psycopg://me:***@db/runs" in told or "zero-lab[postgres]" in told
+    assert "fix: tracking.uri=postgresql+psycopg://me:***@db/runs" in told or install_line("postgres") in told
     assert "secret" not in told
