@@ -256,13 +256,18 @@ def decided(request: SweepRequest, hardware: Hardware, screen: Screen | None = N
     may_run = [point.decision is not RunState.refused for point in planned]
     # Else the plan that follows says it, or all are refused, which is an error.
     if any(may_run) and (screen is None or (request.plan_only and request.as_json)):
-        refused = Counter(point.reason for point, runs in zip(planned, may_run, strict=True) if not runs)
-        for problem, count in refused.items():
-            complain(f"refused: {problem}      ({count} of {len(planned)} points)")
+        _tell_refused(planned)
     return [
         replace(point, predicted={"unknown": unknown[point.label]}) if runs and point.label in unknown else point
         for point, runs in zip(planned, may_run, strict=True)
     ]
+
+
+def _tell_refused(planned: Sequence[Planned]) -> None:
+    """One line on stderr for each reason."""
+    refused = Counter(point.reason for point in planned if point.decision is RunState.refused)
+    for problem, count in refused.items():
+        complain(f"refused: {problem}      ({count} of {len(planned)} points)")
 
 
 def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Screen) -> int:

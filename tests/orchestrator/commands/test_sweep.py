@@ -157,10 +157,12 @@ def test_three_equal_failures_stop_the_queue_after_a_different_failure(
 
 
 def test_a_refused_point_is_a_row_with_its_fix(tmp_path: Path) -> None:
-    refused = Refused("stage0-param", ("zero=stage0",), (Broken("offload.params=cpu needs zero=stage3", "", ("a=b",)),))
-    code, shown, sweep = run(tmp_path, [1], points=(*points(tmp_path, [1]), refused))
-    assert (code, states(sweep)) == (0, ["ok", "refused"])
-    assert "fix: a=b" in shown
+    broken = (Broken("offload.params=cpu needs zero=stage3", "", ("a=b",)),)
+    refused = [Refused(label, ("zero=stage0",), broken) for label in ("one", "two")]
+    code, shown, sweep = run(tmp_path, [1], points=(*points(tmp_path, [1]), *refused))
+    assert (code, states(sweep)) == (0, ["ok", "refused", "refused"])
+    assert "2 points, one, two: refused: offload.params=cpu needs zero=stage3" in shown
+    assert shown.count("fix: a=b") == 2, "once in the plan, once at the end"
 
 
 @pytest.mark.full
@@ -438,10 +440,7 @@ def test_resume_runs_a_sweep_in_the_folder_where_it_was_typed_and_names_it(
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [
-        (["status"], "there is no sweep in"),
-        (["retry", "--retry", "ok"], "--retry ok: expected some of"),
-    ],
+    [(["status"], "there is no sweep in"), (["retry", "--retry", "ok"], "--retry ok: expected some of")],
 )
 def test_missing_sweeps_and_invalid_retry_states_are_reported(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
