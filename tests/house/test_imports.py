@@ -151,7 +151,7 @@ ROOMS = {
         "wings.engines": "commands compose config exit_codes machine plan report text wings wings.kinds wings.page "
         "wings.predict worker",
         "wings.foreign": "commands compose config exit_codes plan records report text wings wings.engines "
-        "wings.pretrained",
+        "wings.pretrained wings.words",
         "wings.generate": "commands config exit_codes launch records report text wings.kinds wings.predict "
         "wings.pretrained worker workloads",
         "wings.predict": "commands compose config exit_codes launch machine plan records report rounds text wings "

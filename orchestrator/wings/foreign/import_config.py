@@ -26,6 +26,7 @@ from orchestrator.wings.foreign.findings import Fate, KeyFinding
 from orchestrator.wings.foreign.importing import DEFAULT, Imported, Line, imported
 from orchestrator.wings.foreign.sources import source_of
 from orchestrator.wings.foreign.training_arguments import TypedArguments
+from orchestrator.wings.words import names
 from zero_runtime.deepspeed.auto import hidden_size_of
 from zero_runtime.errors import PlanError
 
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints what became of each key and writes the experiment file. Refusal: the file or the words are wrong."""
     asked, words = parser().parse_known_args(argv)
     path, words = _path(asked.file, words)
-    settings = _settings(words)
+    settings = _settings(names.spelled(words, None))
     if path is None and asked.args is None:
         raise Refusal([f"expected FILE or --args      example: {program()} import ds_config.json"])
     try:

@@ -56,6 +56,13 @@ def test_the_document_has_the_words_each_keys_fate_and_a_file_that_runs(
     assert (point.config.zero.stage, point.config.optimizer.lr, point.config.batch.micro) == (3, 2e-4, 2)
 
 
+def test_a_model_may_be_a_path(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    assert cli.main(["import", file, "model=./mine", "--json"]) == 0
+    assert {"model=pretrained", "model.path=mine"} <= set(json.loads(capsys.readouterr().out)["words"])
+
+
 def test_keys_that_cannot_be_read_are_refused_together(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(file).write_text(json.dumps(TYPOS))
     assert cli.main(["import", file]) == 2
