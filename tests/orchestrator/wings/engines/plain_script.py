@@ -69,6 +69,6 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         train(Path(name))
         torch.nn.functional.linear = linear  # DeepSpeed's stage 3 puts its own in the place
-    gc.collect()  # FSDP2's states are in cycles; what a thread of gloo still held of them at Python's end would abort it
+    gc.collect()  # FSDP2's states are in cycles; a thread that still holds some at Python's end would abort it
     dist.barrier()
     dist.destroy_process_group()
