@@ -33,7 +33,6 @@ KEYS = {
     "max_grad_norm": "optimizer.clip_norm",
     "optim": "optimizer",
     "lr_scheduler_type": "scheduler",
-    "gradient_checkpointing": "recompute",
     "model_name_or_path": "model.path",
     "learning_rate": "optimizer.lr",
     "gpus": "resources.ranks",
@@ -53,11 +52,13 @@ KEYS = {
 # Other programs' names for one of our options, or for a key of an option that must be chosen too.
 LINES = {
     **{name: f"precision={name}" for name in ("fp32", "fp16", "bf16")},
+    "gradient_checkpointing": "recompute=full",
     **dict.fromkeys(("lora_r", "lora_rank", "adapter.r"), "adapter=lora adapter.rank={}"),
     **dict.fromkeys(("lora_alpha", "adapter.lora_alpha"), "adapter=lora adapter.alpha={}"),
     **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config"), "PROGRAM import {}"),
     **dict.fromkeys(("dataset", "dataset_path", "train_file", "data_path"), "data={}"),
 }
+OFF = ("false", "0", "none", "null")  # what other programs switch off needs no line of ours
 VALUES = {
     **{"gpu": "cuda", "float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"},
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
@@ -105,7 +106,7 @@ def _data(path: str) -> str:
 
 def key(name: str, value: str | None, tree: Tree) -> str:
     """The suggestion for an unknown key. The last part of a key is sufficient: micro is batch.micro."""
-    if value and name in LINES:
+    if value and value.lower() not in OFF and name in LINES:
         meant = _data(value) if LINES[name] == "data={}" else LINES[name].format(value).replace("PROGRAM", program())
         return f" Did you mean '{meant}'?"
     group, _, last = name.rpartition(".")
@@ -118,8 +119,6 @@ def key(name: str, value: str | None, tree: Tree) -> str:
     if known is None and siblings and nearest(last, siblings) is None:
         return f"      {group} has: {' '.join(siblings)}"
     near = known or nearest(name, [*tree.groups, *tree.keys]) or tails.get(nearest(last, tails) or "")
-    if near == "recompute":
-        return " Did you mean 'recompute=full'?"
     if near in tree.groups:
         options = tree.groups[near]
         return f" Did you mean '{near}={near_value(value or '', options) or value}'?      options: {' '.join(options)}"

@@ -76,6 +76,8 @@ def tree() -> Tree:
         ("max_seq_length=512", "Did you mean 'batch.seq'"),
         ("optim=adamw_torch", "Did you mean 'optimizer=adamw'?"),
         ("gradient_checkpointing=true", "Did you mean 'recompute=full'?"),
+        ("recompte=none", "Did you mean 'recompute=none'?"),
+        ("fp16=false", "'fp16' is not a setting.      known: "),
         ("tracking.uri=[x", "tracking.uri=[x: no viable alternative at input '[x'"),
         ("optimizer.clip_norm={a:1}", "optimizer.clip_norm={a:1}: expected a number, or null"),
         ("batch.micro=foo(1)", "batch.micro=foo(1): HydraException while evaluating 'foo(1)': Unknown function 'foo'"),
