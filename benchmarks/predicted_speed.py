@@ -15,10 +15,11 @@ All points of a space are alive at the same time and make a step in turn, so tha
 for all of them alike. Two points are compared turn by turn.
 
 [Note: choose in hindsight]
-For each space, the candidates are those that `choose` would confirm by the first round's prediction (`plan/choice.py`),
-and the turns of the first round are their short runs. After the rounds, what it takes and all points that may be the
-fastest make further turns of their own, in the same processes. By these alone paired_turns.py decides how much slower
-it is than the best. If no other point may be the fastest, there are no such turns and it is the best.
+For each space, the candidates are those that `choose` would confirm by the first round's prediction
+(`wings/predict/choice.py`), and the turns of the first round are their short runs. After the rounds, what it takes and
+all points that may be the fastest make further turns of their own, in the same processes. By these alone
+paired_turns.py decides how much slower it is than the best. If no other point may be the fastest, there are no such
+turns and it is the best.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ from benchmarks.stages_report import cpu_name  # noqa: E402
 from benchmarks.timed_points import FINAL_STEPS, Final, Round  # noqa: E402
 from orchestrator.compose import arguments  # noqa: E402
 from orchestrator.compose.line import composed  # noqa: E402
-from orchestrator.plan.point import Point  # noqa: E402
-from orchestrator.plan.points import judged  # noqa: E402
-from orchestrator.plan.rules.scene import here  # noqa: E402
+from orchestrator.planning.point import Point  # noqa: E402
+from orchestrator.planning.points import judged  # noqa: E402
+from orchestrator.planning.rules.scene import here  # noqa: E402
 from orchestrator.rounds.comparison import SpeedVerdict, of_turns  # noqa: E402
 from orchestrator.rounds.intervals import LEAST, percentile  # noqa: E402
 from orchestrator.wings.predict import memory_cache, speed  # noqa: E402

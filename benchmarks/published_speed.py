@@ -32,8 +32,8 @@ from benchmarks.published_peak import config_of  # noqa: E402
 from orchestrator.compose import arguments, compose  # noqa: E402
 from orchestrator.config.schema import Model, RunConfig  # noqa: E402
 from orchestrator.machine.hardware import Hardware  # noqa: E402
-from orchestrator.plan.points import checked_points  # noqa: E402
-from orchestrator.plan.rules.scene import Scene  # noqa: E402
+from orchestrator.planning.points import checked_points  # noqa: E402
+from orchestrator.planning.rules.scene import Scene  # noqa: E402
 from orchestrator.wings.predict import memory_cache, rough_time, step  # noqa: E402
 from orchestrator.wings.predict.speed import Speed, speed_of  # noqa: E402
 from zero_runtime.activations.rule import RecomputeRule  # noqa: E402

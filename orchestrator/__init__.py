@@ -1,7 +1,7 @@
 """Turns one command line into checked points, runs each as a job of real processes, and reports the measurements.
 
-From Python: `orchestrator.run("zero=stage2")` and `orchestrator.sweep("zero=stage1,stage2")`; `orchestrator.api.plan`
-shows what a sweep would do.
+From Python: `orchestrator.run("zero=stage2")` and `orchestrator.sweep("zero=stage1,stage2")`; `orchestrator.plan` shows
+what a sweep would do.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from orchestrator.api import Record, SweepPlan, SweepResults, run, sweep
+    from orchestrator.api import Record, SweepPlan, SweepResults, plan, run, sweep
 
-__all__ = ["Record", "SweepPlan", "SweepResults", "run", "sweep"]
+__all__ = ["Record", "SweepPlan", "SweepResults", "plan", "run", "sweep"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from orchestrator.config.schema import RunConfig
-from orchestrator.plan.point import Point
-from orchestrator.plan.predictor import NOT_ASKED, predictor
+from orchestrator.planning.point import Point
+from orchestrator.planning.predictor import NOT_ASKED, predictor
 from orchestrator.records.run_record import Attempt
 from orchestrator.records.run_state import RunState
 from orchestrator.report import summary

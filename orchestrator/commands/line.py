@@ -19,9 +19,9 @@ from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal
 from orchestrator.launch import environment
 from orchestrator.machine import hardware
-from orchestrator.plan.point import Point, Wishes, retry_states
-from orchestrator.plan.points import checked_points, judged
-from orchestrator.plan.rules.scene import Scene, here
+from orchestrator.planning.point import Point, Wishes, retry_states
+from orchestrator.planning.points import checked_points, judged
+from orchestrator.planning.rules.scene import Scene, here
 from orchestrator.text.streams import complain, few
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def run(composition: Composition, asked: Arguments) -> int:
     _check_fault(points)
     _note_machine(scene, [point.config for point in points])
     as_json = "--json" in asked.flags
-    from orchestrator.plan.rules.output import place_problems
+    from orchestrator.planning.rules.output import place_problems
 
     if scene.world is not None:
         if as_json:
@@ -60,7 +60,7 @@ def run(composition: Composition, asked: Arguments) -> int:
             raise Refusal(problems)
         return int(wings.load(wings.JOIN)(points[0], admission=_admission(asked, scene)))
     from orchestrator.commands.run import run_point
-    from orchestrator.plan.predictor import predictor
+    from orchestrator.planning.predictor import predictor
 
     admission = _admission(asked, scene)
     if wrong := predictor().problems(points, counting_within_s=admission.within_s):

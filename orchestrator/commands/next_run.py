@@ -9,9 +9,9 @@ from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.schema import MeasureKind
 from orchestrator.config.strict import Refusal
-from orchestrator.plan.point import Point
-from orchestrator.plan.points import judged
-from orchestrator.plan.rules.scene import Scene, here
+from orchestrator.planning.point import Point
+from orchestrator.planning.points import judged
+from orchestrator.planning.rules.scene import Scene, here
 from orchestrator.report.ranking import longer, standard
 from orchestrator.report.summary import without_key
 from orchestrator.text.paths import program

@@ -19,7 +19,7 @@ from orchestrator.launch.rank import ENTRY
 from orchestrator.launch.verdict import Verdict
 from orchestrator.machine import hardware
 from orchestrator.machine.processes import signals_interrupt
-from orchestrator.plan.point import Point
+from orchestrator.planning.point import Point
 from orchestrator.records.record_file import read_or_warn
 from orchestrator.records.record_shapes import RESULT
 from orchestrator.records.run_record import Attempt, new_attempt, result_of

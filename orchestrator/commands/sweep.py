@@ -22,10 +22,10 @@ from orchestrator.launch.cluster import SentPoints, SweepCluster, cluster, clust
 from orchestrator.launch.rank import ENTRY
 from orchestrator.launch.verdict import end_of
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan import decision
-from orchestrator.plan.point import Point, Refused, Wishes
-from orchestrator.plan.predictor import predictor
-from orchestrator.plan.rules.output import place_problems
+from orchestrator.planning import decision
+from orchestrator.planning.point import Point, Refused, Wishes
+from orchestrator.planning.predictor import predictor
+from orchestrator.planning.rules.output import place_problems
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import read_or_warn
 from orchestrator.records.run_state import RunState

@@ -21,7 +21,7 @@ from orchestrator.compose import arguments
 from orchestrator.config.near import did_you_mean
 from orchestrator.config.strict import Refusal
 from orchestrator.launch.cluster import cluster_of
-from orchestrator.plan.point import retry_states
+from orchestrator.planning.point import retry_states
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import BadRecord, EventTail, read_or_warn, require_json, warn_once
 from orchestrator.records.record_shapes import JOB, STATE, SWEEP

@@ -23,8 +23,8 @@ from orchestrator.launch.rank import ENTRY
 from orchestrator.launch.verdict import Verdict
 from orchestrator.machine import hardware, slots
 from orchestrator.machine.processes import is_alive, signals_ignored, started
-from orchestrator.plan import decision
-from orchestrator.plan.point import Point
+from orchestrator.planning import decision
+from orchestrator.planning.point import Point
 from orchestrator.records import record_file
 from orchestrator.records.record_file import BadRecord, EventTail, explained, read_or_warn, write_json_atomic
 from orchestrator.records.record_shapes import REQUESTS

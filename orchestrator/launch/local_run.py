@@ -13,8 +13,8 @@ from orchestrator.launch.verdict import Verdict, Watch
 from orchestrator.machine import slots
 from orchestrator.machine.processes import signals_ignored
 from orchestrator.machine.slots import Lease
-from orchestrator.plan.point import Point
-from orchestrator.plan.predictor import predictor
+from orchestrator.planning.point import Point
+from orchestrator.planning.predictor import predictor
 from orchestrator.records.record_file import BadRecord, EventTail, read_or_warn
 from orchestrator.records.record_shapes import RANK
 from orchestrator.records.run_record import Attempt, result_of

@@ -69,7 +69,7 @@ LISTENERS = {
 CODED_BROKEN = "orchestrator.wings.coded:broken"  # the rule of frozen weights in codes that a point breaks
 # Module of tensor and sequence parallelism, for a configuration that divides its model or its sequences.
 DIVIDED = "orchestrator.wings.divided"
-PREDICTOR = "orchestrator.wings.predict.prediction"  # which plans ask: see orchestrator/plan/predictor.py
+PREDICTOR = "orchestrator.wings.predict.prediction"  # which plans ask: see orchestrator/planning/predictor.py
 PREDICTED = "orchestrator.wings.predict.predicted"  # what rank 0 shows beside what it measures
 # The clusters beside this machine, by cluster.kind: see SweepCluster in launch/cluster.py.
 CLUSTERS = {"slurm": "orchestrator.wings.slurm.sweep:SlurmCluster"}

@@ -38,7 +38,7 @@ from orchestrator.commands.sweep import SweepRequest, run_sweep  # noqa: E402
 from orchestrator.config.schema import TrackingKind  # noqa: E402
 from orchestrator.launch import controller, local_executor  # noqa: E402
 from orchestrator.machine import hardware  # noqa: E402
-from orchestrator.plan.point import Point, Wishes, retry_states  # noqa: E402
+from orchestrator.planning.point import Point, Wishes, retry_states  # noqa: E402
 from orchestrator.records import sweep_record  # noqa: E402
 from orchestrator.records.record_file import require_json  # noqa: E402
 from orchestrator.records.run_record import store_path, tracking_path  # noqa: E402

@@ -35,7 +35,7 @@ from orchestrator.compose import compose, folders
 from orchestrator.compose.composition import Composed
 from orchestrator.config.schema import from_dict, to_dict
 from orchestrator.machine import hardware
-from orchestrator.plan.point import Point
+from orchestrator.planning.point import Point
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import program
 from orchestrator.wings.foreign import export_weights as export

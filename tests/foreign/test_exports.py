@@ -23,9 +23,9 @@ from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Refusal
-from orchestrator.plan.point import Point
-from orchestrator.plan.points import judged
-from orchestrator.plan.rules.scene import here
+from orchestrator.planning.point import Point
+from orchestrator.planning.points import judged
+from orchestrator.planning.rules.scene import here
 from orchestrator.wings.foreign.export_config import WRITERS
 from orchestrator.wings.foreign.importing import Line, imported
 from orchestrator.wings.foreign.point_words import words_of_point

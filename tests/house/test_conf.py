@@ -22,8 +22,8 @@ from orchestrator.config.parts import keys_of_kind, kinds_of
 from orchestrator.config.schema import AskedConfig
 from orchestrator.config.strict import build, hints_of
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.points import checked_points
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.points import checked_points
+from orchestrator.planning.rules.scene import Scene
 from zero_runtime.limits import keys_of
 from zero_runtime.optim.loss_scaler import LossScaleRule
 

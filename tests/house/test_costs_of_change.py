@@ -85,8 +85,8 @@ def test_a_verb_touches_two_files(copy: Copy) -> None:
 def test_a_rule_of_the_plan_touches_two_files(copy: Copy) -> None:
     (code,) = blocks("A rule")
     (line,) = re.findall(r'Rule\(data_rules\.adapter_is_narrower.*?"model"\)\)', GUIDE, re.DOTALL)
-    copy.put("orchestrator/plan/rules/data.py", "def tokenizer_of(", f"{code}\n\n\n")
-    copy.put("orchestrator/plan/rules/table.py", "    Rule(data_rules.weights_are_there,", f"    {line},\n")
+    copy.put("orchestrator/planning/rules/data.py", "def tokenizer_of(", f"{code}\n\n\n")
+    copy.put("orchestrator/planning/rules/table.py", "    Rule(data_rules.weights_are_there,", f"    {line},\n")
     assert len(copy.touched) == 2
     done = copy.python("run.py", "adapter=lora", "adapter.rank=500")
     told = GUIDE.split("$ python run.py adapter=lora adapter.rank=500\n", 1)[1].split("```", 1)[0]

@@ -118,13 +118,13 @@ ROOMS = {
         "workloads": "config wings",
         "compose": "config text wings",
         "records": "config machine workloads",
-        "plan": "compose config machine records rounds text wings",
+        "planning": "compose config machine records rounds text wings",
         "report": "config exit_codes records rounds text wings",
         "tracking": "config machine records report text",
-        "launch": "config machine plan records report rounds text tracking wings",
+        "launch": "config machine planning records report rounds text tracking wings",
         "shipped": "",
         "worker": "config launch machine records rounds text wings workloads",
-        "commands": "compose config exit_codes launch machine plan records report text tracking wings",
+        "commands": "compose config exit_codes launch machine planning records report text tracking wings",
         "cli": "commands compose config exit_codes machine records text wings",
         "start": "cli machine",
         "api": "commands config records report",
@@ -135,26 +135,26 @@ ROOMS = {
         "wings.gpus": "text",
         "wings.energy": "rounds wings.gpus worker",
         "wings.lossy": "config records report",
-        "wings.optuna": "commands compose config plan records report",
+        "wings.optuna": "commands compose config planning records report",
         "plugins": "config wings.optuna",
         "wings.page": "config records report rounds text wings",
         "wings.pairs": "config text workloads",
         "wings.kinds": "config wings.pairs workloads",
         "wings.scripts": "commands config exit_codes launch machine records text",
         "wings.slurm": "config launch machine records report tracking",
-        "wings.torchrun": "commands config launch machine plan records report tracking",
+        "wings.torchrun": "commands config launch machine planning records report tracking",
         "wings.transport": "report text",
         "wings.usage": "",
         "wings.validation": "config launch records report text worker workloads",
         "wings.words": "compose config text",
         "wings.pretrained": "config text wings.pairs wings.words workloads",
-        "wings.engines": "commands compose config exit_codes machine plan report text wings wings.kinds wings.page "
+        "wings.engines": "commands compose config exit_codes machine planning report text wings wings.kinds wings.page "
         "wings.predict worker",
-        "wings.foreign": "commands compose config exit_codes plan records report text wings wings.engines "
+        "wings.foreign": "commands compose config exit_codes planning records report text wings wings.engines "
         "wings.pretrained wings.words",
         "wings.generate": "commands config exit_codes launch records report text wings.kinds wings.predict "
         "wings.pretrained worker workloads",
-        "wings.predict": "commands compose config exit_codes launch machine plan records report rounds text wings "
+        "wings.predict": "commands compose config exit_codes launch machine planning records report rounds text wings "
         "wings.divided wings.kinds wings.profile wings.words worker workloads",
         "wings.profile": "compose config launch records report rounds text wings.page wings.predict worker",
     },

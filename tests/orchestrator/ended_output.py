@@ -12,8 +12,8 @@ from points import make_config, make_point
 from stub_worker import make_result, step_event
 
 from orchestrator.config.schema import to_dict
-from orchestrator.plan import decision
-from orchestrator.plan.point import Point, Wishes
+from orchestrator.planning import decision
+from orchestrator.planning.point import Point, Wishes
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import append_event, write_json_atomic
 from orchestrator.records.run_record import Attempt, AttemptPaths, new_attempt

@@ -22,9 +22,9 @@ from orchestrator.config.schema import (
 )
 from orchestrator.config.state_groups import Precision, Zero
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.point import Point
-from orchestrator.plan.points import checked_points
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.point import Point
+from orchestrator.planning.points import checked_points
+from orchestrator.planning.rules.scene import Scene
 from zero_runtime.precision import MixedPrecision
 
 STUB = "stub_worker:run_rank"

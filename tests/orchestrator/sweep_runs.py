@@ -9,7 +9,7 @@ import psutil
 from points import make_config
 
 from orchestrator.config.schema import Cluster
-from orchestrator.plan.point import Point
+from orchestrator.planning.point import Point
 from orchestrator.records import sweep_record
 from orchestrator.records.sweep_record import SweepPaths
 

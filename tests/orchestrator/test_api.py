@@ -11,7 +11,6 @@ from points import STUB
 from sweep_runs import points
 
 import orchestrator
-from orchestrator import api
 from orchestrator.api import Refusal
 from orchestrator.commands.sweep import SweepRequest
 from orchestrator.machine import hardware
@@ -114,7 +113,7 @@ def test_progress_is_shown_on_stderr_if_asked_for(stubbed: list[list[str]], caps
 def test_a_plan_starts_nothing_and_displays_its_decisions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stubbed: list[list[str]]
 ) -> None:
-    found = api.plan("batch.micro=1,4")
+    found = orchestrator.plan("batch.micro=1,4")
     assert stubbed == [["-m", "--plan", "batch.micro=1,4"]]
     assert [(point.label, point.decision) for point in found] == [
         ("micro1", RunState.queued),
@@ -129,4 +128,4 @@ def test_a_plan_starts_nothing_and_displays_its_decisions(
 def test_without_pandas_to_frame_says_what_to_do(stubbed: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install pandas"):
-        api.plan("batch.micro=1,4").to_frame()
+        orchestrator.plan("batch.micro=1,4").to_frame()

@@ -18,7 +18,7 @@ from orchestrator.compose import arguments
 from orchestrator.compose.arguments import VERBS
 from orchestrator.config.cluster import ClusterError
 from orchestrator.machine import provenance
-from orchestrator.plan.point import Point, Refused
+from orchestrator.planning.point import Point, Refused
 from orchestrator.records.run_state import RunState
 from orchestrator.text.paths import program
 
@@ -111,7 +111,7 @@ def test_all_broken_rules_are_reported_together(tmp_path: Path) -> None:
 
 WRONG_WORDS = ("zero=stge2", "zero.stage=x", "cancle last")
 # What a wrong word does without: rooms that plan, start, watch or report a point.
-ROOMS = ("plan", "launch", "worker", "report", "tracking", "machine", "workloads")
+ROOMS = ("planning", "launch", "worker", "report", "tracking", "machine", "workloads")
 
 
 @pytest.mark.parametrize("line", ["--help", *WRONG_WORDS, "data=text", "-m zero=stage0,stage1 data=text"])

@@ -27,7 +27,7 @@ sys.path[:0] = {path!r}
 from pathlib import Path
 from orchestrator import cli
 from orchestrator.machine import hardware
-from orchestrator.plan.point import Wishes, retry_states
+from orchestrator.planning.point import Wishes, retry_states
 from orchestrator.commands.run import run_point
 from orchestrator.commands.sweep import SweepRequest, run_sweep
 from points import STUB

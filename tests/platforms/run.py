@@ -51,7 +51,7 @@ INSIDE = (*PYTEST, "tests/virtual_gpu", "tests/house/test_private_names.py")
 TYPES = (sys.executable, "-m", "mypy", "--cache-dir", "{folder}/mypy")  # torch declares other types in each version
 # What needs neither torch nor MLflow: the words of a command line, their composition and rules, records and reports.
 WORDS = (*PYTEST, *(f"tests/orchestrator/{room}" for room in ("compose", "config", "machine", "records", "report")))
-WORDS = (*WORDS, "tests/orchestrator/wings/slurm", "tests/orchestrator/text", "tests/orchestrator/plan/rules")
+WORDS = (*WORDS, "tests/orchestrator/wings/slurm", "tests/orchestrator/text", "tests/orchestrator/planning/rules")
 WORDS = (*WORDS, "tests/orchestrator/test_cli.py", "tests/orchestrator/tracking/test_addresses.py")
 WORDS = (*WORDS, "-k", "not provenance_is_recorded and not sqlalchemy_2_0 and not doctor_reports")
 LINES = (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from orchestrator.config.strict import Broken
-from orchestrator.plan.point import Point, Refused
+from orchestrator.planning.point import Point, Refused
 from orchestrator.wings.predict.at_limit import largest_micros
 from orchestrator.wings.predict.step import with_share
 

@@ -23,9 +23,9 @@ from orchestrator.config.engine import EngineKind
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, OK
 from orchestrator.machine.provenance import version_of
-from orchestrator.plan.point import Point
-from orchestrator.plan.points import judged
-from orchestrator.plan.rules.scene import here
+from orchestrator.planning.point import Point
+from orchestrator.planning.points import judged
+from orchestrator.planning.rules.scene import here
 from orchestrator.report import comparison, ranking
 from orchestrator.report.ranking import Ranked
 from orchestrator.report.screen import Screen, make_console

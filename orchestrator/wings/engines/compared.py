@@ -12,9 +12,9 @@ from orchestrator.compose.labels import environment_name
 from orchestrator.compose.line import composed
 from orchestrator.config.schema import MOST_THREADS, RunConfig, to_dict
 from orchestrator.config.strict import Broken
-from orchestrator.plan.point import Point, Refused
-from orchestrator.plan.points import judged as judged_points
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.point import Point, Refused
+from orchestrator.planning.points import judged as judged_points
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.wings.engines import environments
 from orchestrator.wings.engines.contract import EngineModule
 from orchestrator.wings.engines.equality import REFERENCE, STEPS, work_key

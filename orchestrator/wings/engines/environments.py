@@ -16,9 +16,9 @@ from orchestrator.compose.settable import is_native
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.machine import children
-from orchestrator.plan.point import Point, Refused
-from orchestrator.plan.rules.cluster import is_slurm
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.point import Point, Refused
+from orchestrator.planning.rules.cluster import is_slurm
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.text.extras import install_line
 from orchestrator.wings.engines import packages_of
 from orchestrator.wings.engines.contract import EngineModule

@@ -18,9 +18,9 @@ from orchestrator.config.engine import EngineKind
 from orchestrator.config.schema import MeasureKind, RunConfig, from_dict
 from orchestrator.config.strict import ConfigError, Refusal
 from orchestrator.exit_codes import OK
-from orchestrator.plan.point import Point
-from orchestrator.plan.points import judged
-from orchestrator.plan.rules.scene import here
+from orchestrator.planning.point import Point
+from orchestrator.planning.points import judged
+from orchestrator.planning.rules.scene import here
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import require_json
 from orchestrator.report.screen import Screen, make_console

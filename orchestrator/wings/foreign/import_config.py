@@ -16,8 +16,8 @@ from orchestrator.compose.line import composed
 from orchestrator.config.schema import Resources
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import OK
-from orchestrator.plan.points import judged
-from orchestrator.plan.rules.scene import Scene, here
+from orchestrator.planning.points import judged
+from orchestrator.planning.rules.scene import Scene, here
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import DEFAULT_OUTPUT, program, shown

@@ -19,9 +19,9 @@ from orchestrator.compose.line import composed
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.schema import to_dict
 from orchestrator.config.strict import Refusal
-from orchestrator.plan.point import Point, Refused, Wishes, retry_states
-from orchestrator.plan.points import distinct, judged
-from orchestrator.plan.rules.scene import Scene, here
+from orchestrator.planning.point import Point, Refused, Wishes, retry_states
+from orchestrator.planning.points import distinct, judged
+from orchestrator.planning.rules.scene import Scene, here
 from orchestrator.records import sweep_record
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Standing

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, OK
-from orchestrator.plan.point import Point
+from orchestrator.planning.point import Point
 from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.units import ABSENT, many, size

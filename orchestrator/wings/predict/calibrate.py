@@ -17,9 +17,9 @@ from orchestrator.compose.line import composed
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, OK
-from orchestrator.plan.point import Point
-from orchestrator.plan.points import judged
-from orchestrator.plan.rules.scene import here
+from orchestrator.planning.point import Point
+from orchestrator.planning.points import judged
+from orchestrator.planning.rules.scene import here
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
 from orchestrator.rounds.recorded import NOTABLE_SHARE

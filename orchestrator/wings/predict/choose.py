@@ -17,9 +17,9 @@ from orchestrator.config.schema import Device
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INCOMPLETE, INTERRUPTED, OK
 from orchestrator.launch.cluster import cluster_of
-from orchestrator.plan.point import Point
-from orchestrator.plan.points import judged
-from orchestrator.plan.rules.scene import here
+from orchestrator.planning.point import Point
+from orchestrator.planning.points import judged
+from orchestrator.planning.rules.scene import here
 from orchestrator.records import sweep_record
 from orchestrator.records.sweep_record import SweepPaths
 from orchestrator.report import comparison, ranking

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from orchestrator.machine import children
 from orchestrator.machine.processes import how_it_ended
-from orchestrator.plan.predictor import Tell
+from orchestrator.planning.predictor import Tell
 
 SILENCE_S = 600.0  # that the child may take for one answer, also beside other programs that take the cores
 TELL_S = 2.0

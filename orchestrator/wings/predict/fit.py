@@ -15,10 +15,10 @@ from orchestrator.config.schema import Device, MeasureKind, RunConfig
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INCOMPLETE, OK
 from orchestrator.machine.hardware import memory_bytes
-from orchestrator.plan.point import Point
-from orchestrator.plan.points import distinct, judged
-from orchestrator.plan.predictor import NOT_ASKED
-from orchestrator.plan.rules.scene import here
+from orchestrator.planning.point import Point
+from orchestrator.planning.points import distinct, judged
+from orchestrator.planning.predictor import NOT_ASKED
+from orchestrator.planning.rules.scene import here
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import program
 from orchestrator.text.streams import complain, few

@@ -12,7 +12,7 @@ from orchestrator import wings
 from orchestrator.config.engine import EngineKind
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal
-from orchestrator.plan.point import Point
+from orchestrator.planning.point import Point
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program

@@ -25,7 +25,7 @@ from orchestrator import wings
 from orchestrator.config.parts import plain
 from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.machine import provenance
-from orchestrator.plan.predictor import Tell
+from orchestrator.planning.predictor import Tell
 from orchestrator.records.cache import read_cached, read_cached_object, write_cached
 from orchestrator.wings.kinds.kind import sample_of
 from orchestrator.wings.predict import counting_child

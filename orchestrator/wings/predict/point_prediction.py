@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestrator.plan.predictor import Prediction
+from orchestrator.planning.predictor import Prediction
 from orchestrator.text.units import size
 from orchestrator.wings.predict import fit_rows
 from orchestrator.wings.predict.moments import on_device, worst

@@ -1,6 +1,6 @@
 """Predicts the memory of points before they run, with zero_runtime's memory model and its counts of activations.
 
-The module is the `Predictor` of plans (orchestrator/plan/predictor.py).
+The module is the `Predictor` of plans (orchestrator/planning/predictor.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from orchestrator.compose.folders import CONF
 from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import AdapterKind, Device, RunConfig, to_dict
 from orchestrator.machine import hardware
-from orchestrator.plan.point import Point
-from orchestrator.plan.predictor import NOT_ASKED, Prediction, Tell
+from orchestrator.planning.point import Point
+from orchestrator.planning.predictor import NOT_ASKED, Prediction, Tell
 from orchestrator.wings.predict import memory_cache, remedies
 from orchestrator.wings.predict.counting_child import Answer
 from orchestrator.wings.predict.memory_cache import activations_key, units_key

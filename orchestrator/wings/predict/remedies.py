@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from orchestrator.config.schema import LossKind, MeasureKind, RunConfig
 from orchestrator.config.state_groups import Offload
-from orchestrator.plan.rules.scene import Scene, here
-from orchestrator.plan.rules.table import check_parts
+from orchestrator.planning.rules.scene import Scene, here
+from orchestrator.planning.rules.table import check_parts
 from orchestrator.text.units import size
 from zero_runtime.activations.rule import RecomputeKind
 from zero_runtime.offload_plan import Tier

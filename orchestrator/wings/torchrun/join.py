@@ -23,7 +23,7 @@ from orchestrator.launch.verdict import GRACE_S, Sight, Verdict, describe, recor
 from orchestrator.machine import children
 from orchestrator.machine.interfaces import LOOPBACK, interface_to, set_interface
 from orchestrator.machine.loopback import ADDRESSES
-from orchestrator.plan.point import Point
+from orchestrator.planning.point import Point
 from orchestrator.records.record_file import EventTail, read_or_warn, write_json_atomic
 from orchestrator.records.record_shapes import RANK
 from orchestrator.records.run_record import Attempt, AttemptPaths, joins_path

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from orchestrator.commands.admission import Admission
 from orchestrator.commands.run import run_point
-from orchestrator.plan import decision
-from orchestrator.plan.point import Point, Wishes
+from orchestrator.planning import decision
+from orchestrator.planning.point import Point, Wishes
 from orchestrator.records.record_file import read_json
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.report.screen import Screen

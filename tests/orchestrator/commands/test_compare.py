@@ -15,7 +15,7 @@ from orchestrator import cli
 from orchestrator.commands.sweep import SweepRequest, run_quietly
 from orchestrator.exit_codes import BAD_USAGE, FAILED, INCOMPLETE, OK
 from orchestrator.machine import hardware
-from orchestrator.plan.point import Point
+from orchestrator.planning.point import Point
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.sweep_record import SweepPaths

@@ -27,7 +27,7 @@ from orchestrator.commands import verbs
 from orchestrator.commands.sweep import SweepRequest, run_quietly, run_sweep, watch
 from orchestrator.config.strict import Broken
 from orchestrator.machine import hardware
-from orchestrator.plan.point import Refused, Wishes
+from orchestrator.planning.point import Refused, Wishes
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import read_json
 from orchestrator.records.run_record import AttemptPaths

@@ -16,8 +16,8 @@ from orchestrator.compose.labels import sweep_name
 from orchestrator.compose.settable import read_tree
 from orchestrator.config.strict import Refusal
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.points import checked_points
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.points import checked_points
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.wings.words.help_topics import Topics
 
 LAPTOP = Scene(Hardware(cores=4, cpu="cpu"))

@@ -14,9 +14,9 @@ from orchestrator.compose.point_count import TooManyPoints
 from orchestrator.compose.sweep_file import SweepFile, SweepFileError, expand, spelled
 from orchestrator.config.schema import to_dict
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.point import Point
-from orchestrator.plan.points import checked_points
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.point import Point
+from orchestrator.planning.points import checked_points
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.records.run_record import point_id
 
 LAPTOP = Scene(Hardware(cores=4, cpu="cpu"))

@@ -18,8 +18,8 @@ from orchestrator.config.schema import Device, RunConfig
 from orchestrator.launch import environment
 from orchestrator.launch.rank import rank_in_world
 from orchestrator.machine import hardware
-from orchestrator.plan.rules.scene import scene_of
-from orchestrator.plan.rules.table import check_parts
+from orchestrator.planning.rules.scene import scene_of
+from orchestrator.planning.rules.table import check_parts
 from orchestrator.wings.slurm import rank as slurm_rank
 from orchestrator.wings.torchrun import join
 from orchestrator.wings.torchrun.join import AT_START, joined_settings

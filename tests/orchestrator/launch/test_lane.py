@@ -17,7 +17,7 @@ from orchestrator.config.schema import Checkpoint, CheckpointKind, to_dict
 from orchestrator.launch import lane
 from orchestrator.launch.lane import too_large_together
 from orchestrator.machine import hardware
-from orchestrator.plan.point import Point
+from orchestrator.planning.point import Point
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import EventTail, read_json, write_json_atomic
 from orchestrator.records.record_shapes import SWEEP_EVENTS

@@ -12,7 +12,7 @@ from orchestrator.commands import doctor
 from orchestrator.machine import loopback as module
 from orchestrator.machine.interfaces import GLOO
 from orchestrator.machine.loopback import in_url, loopback
-from orchestrator.plan.rules.output import place_problems
+from orchestrator.planning.rules.output import place_problems
 from orchestrator.wings.slurm import rank as slurm_rank
 
 NOT_HERE_4, NOT_HERE_6 = "192.0.2.1", "2001:db8::1"  # reserved for documentation: no machine has them

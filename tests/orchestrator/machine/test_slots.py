@@ -12,7 +12,7 @@ import pytest
 from orchestrator.config.schema import Device, ResolvedResources
 from orchestrator.machine import hardware, slots
 from orchestrator.machine.slots import Slot, SlotPool
-from orchestrator.plan.rules.output import place_problems
+from orchestrator.planning.rules.output import place_problems
 
 SMI = """#!/bin/sh
 case "$1" in

@@ -12,8 +12,8 @@ from points import make_config, make_point
 from stub_worker import make_result
 
 from orchestrator.config.schema import Data, DataKind, Model, RunConfig, Tokenizer, to_dict
-from orchestrator.plan import decision
-from orchestrator.plan.point import Wishes
+from orchestrator.planning import decision
+from orchestrator.planning.point import Wishes
 from orchestrator.records import contents
 from orchestrator.records.record_file import read_json, write_json_atomic
 from orchestrator.records.run_record import Attempt, new_attempt

@@ -15,8 +15,8 @@ from stub_worker import make_result
 
 from orchestrator.config.schema import to_dict
 from orchestrator.machine import hardware, provenance
-from orchestrator.plan import decision
-from orchestrator.plan.point import Wishes
+from orchestrator.planning import decision
+from orchestrator.planning.point import Wishes
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import new_attempt

@@ -17,9 +17,9 @@ from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.schema import to_dict
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.point import Point
-from orchestrator.plan.points import judged
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.point import Point
+from orchestrator.planning.points import judged
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.report.entry import Entry
 from orchestrator.wings.engines.checksums import AT_ONCE, checksum, hexadecimal
 from orchestrator.wings.engines.equality import LEAST, MULTIPLE, WorkVerdict, bounds, verdicts, work_key

@@ -28,9 +28,9 @@ from orchestrator.config.schema import to_dict
 from orchestrator.launch.rank import ENTRY, RankInfo, leave_failed, run_recorded
 from orchestrator.launch.verdict import Verdict, judge, look_at_ranks
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.point import Point, Refused
-from orchestrator.plan.points import judged
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.point import Point, Refused
+from orchestrator.planning.points import judged
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState

@@ -15,9 +15,9 @@ from orchestrator import wings
 from orchestrator.compose import arguments, compose
 from orchestrator.config.schema import to_dict
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.point import Point
-from orchestrator.plan.points import checked_points
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.point import Point
+from orchestrator.planning.points import checked_points
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.records.run_record import point_id
 from orchestrator.report.entry import Entry
 from orchestrator.report.ranking import Ranked

@@ -12,7 +12,7 @@ from points import config_of_line
 
 from benchmarks.predicted_peaks import allocated
 from orchestrator import wings
-from orchestrator.plan.point import Point
+from orchestrator.planning.point import Point
 from orchestrator.wings.engines.contract import Task, TrainingEngine
 from orchestrator.wings.predict import activations, memory_cache, shapes
 from orchestrator.wings.predict.fit_peers import points_of

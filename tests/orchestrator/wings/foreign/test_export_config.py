@@ -14,8 +14,8 @@ from orchestrator import cli
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.schema import RunConfig
-from orchestrator.plan.points import checked_points
-from orchestrator.plan.rules.scene import here
+from orchestrator.planning.points import checked_points
+from orchestrator.planning.rules.scene import here
 from orchestrator.wings.foreign.point_words import words_of_point
 
 LINE = (

@@ -10,8 +10,8 @@ import pytest
 from orchestrator import cli
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
-from orchestrator.plan.points import checked_points
-from orchestrator.plan.rules.scene import here
+from orchestrator.planning.points import checked_points
+from orchestrator.planning.rules.scene import here
 
 CONTENT = {
     "train_micro_batch_size_per_gpu": "auto",

@@ -14,7 +14,7 @@ import pytest
 from harness.warm_shapes import WarmShapes
 
 from orchestrator import cli
-from orchestrator.plan.point import Point
+from orchestrator.planning.point import Point
 from orchestrator.wings.predict import counting_child, fit_arithmetic, memory_cache
 from orchestrator.wings.predict import fit as command
 from orchestrator.wings.predict.fit_rows import Fit

@@ -9,8 +9,8 @@ import pytest
 from orchestrator.compose import arguments, compose
 from orchestrator.config.schema import Device, LossKind, RunConfig
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.points import checked_points
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.points import checked_points
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.moments import Met

@@ -9,7 +9,7 @@ import pytest
 from points import config_of
 
 from orchestrator.config.schema import Loss, LossKind
-from orchestrator.plan.point import Point
+from orchestrator.planning.point import Point
 from orchestrator.wings.predict import predicted, prediction
 
 

@@ -20,11 +20,11 @@ from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal
 from orchestrator.machine import hardware
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan import decision
-from orchestrator.plan.point import Point, Wishes
-from orchestrator.plan.points import checked_points
-from orchestrator.plan.predictor import predictor
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning import decision
+from orchestrator.planning.point import Point, Wishes
+from orchestrator.planning.points import checked_points
+from orchestrator.planning.predictor import predictor
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.records.cache import cache_file
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned

@@ -10,8 +10,8 @@ import pytest
 from orchestrator.compose import arguments, compose
 from orchestrator.config.schema import RunConfig
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.points import checked_points
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.points import checked_points
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.wings.predict import memory_cache, rough_time, shapes, speed, step
 from orchestrator.wings.predict.activations import answers
 from orchestrator.wings.predict.memory_cache import units_key

@@ -13,9 +13,9 @@ from orchestrator.compose import arguments, compose
 from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.machine import hardware
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.points import checked_points
-from orchestrator.plan.predictor import NOT_ASKED
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.points import checked_points
+from orchestrator.planning.predictor import NOT_ASKED
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.records.run_record import point_id
 from orchestrator.wings.predict import memory_cache, prediction
 from orchestrator.wings.predict.memory_cache import units_key

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.gpu_claims import CLAIMS
 from orchestrator.compose import arguments, compose
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.points import checked_points
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.points import checked_points
+from orchestrator.planning.rules.scene import Scene
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "gpu.md").read_text(encoding="utf-8")
 LINES = [line for line in PAGE.splitlines() if line.startswith("python run.py")]

@@ -11,13 +11,13 @@ import pytest
 from orchestrator import cli
 from orchestrator.config.cluster import Cluster, ClusterKind
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.rules.output import (
+from orchestrator.planning.rules.output import (
     output_can_be_written_down,
     output_is_the_user_s,
     place_problems,
     slurm_takes_the_output,
 )
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.rules.scene import Scene
 
 SCENE = Scene(Hardware(cores=4, cpu="cpu"))
 STRANGER = 61234

@@ -6,8 +6,8 @@ from orchestrator.config.cluster import Cluster
 from orchestrator.config.comm import Comm, CommKind
 from orchestrator.config.schema import Device, Resources
 from orchestrator.config.strict import Broken
-from orchestrator.plan.rules.cluster import is_slurm
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.rules.cluster import is_slurm
+from orchestrator.planning.rules.scene import Scene
 from zero_runtime.wings import SHM_TROUBLE, load
 
 AUTO = "comm=auto"

@@ -15,12 +15,12 @@ from orchestrator.config.schema import AskedConfig, Device, Model, to_dict
 from orchestrator.config.strict import Broken, build_parts
 from orchestrator.machine import hardware
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.rules import comm as comm_rules
-from orchestrator.plan.rules import data as data_rules
-from orchestrator.plan.rules import table as rules
-from orchestrator.plan.rules.optimizer import momentum_can_cycle
-from orchestrator.plan.rules.scene import Scene
-from orchestrator.plan.rules.table import resolve
+from orchestrator.planning.rules import comm as comm_rules
+from orchestrator.planning.rules import data as data_rules
+from orchestrator.planning.rules import table as rules
+from orchestrator.planning.rules.optimizer import momentum_can_cycle
+from orchestrator.planning.rules.scene import Scene
+from orchestrator.planning.rules.table import resolve
 from zero_runtime.optim.configs import OptimizerConfig, SgdConfig, TorchConfig
 from zero_runtime.optim.lr_settings import OneCycleSettings
 

@@ -9,8 +9,8 @@ from orchestrator.config.cluster import Cluster
 from orchestrator.config.strict import Broken
 from orchestrator.machine import slots
 from orchestrator.machine.interfaces import check_meeting_place
-from orchestrator.plan.rules import cluster as cluster_rules
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.rules import cluster as cluster_rules
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.records.ownership import trouble_of_own, trouble_of_parents
 from orchestrator.records.run_record import make_output
 from orchestrator.text.paths import expanded

@@ -8,8 +8,8 @@ from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.schema import Device, Resources
 from orchestrator.config.state_groups import Offload, Zero
 from orchestrator.config.strict import Broken
-from orchestrator.plan.rules.cluster import is_slurm
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.rules.cluster import is_slurm
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.records.run_record import scratch_path
 from orchestrator.text.paths import expanded
 from zero_runtime.errors import missing_folder

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from orchestrator import wings
 from orchestrator.config.schema import RunConfig
-from orchestrator.plan.point import Point
+from orchestrator.planning.point import Point
 
 NOT_ASKED = "it was not counted"
 Tell = Callable[[str], None]

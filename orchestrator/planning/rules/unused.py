@@ -10,7 +10,7 @@ from orchestrator.config.cluster import Cluster, ClusterKind
 from orchestrator.config.first_keys import default_of
 from orchestrator.config.schema import CheckpointKind, DataKind, LossKind, TrackingKind
 from orchestrator.config.strict import Broken
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.rules.scene import Scene
 from zero_runtime.limits import as_typed
 from zero_runtime.offload_plan import Tier
 

@@ -9,8 +9,8 @@ import pytest
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.points import checked_points
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.points import checked_points
+from orchestrator.planning.rules.scene import Scene
 
 LAPTOP = Scene(Hardware(cores=2, cpu="cpu"))
 REPLACED = (

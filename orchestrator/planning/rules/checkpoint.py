@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestrator.config.near import fix_of_path
 from orchestrator.config.schema import Adapter, AdapterKind, Checkpoint, WeightsExport
 from orchestrator.config.strict import Broken
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.text.paths import expanded
 
 

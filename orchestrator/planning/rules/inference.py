@@ -14,7 +14,7 @@ from orchestrator.config.schema import (
 )
 from orchestrator.config.state_groups import Offload, Zero
 from orchestrator.config.strict import Broken
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.rules.scene import Scene
 from zero_runtime.limits import broken_by
 from zero_runtime.offload_plan import Tier
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import RunConfig, to_dict
-from orchestrator.plan.point import Point, Refused, Wishes
-from orchestrator.plan.predictor import Prediction
+from orchestrator.planning.point import Point, Refused, Wishes
+from orchestrator.planning.predictor import Prediction
 from orchestrator.records import contents, versions
 from orchestrator.records.record_file import read_or_warn
 from orchestrator.records.record_shapes import STATE

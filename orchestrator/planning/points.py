@@ -13,10 +13,10 @@ from orchestrator.compose.labels import label
 from orchestrator.config.engine import EngineChoice
 from orchestrator.config.schema import AskedConfig, root_limits, to_dict
 from orchestrator.config.strict import Broken, build_parts
-from orchestrator.plan.point import Point, Refused
-from orchestrator.plan.rules import table as rules
-from orchestrator.plan.rules.scene import Scene
-from orchestrator.plan.rules.training import option_is_not_undone
+from orchestrator.planning.point import Point, Refused
+from orchestrator.planning.rules import table as rules
+from orchestrator.planning.rules.scene import Scene
+from orchestrator.planning.rules.training import option_is_not_undone
 
 if TYPE_CHECKING:
     from orchestrator.compose.composition import Composition

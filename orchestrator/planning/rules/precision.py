@@ -9,7 +9,7 @@ from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import Device, Resources
 from orchestrator.config.state_groups import Compute, Precision, Zero
 from orchestrator.config.strict import Broken
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.rules.scene import Scene
 from zero_runtime.limits import as_typed, broken_by, values_of
 from zero_runtime.optim.loss_scaler import LossScaleRule
 

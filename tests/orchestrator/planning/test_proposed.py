@@ -19,8 +19,8 @@ from orchestrator.compose.arguments import SHARED_PARSER, VERBS
 from orchestrator.compose.line import composed
 from orchestrator.compose.settable import read_tree
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan.points import checked_points
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.points import checked_points
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.report import ranking, summary
 from orchestrator.report.entry import Entry
 from orchestrator.text import paths

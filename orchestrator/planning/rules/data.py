@@ -10,7 +10,7 @@ from orchestrator.config import pretrained
 from orchestrator.config.near import fix_of_path
 from orchestrator.config.schema import Adapter, AdapterKind, Data, DataKind, Measure, Model, Tokenizer
 from orchestrator.config.strict import Broken
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.rules.scene import Scene
 from orchestrator.text.extras import install_line
 from orchestrator.text.paths import expanded
 

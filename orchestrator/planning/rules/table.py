@@ -25,20 +25,20 @@ from orchestrator.config.schema import (
 from orchestrator.config.state_groups import Offload, Zero
 from orchestrator.config.strict import Broken
 from orchestrator.machine import children
-from orchestrator.plan.rules import checkpoint as saving_rules
-from orchestrator.plan.rules import cluster as cluster_rules
-from orchestrator.plan.rules import comm as comm_rules
-from orchestrator.plan.rules import data as data_rules
-from orchestrator.plan.rules import hardware as hardware_rules
-from orchestrator.plan.rules import inference as inference_rules
-from orchestrator.plan.rules import offload as offload_rules
-from orchestrator.plan.rules import optimizer as optimizer_rules
-from orchestrator.plan.rules import output as output_rules
-from orchestrator.plan.rules import parallel as parallel_rules
-from orchestrator.plan.rules import precision as precision_rules
-from orchestrator.plan.rules import training as training_rules
-from orchestrator.plan.rules.scene import Scene
-from orchestrator.plan.rules.unused import UNUSED
+from orchestrator.planning.rules import checkpoint as saving_rules
+from orchestrator.planning.rules import cluster as cluster_rules
+from orchestrator.planning.rules import comm as comm_rules
+from orchestrator.planning.rules import data as data_rules
+from orchestrator.planning.rules import hardware as hardware_rules
+from orchestrator.planning.rules import inference as inference_rules
+from orchestrator.planning.rules import offload as offload_rules
+from orchestrator.planning.rules import optimizer as optimizer_rules
+from orchestrator.planning.rules import output as output_rules
+from orchestrator.planning.rules import parallel as parallel_rules
+from orchestrator.planning.rules import precision as precision_rules
+from orchestrator.planning.rules import training as training_rules
+from orchestrator.planning.rules.scene import Scene
+from orchestrator.planning.rules.unused import UNUSED
 from orchestrator.records.run_record import scratch_path
 from orchestrator.text.paths import expanded
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestrator.config.cluster import Cluster, ClusterKind
 from orchestrator.config.schema import Device, Resources
 from orchestrator.config.strict import Broken
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.rules.scene import Scene
 
 # A signal may arrive up to EARLY_S before the requested time. A run needs at least WORK_S of work before it.
 EARLY_S, WORK_S = 60, 60

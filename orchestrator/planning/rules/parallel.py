@@ -6,7 +6,7 @@ from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import Batch, Measure, MeasureKind, Resources
 from orchestrator.config.strict import Broken
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.rules.scene import Scene
 from zero_runtime.wings import REFUSED_OPTIMIZER, load
 
 ALONE = "parallel.tp=1"

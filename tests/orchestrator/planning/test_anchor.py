@@ -10,8 +10,8 @@ from points import make_config
 from stub_worker import make_result
 
 from orchestrator.config.schema import RunConfig, to_dict
-from orchestrator.plan import decision
-from orchestrator.plan.point import Point, Wishes
+from orchestrator.planning import decision
+from orchestrator.planning.point import Point, Wishes
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import Attempt, new_attempt
 from orchestrator.records.run_state import RunState

@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestrator.config.optimizer import Optimizer, Scheduler
 from orchestrator.config.state_groups import Zero
 from orchestrator.config.strict import Broken
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.rules.scene import Scene
 from zero_runtime.limits import broken_by
 from zero_runtime.optim.configs import SgdConfig
 

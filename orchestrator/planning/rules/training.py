@@ -7,7 +7,7 @@ from dataclasses import fields
 from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import Measure, Train
 from orchestrator.config.strict import Broken
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.rules.scene import Scene
 
 
 def training_has_one_end(scene: Scene, measure: Measure, train: Train) -> Broken | None:

@@ -9,9 +9,9 @@ from orchestrator.config.hardware import GpuNode
 from orchestrator.config.schema import Device, Resources
 from orchestrator.config.state_groups import Precision
 from orchestrator.config.strict import Broken
-from orchestrator.plan.rules.cluster import is_slurm
-from orchestrator.plan.rules.precision import computed_in
-from orchestrator.plan.rules.scene import Scene
+from orchestrator.planning.rules.cluster import is_slurm
+from orchestrator.planning.rules.precision import computed_in
+from orchestrator.planning.rules.scene import Scene
 
 USUAL_GPUS = 8  # most GPUs of a node that a fix proposes
 
