@@ -19,7 +19,7 @@ class CountedStep(NamedTuple):
 
 
 def counted_step(config: RunConfig, *, whole: bool = False) -> CountedStep:
-    """Traces one micro-batch and counts its work. Of many equal blocks five are traced, unless `whole` is asked for."""
+    """Traces one micro-batch and counts its work. Of blocks that repeat few are traced, unless `whole` is asked for."""
     micro = config.batch.micro
     found = Tracing(config, whole=whole).one(micro)
     assert not isinstance(found, dict), found

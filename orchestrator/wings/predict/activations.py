@@ -46,7 +46,7 @@ SMALLEST = 2  # torch treats a batch of one differently: dimensions of one count
 
 
 class TracedStep(NamedTuple):
-    """A step of the configured model, or of the same model with five blocks, which `left` describes: its storages, and
+    """A step of the configured model, or of the same model with few blocks, which `left` describes: its storages, and
     the work of its segments."""
 
     trace: Trace
@@ -63,7 +63,7 @@ class TracedStep(NamedTuple):
 
 
 def _traced_step(config: RunConfig, *, whole: bool) -> TracedStep:
-    """Of a model of many equal blocks only five are traced, unless `whole` is asked for."""
+    """Of blocks that repeat only a few are traced, unless `whole` is asked for."""
     rules = unit_rules(config, built(config))
     short = None if whole else _shortened(config, rules)
     for _ in range(TRIES):

@@ -70,7 +70,7 @@ class ShortModel(NamedTuple):
 
 
 def _short_model(config: RunConfig) -> ShortModel:
-    """The configured model, of whose equal blocks at most five are left."""
+    """The configured model, of whose repeating blocks few are left."""
     model, initialise = build_deferred(config)
     rules = unit_rules(config, model)
     short = short_copy(model, rules, config.recompute)
@@ -80,7 +80,7 @@ def _short_model(config: RunConfig) -> ShortModel:
 
 
 def timer_of(config: RunConfig, device: torch.device) -> tuple[SegmentTimer, Shortened | None]:
-    """The timer of a configuration's model. Of many equal blocks five are built, if the second value is not None."""
+    """The timer of a configuration's model. Of blocks that repeat few are built, if the second value is not None."""
     model, _, rules, short = _short_model(config)
     timer = SegmentTimer(
         model,
@@ -93,7 +93,7 @@ def timer_of(config: RunConfig, device: torch.device) -> tuple[SegmentTimer, Sho
 
 
 def short_runtime(config: RunConfig, device: torch.device, watch: RankWatch | None) -> ZeroRuntime:
-    """The runtime of the configuration's model, of whose equal blocks at most five are built, for one micro-batch."""
+    """The runtime of the configuration's model, of whose repeating blocks few are built, for one micro-batch."""
     model, initialise, _, _ = _short_model(config)
     Recomputation(model, config.recompute, device)
     settings = RuntimeSettings(

@@ -364,8 +364,8 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> 
     """The mask in the memory-efficient kernel's format: numbers of the query's dtype, rows padded for its loads."""
     if mask is None:
         return None
-    if mask.dtype is torch.bool:
-        mask = query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    if mask.dtype is torch.bool:  # as torch converts it; fake numbers, since a real mask of seq x seq takes its time
+        mask = torch.where(mask, query.new_zeros(()), query.new_full((), -torch.inf))
     length = key.shape[-2]
     if length % MASK_ALIGNMENT:
         mask = F.pad(mask, (0, -length % MASK_ALIGNMENT))[..., :length]

@@ -1,23 +1,47 @@
-"""The trace of a model of many equal blocks, from the trace of the same model with five of them.
+"""The trace of a model whose blocks repeat, from the trace of the same model with few of them.
 
-[Note: copies of the middle block]
-Blocks 0 to 4 of the short model stand for the first two, any one in between, and the last two of the long one. The
-events of block 2 in the forward and in the backward are repeated for each block in between. They create storages of
-their own, and may free those of their own block and of the neighbours on both sides; that a neighbour's storage is
-meant follows from its place among those that the neighbour created. If an event of block 2 frees anything else, or if
-the three middle blocks do not create the same storages, the blocks are not equal in memory, and the long model has to
-be traced itself. Standard library only.
+[Note: copies of the middle blocks]
+Blocks repeat with a period: 1 if all are equal, 6 if five blocks with a sliding window follow each other before one
+without. The short model has the first two blocks, one period of those in between (the middle), and the rest, at least
+two. The events of the middle in the forward and in the backward are repeated for each period that the short model
+lacks. They create storages of their own, and may free those of the middle and of its neighbours on both sides; that a
+neighbour's storage is meant follows from its place among those that the neighbour created. The neighbour before is
+like the last block of the middle, and the one behind like the first. What was created outside of all blocks, such as a
+table that the blocks without a window read, is freed by the copy that comes last. If an event of the middle frees
+anything else, or if these blocks do not create the same storages, the blocks are not equal in memory, and the long
+model has to be traced itself. Standard library only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from zero_runtime.predict.memory.activation_count import LinearTrace, Mark, Trace
 
-SHORT = 5  # blocks of the short model
-MIDDLE = 2
+EDGE = 2  # blocks of the short model before the middle, and the fewest behind it
+
+
+@dataclass(frozen=True)
+class ShortLayout:
+    """The blocks of a short model: `blocks` of them, of which those from EDGE on are repeated, `period` together."""
+
+    blocks: int = 2 * EDGE + 1
+    period: int = 1
+
+    @property
+    def behind(self) -> int:
+        """The first block behind the middle."""
+        return EDGE + self.period
+
+    def copies(self, blocks: int) -> int:
+        """How often the middle is in a model with so many blocks."""
+        return (blocks - self.blocks) // self.period + 1
+
+    def kept(self, blocks: int) -> list[int]:
+        """The blocks of the long model that the short one has."""
+        return [*range(self.behind), *range(blocks - self.blocks + self.behind, blocks)]
 
 
 @dataclass(frozen=True)
@@ -26,42 +50,78 @@ class BlockUnits:
 
     first: int
     count: int
+    layout: ShortLayout = ShortLayout()
 
     def block(self, unit: int) -> int | None:
         """The block of a unit of the short model; None for a unit outside of the blocks."""
         block = (unit - self.first) // self.count
-        return block if 0 <= block < SHORT else None
+        return block if 0 <= block < self.layout.blocks else None
+
+    def is_middle(self, unit: int) -> bool:
+        block = self.block(unit)
+        return block is not None and EDGE <= block < self.layout.behind
+
+    def is_behind(self, unit: int) -> bool:
+        return unit >= self.first + self.layout.behind * self.count
+
+    @property
+    def of_middle(self) -> int:
+        """The number of units by which a copy of the middle shifts those behind it."""
+        return self.layout.period * self.count
 
 
 Span = tuple[int, int]  # events [start, stop)
 
 
 def linear_with_blocks(short: LinearTrace, units: BlockUnits, blocks: int) -> LinearTrace | None:
-    """The trace of the model with `blocks` equal blocks; None if that of five does not determine it."""
-    if blocks <= SHORT:
+    """The trace of the model with `blocks` blocks; None if that of the short one does not determine it."""
+    if blocks <= units.layout.blocks:
         return None
     trace = short.trace
     spans = _spans(trace, units)
     if spans is None or not (_alike(trace, spans) and _alike(replace(trace, sizes=short.slopes), spans)):
         return None
-    copying = _Copying(trace, units, spans, blocks - SHORT + 1)
+    copying = _Copying(trace, units, spans, blocks)
     long = copying.copied()
     return None if long is None else replace(short, trace=long, slopes=[short.slopes[one] for one in copying.origins])
 
 
-def _spans(trace: Trace, units: BlockUnits) -> dict[tuple[bool, int], Span] | None:
-    """The events of blocks 1 to 3, in forward (True) and backward; None if the blocks do not come one by one."""
+class _Part(Enum):
+    """What is repeated; the block before it and the one behind it; and the blocks of the middle that these are like."""
+
+    MIDDLE = "middle"
+    BEFORE = "before"
+    BEHIND = "behind"
+    FIRST = "first of the middle"
+    LAST = "last of the middle"
+
+
+LIKE = {_Part.BEFORE: _Part.LAST, _Part.BEHIND: _Part.FIRST}
+Spans = dict[tuple[bool, _Part], Span]  # in forward (True) and backward
+
+
+def _spans(trace: Trace, units: BlockUnits) -> Spans | None:
+    """The events of the middle and the blocks at its ends; None if the blocks do not come one by one."""
     starts: dict[tuple[bool, int], int] = {}
     for position, kind, unit in trace.marks:
         block = units.block(unit)
         if block is not None and kind in (Mark.BEFORE_FORWARD, Mark.BEFORE_BACKWARD):
             starts.setdefault((kind == Mark.BEFORE_FORWARD, block), position)
-    if len(starts) != 2 * SHORT:
+    if len(starts) != 2 * units.layout.blocks:
         return None
-    spans = {(True, block): (starts[True, block], starts[True, block + 1]) for block in (1, 2, 3)}
-    spans |= {(False, block): (starts[False, block], starts[False, block - 1]) for block in (1, 2, 3)}
+    behind = units.layout.behind
+    blocks = {
+        _Part.MIDDLE: (EDGE, behind - 1),
+        _Part.BEFORE: (EDGE - 1, EDGE - 1),
+        _Part.BEHIND: (behind, behind),
+        _Part.FIRST: (EDGE, EDGE),
+        _Part.LAST: (behind - 1, behind - 1),
+    }
+    spans = {(True, part): (starts[True, low], starts[True, high + 1]) for part, (low, high) in blocks.items()}
+    spans |= {(False, part): (starts[False, high], starts[False, low - 1]) for part, (low, high) in blocks.items()}
     in_order = all(start < stop for start, stop in spans.values())
-    return spans if in_order and spans[True, 3][1] <= trace.forward_end <= spans[False, 3][0] else None
+    ends = spans[True, _Part.BEHIND][1] <= trace.forward_end <= spans[False, _Part.BEHIND][0]
+    return spans if in_order and ends else None
 
 
 def _created(trace: Trace, span: Span) -> list[int]:
@@ -69,35 +129,36 @@ def _created(trace: Trace, span: Span) -> list[int]:
     return [event - 1 for event in trace.events[slice(*span)] if event > 0]
 
 
-def _alike(trace: Trace, spans: dict[tuple[bool, int], Span]) -> bool:
-    """Whether the middle blocks create the same storages."""
+def _alike(trace: Trace, spans: Spans) -> bool:
+    """Whether the blocks beside the middle create the same storages as those that they are like."""
 
-    def made(key: tuple[bool, int]) -> list[tuple[int, bool, bool]]:
+    def made(key: tuple[bool, _Part]) -> list[tuple[int, bool, bool]]:
         return [(trace.sizes[one], trace.in_blocks[one], trace.on_host[one]) for one in _created(trace, spans[key])]
 
-    return all(made((way, 1)) == made((way, 2)) == made((way, 3)) for way in (True, False))
+    return all(made((way, one)) == made((way, other)) for way in (True, False) for one, other in LIKE.items())
 
 
 class _Copying:
-    """Writes the long trace: the short one with `copies` of block 2 instead of one. origins: the number in the short
+    """Writes the trace of `blocks` blocks: the short one with copies of the middle. origins: the number in the short
     trace of each storage of the long one."""
 
-    def __init__(self, short: Trace, units: BlockUnits, spans: dict[tuple[bool, int], Span], copies: int) -> None:
-        self._short, self._units, self._spans, self._copies = short, units, spans, copies
+    def __init__(self, short: Trace, units: BlockUnits, spans: Spans, blocks: int) -> None:
+        self._short, self._units, self._spans, self._blocks = short, units, spans, blocks
+        self._copies = units.layout.copies(blocks)
         self._long = Trace()
         self.origins: list[int] = []
         self._numbers: dict[tuple[int, int], int] = {}  # of the long trace, by copy and number in the short one
-        # By storage of blocks 1 and 3: the storage of block 2 in the same place.
+        # By storage of the blocks beside the middle: the storage of the middle in the same place, and of which copy.
         self._like: dict[int, tuple[int, int]] = {}
         for way in (True, False):
-            own = _created(short, spans[way, MIDDLE])
-            for neighbour, shift in ((1, -1), (3, 1)):
+            for neighbour, shift in ((_Part.BEFORE, -1), (_Part.BEHIND, 1)):
+                own = _created(short, spans[way, LIKE[neighbour]])
                 others = _created(short, spans[way, neighbour])
                 self._like |= {other: (mine, shift) for other, mine in zip(others, own, strict=True)}
-        self._own = {one for way in (True, False) for one in _created(short, spans[way, MIDDLE])}
+        self._own = {one for way in (True, False) for one in _created(short, spans[way, _Part.MIDDLE])}
 
     def copied(self) -> Trace | None:
-        forward, backward = self._spans[True, MIDDLE], self._spans[False, MIDDLE]
+        forward, backward = self._spans[True, _Part.MIDDLE], self._spans[False, _Part.MIDDLE]
         last, everything = self._copies - 1, len(self._short.events)
         parts: list[tuple[Span, int]] = [((0, forward[0]), 0)]
         parts += [(forward, copy) for copy in range(self._copies)]
@@ -107,11 +168,11 @@ class _Copying:
         for span, copy in parts:
             if not self._write(span, copy, is_copy=span in (forward, backward)):
                 return None
-        self._long.random_state_bytes = self._short.random_state_bytes // SHORT * (self._copies + SHORT - 1)
+        self._long.random_state_bytes = self._short.random_state_bytes // self._units.layout.blocks * self._blocks
         return None if self._numbers else self._long  # a trace frees all that it creates
 
     def _write(self, span: Span, copy: int, *, is_copy: bool) -> bool:
-        """Write events and their marks. copy: of block 2, which they are or are next to. False if they cannot be."""
+        """Write events and their marks. copy: of the middle, which they are or are next to. False if they cannot be."""
         marks = [mark for mark in self._short.marks if span[0] <= mark[0] < span[1]]
         if span[1] == len(self._short.events):
             marks += [mark for mark in self._short.marks if mark[0] == span[1]]
@@ -123,7 +184,7 @@ class _Copying:
             event = self._short.events[position]
             if event > 0:
                 self._create(event - 1, copy)
-            elif not self._free(-event - 1, copy, is_copy=is_copy):
+            elif not self._free(-event - 1, copy, span, is_copy=is_copy):
                 return False
         for _, kind, unit in marks:
             self._mark(kind, unit, copy, is_copy=is_copy)
@@ -137,15 +198,17 @@ class _Copying:
             short.sizes[number], in_block=short.in_blocks[number], on_host=short.on_host[number]
         )
 
-    def _free(self, number: int, copy: int, *, is_copy: bool) -> bool:
+    def _free(self, number: int, copy: int, span: Span, *, is_copy: bool) -> bool:
         if number in self._own:
             key = (copy, number)
         elif is_copy and number in self._like:
             mine, shift = self._like[number]
-            # Next to the first and the last copy are blocks 1 and 3 themselves.
+            # Next to the first and the last copy are the blocks of the short model themselves.
             key = (copy + shift, mine) if 0 <= copy + shift < self._copies else (0, number)
-        elif is_copy:
+        elif is_copy and self._short.in_blocks[number]:
             return False
+        elif is_copy and copy != (self._copies - 1 if span == self._spans[True, _Part.MIDDLE] else 0):
+            return True  # other copies still use it
         else:
             key = (0, number)
         found = self._numbers.pop(key, None)
@@ -155,22 +218,22 @@ class _Copying:
         return True
 
     def _mark(self, kind: Mark, unit: int, copy: int, *, is_copy: bool) -> None:
-        units, block = self._units, self._units.block(unit)
-        if block == MIDDLE or (is_copy and block is not None):  # the neighbours of a copy are shifted with it
-            unit += copy * units.count
-        elif unit >= units.first + MIDDLE * units.count:
-            unit += (self._copies - 1) * units.count
+        units = self._units
+        if units.is_middle(unit) or (is_copy and units.block(unit) is not None):  # neighbours are shifted with a copy
+            unit += copy * units.of_middle
+        elif units.is_behind(unit):
+            unit += (self._copies - 1) * units.of_middle
         self._long.mark(kind, unit)
 
 
-def equal_units(of_blocks: Sequence[int | None]) -> BlockUnits | None:
+def equal_units(of_blocks: Sequence[int | None], layout: ShortLayout = ShortLayout()) -> BlockUnits | None:
     """Where the units of the short model's blocks are; None if they are not as many in each, block after block.
 
     of_blocks: the block of each unit, in the units' order.
     """
     places = [place for place, block in enumerate(of_blocks) if block is not None]
-    count, rest = divmod(len(places), SHORT)
+    count, rest = divmod(len(places), layout.blocks)
     if not places or rest or places != list(range(places[0], places[-1] + 1)):
         return None
-    in_order = [of_blocks[place] for place in places] == [block for block in range(SHORT) for _ in range(count)]
-    return BlockUnits(places[0], count) if in_order else None
+    in_order = [of_blocks[place] for place in places] == [block for block in range(layout.blocks) for _ in range(count)]
+    return BlockUnits(places[0], count, layout) if in_order else None

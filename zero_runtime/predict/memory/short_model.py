@@ -1,15 +1,15 @@
-"""Removes most of the equal blocks of a model that is to be traced: see repeated_blocks.py."""
+"""Removes most of the repeating blocks of a model that is to be traced: see repeated_blocks.py."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from zero_runtime.activations.rule import RecomputeRule
-from zero_runtime.predict.memory.repeated_blocks import MIDDLE, SHORT, BlockUnits, equal_units
+from zero_runtime.predict.memory.repeated_blocks import EDGE, BlockUnits, ShortLayout, equal_units
 from zero_runtime.unit_planner import UnitRules, block_modules, plan_units
 
 # Attributes in which equal blocks differ by their place.
@@ -17,60 +17,79 @@ PLACES = ("idx", "index", "layer_id")
 
 
 class Shortened(NamedTuple):
-    """The number of blocks before, and where the units of the five that are left are."""
+    """The number of blocks before, and where the units of those that are left are."""
 
     blocks: int
     units: BlockUnits
 
 
 def treats_alike(recompute: RecomputeRule) -> bool:
-    """Whether the rule treats all blocks alike, whatever their place, so that five of them stand for all."""
+    """Whether the rule treats all blocks alike, whatever their place, so that a few of them stand for all."""
     return recompute.kind != "every_nth" and recompute.offload == "none"
 
 
 class FewerBlocks(NamedTuple):
-    """A model that has lost most of its equal blocks, and where the units of those left are."""
+    """A model that has lost most of its blocks, and where the units of those left are."""
 
     model: nn.Module
     left: Shortened
 
 
 def short_copy(model: nn.Module, rules: UnitRules, recompute: RecomputeRule) -> FewerBlocks | None:
-    """A copy with the first two and the last three blocks, if all but the first and the last are equal.
+    """A copy with the first two blocks, one period of those that repeat, and the rest, at least the last two.
 
-    None if they are not, if the rule treats blocks by their place, or if units span blocks. The model is unchanged.
+    None if blocks do not repeat, but for the first and the last one; if the rule treats blocks by their place, or if
+    units span blocks. The model is unchanged.
     """
-    blocks = _equal_blocks(model, recompute)
-    if blocks is None:
+    blocks = _list_of_blocks(model)
+    layout = None if blocks is None or not treats_alike(recompute) else _layout([_signature(one) for one in blocks])
+    if blocks is None or layout is None:
         return None
     complete, count = blocks._modules, len(blocks)
-    kept = [*list(blocks)[:MIDDLE], *list(blocks)[MIDDLE + count - SHORT :]]
+    kept = layout.kept(count)
     try:  # a copy of all blocks takes longer than their tracing
-        blocks._modules = type(complete)((str(number), block) for number, block in enumerate(kept))
+        blocks._modules = type(complete)((str(place), blocks[number]) for place, number in enumerate(kept))
         copied = copy.deepcopy(model)
     finally:
         blocks._modules = complete
-    left = _left(copied, rules, count)
+    _keep_in_configs(copied, count, kept)
+    left = _left(copied, rules, count, layout)
     return None if left is None else FewerBlocks(copied, left)
 
 
-def _equal_blocks(model: nn.Module, recompute: RecomputeRule) -> nn.ModuleList | None:
-    """The list of the blocks, if they are more than five and all but the first and the last are equal."""
+def _list_of_blocks(model: nn.Module) -> nn.ModuleList | None:
+    """The list that holds the blocks of the model and nothing else."""
     blocks = block_modules(model)
-    if len(blocks) <= SHORT or not treats_alike(recompute):
-        return None
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and list(module) == blocks]
-    if len(lists) != 1 or len({_signature(block) for block in blocks[1:-1]}) > 1:
-        return None
-    return lists[0]
+    return lists[0] if len(lists) == 1 else None
 
 
-def _left(model: nn.Module, rules: UnitRules, blocks: int) -> Shortened | None:
+def _layout(kinds: Sequence[object]) -> ShortLayout | None:
+    """The fewest blocks that stand for all: the shortest period of the kinds of all blocks but the first and the last;
+    None if a model without one of the periods is not shorter."""
+    inner, most = kinds[1:-1], len(kinds) - 2 * EDGE
+    for period in range(1, most // 2 + 1):
+        if inner[period:] == inner[:-period]:
+            return ShortLayout(2 * EDGE + period + most % period, period)
+    return None
+
+
+def _keep_in_configs(model: nn.Module, count: int, kept: Sequence[int]) -> None:
+    """Lists of the model's configuration with an entry for each block lose those of the removed ones: models read some
+    of them by a block's place."""
+    configs = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
+    for config in configs.values():
+        for name, value in vars(config).items():
+            if isinstance(value, list) and len(value) == count:
+                setattr(config, name, [value[number] for number in kept])
+
+
+def _left(model: nn.Module, rules: UnitRules, blocks: int, layout: ShortLayout) -> Shortened | None:
     """Where the units of a shortened model's blocks are; None if units span blocks."""
     left = block_modules(model)
     place = {module: number for number, block in enumerate(left) for module in block.modules()}
     of_units = [{place.get(module) for module in spec.modules} for spec in plan_units(model, rules)]
-    units = None if any(len(found) > 1 for found in of_units) else equal_units([found.pop() for found in of_units])
+    units = None if any(len(found) > 1 for found in of_units) else equal_units([one.pop() for one in of_units], layout)
     return None if units is None else Shortened(blocks, units)
 
 

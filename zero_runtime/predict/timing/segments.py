@@ -3,8 +3,8 @@
 [Note: segments]
 The hooks report a mark to the schedule whenever a unit is about to be used or has been used (`Mark`). A segment is what
 the model computes between two marks. Which marks come in which order is known from the trace of a step on fake tensors;
-how long a segment takes is measured on a model of five blocks, whose third stands for all between the first two and the
-last two, or computed from counted operations. Both are looked up by the mark that ends the segment.
+how long a segment takes is measured on a model of few blocks, of which those in the middle stand for all like them
+(repeated_blocks.py), or computed from counted operations. Both are looked up by the mark that ends the segment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from zero_runtime.predict.memory.activation_count import Mark
-from zero_runtime.predict.memory.repeated_blocks import MIDDLE, SHORT, BlockUnits
+from zero_runtime.predict.memory.repeated_blocks import BlockUnits
 
 Value = TypeVar("Value")
 Other = TypeVar("Other")
@@ -51,17 +51,15 @@ class SegmentTable(Generic[Value]):
         return found
 
     def with_blocks(self, units: BlockUnits, blocks: int) -> SegmentTable[Value]:
-        """The table of a model with `blocks` equal blocks, from that of five: see repeated_blocks.py."""
-        more = blocks - SHORT
+        """The table of a model with `blocks` blocks, from that of the short one: see repeated_blocks.py."""
+        copies = units.layout.copies(blocks)
         found: dict[Key, Sequence[Value]] = {}
         for (kind, unit), values in self.values.items():
-            block = units.block(unit)
-            if block == MIDDLE:
-                for copy in range(more + 1):
-                    found[kind, unit + copy * units.count] = values
+            if units.is_middle(unit):
+                for copy in range(copies):
+                    found[kind, unit + copy * units.of_middle] = values
             else:
-                is_behind = unit >= units.first + MIDDLE * units.count
-                found[kind, unit + is_behind * more * units.count] = values
+                found[kind, unit + units.is_behind(unit) * (copies - 1) * units.of_middle] = values
         return SegmentTable(found)
 
     def map(self, change: Callable[[Value], Other]) -> SegmentTable[Other]:

@@ -1,11 +1,11 @@
-"""Real tensors that operations read together with fake ones are made fake once."""
+"""What is counted of an operation: real tensors beside fake ones, and a mask as attention converts it."""
 
 from __future__ import annotations
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from zero_runtime.predict.memory.activation_trace import Counter, _FakesOfReal
+from zero_runtime.predict.memory.activation_trace import Counter, _bias, _FakesOfReal
 
 _add, _add_ = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
@@ -47,3 +47,18 @@ def test_the_storages_of_real_tensors_are_counted_as_they_are() -> None:
         del table
     assert counter.trace.sizes == [256, 256, 256]
     assert counter.trace.events == [1, 2, -2, 3, -3, -1]
+
+
+def test_a_mask_is_converted_in_the_storages_that_torch_takes() -> None:
+    """torch's attention on this build, with a real mask and real heads, is what the count of a GPU's must follow."""
+    mask, fakes = torch.ones(2, 1, 16, 16, dtype=torch.bool).tril(), FakeTensorMode(allow_non_fake_inputs=True)
+    heads = torch.zeros(2, 4, 16, 32, dtype=torch.bfloat16)
+    with Counter([heads, mask]) as real:
+        torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, mask)
+    fake = fakes.from_tensor(heads)
+    with Counter([fake, mask]) as counted:
+        bias = _bias(mask, fake, fake)
+    assert bias is not None
+    assert isinstance(bias, FakeTensor)  # no operation of seq x seq is computed
+    bytes_of_bias = 2 * mask.numel()
+    assert counted.trace.sizes == [bytes_of_bias] == real.trace.sizes[:1]

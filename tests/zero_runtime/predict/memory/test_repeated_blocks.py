@@ -1,4 +1,4 @@
-"""The trace of a model with many equal blocks, made from that of five, is the trace of the model itself."""
+"""The trace of a model whose blocks repeat, made from that of few, is the trace of the model itself."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from points import make_config
 
 from orchestrator.config.schema import Device, Loss, LossKind, Model, ResolvedBatch, RunConfig
 from orchestrator.config.state_groups import Precision
+from orchestrator.wings.predict.activations import Tracing
 from orchestrator.worker.setup import build_deferred
 from zero_runtime.activations.rule import RecomputeKind, RecomputeRule
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.predict.memory.activation_count import LinearTrace, Mark, Trace
-from zero_runtime.predict.memory.repeated_blocks import BlockUnits, equal_units, linear_with_blocks
+from zero_runtime.predict.memory.repeated_blocks import BlockUnits, ShortLayout, equal_units, linear_with_blocks
 from zero_runtime.predict.memory.short_model import short_copy
 from zero_runtime.unit_planner import UnitRules
 
@@ -24,7 +25,12 @@ MODELS = {
     "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 8, "n_head": 4, "n_positions": 64},
     "qwen2": {**WIDE, "num_hidden_layers": 6, "num_key_value_heads": 2},
     "gpt_neox": {**WIDE, "num_hidden_layers": 9},
-    "gemma3_text": {**WIDE, "num_hidden_layers": 12, "num_key_value_heads": 2, "head_dim": 8},
+    # Five blocks with a window and one without, twice between the first two and the last four.
+    "gemma3_text": {
+        **WIDE,
+        **{"num_hidden_layers": 18, "num_key_value_heads": 4, "head_dim": 8, "sliding_window": 8},
+    },
+    "olmo3": {**WIDE, "num_hidden_layers": 17, "num_key_value_heads": 4, "sliding_window": 8},
 }
 LARGER_THAN_A_BLOCK = 20_000  # a block of llama has 7,744 parameters here
 
@@ -45,24 +51,28 @@ def config_of(
 
 
 def with_blocks(short: Trace, units: BlockUnits, blocks: int) -> Trace | None:
-    """The trace of the model with `blocks` equal blocks; None if that of five does not determine it."""
+    """The trace of the model with `blocks` equal blocks; None if that of the short one does not determine it."""
     found = linear_with_blocks(LinearTrace.of_one(1, short), units, blocks)
     return None if found is None else found.trace
 
 
 def is_shortened(config: RunConfig) -> bool:
+    """Whether few blocks are traced, and determine the trace of all: otherwise all are traced in the end."""
     model, _ = build_deferred(config)
     rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
-    return short_copy(model, rules, config.recompute) is not None
+    tracing = Tracing(config)
+    tracing.one(config.batch.micro)
+    return short_copy(model, rules, config.recompute) is not None and not tracing._whole
 
 
 @pytest.mark.parametrize(
     ("model", "recompute", "on_cuda"),
     [
         ("gpt2", "full", True),
+        ("gemma3_text", "none", True),
         *(
             pytest.param(model, recompute, on_cuda, marks=pytest.mark.full)
-            for model in ("llama", "gpt2", "qwen2", "gpt_neox")
+            for model in MODELS
             for recompute in ("none", "full", "by_operation")
             for on_cuda in (False, True)
         ),
@@ -100,8 +110,6 @@ def without_repeats(trace: Trace) -> list[tuple[int, Mark, int]]:
 @pytest.mark.parametrize(
     ("model", "recompute", "unit_numel"),
     [
-        # Its blocks alternate between two kinds of attention.
-        pytest.param("gemma3_text", "none", None, marks=pytest.mark.full),
         pytest.param("llama", "every_nth", None, marks=pytest.mark.full),
         ("gpt2", "none", LARGER_THAN_A_BLOCK),
     ],
@@ -120,15 +128,20 @@ def test_models_whose_blocks_differ_are_traced_themselves(
 UNITS = BlockUnits(first=1, count=1)  # between the unit of the embedding and that of the head
 
 
-def written(blocks: int, *, odd_size: int | None = None, reaches: int = 1, in_order: bool = True) -> Trace:
+def written(
+    blocks: int, *, odd_size: int | None = None, reaches: int = 1, in_order: bool = True, period: int = 1
+) -> Trace:
     """Each block keeps one storage of 100 bytes, and frees that of the block `reaches` before it (of what passes from
-    block to block). odd_size: the block whose kept storage is larger."""
+    block to block). odd_size: the block whose kept storage is larger. period: the last of so many blocks keeps 4 bytes
+    less, and reads a table until its backward."""
     trace = Trace()
+    table = trace.came(16, in_block=False) if period > 1 else None
     passed = [trace.came(8, in_block=False)]
     kept = []
     for block in range(blocks):
         trace.mark(Mark.BEFORE_FORWARD, block + 1)
-        kept.append(trace.came(104 if block == odd_size else 100, in_block=True))
+        size = 100 if period == 1 or block % period < period - 1 else 96
+        kept.append(trace.came(104 if block == odd_size else size, in_block=True))
         passed.append(trace.came(50, in_block=True))
         if len(passed) > reaches:
             trace.went(passed[-reaches - 1])
@@ -139,6 +152,8 @@ def written(blocks: int, *, odd_size: int | None = None, reaches: int = 1, in_or
         trace.mark(Mark.BEFORE_BACKWARD, block + 1)
         coming = trace.came(60, in_block=False)
         trace.went(kept[block])
+        if table is not None and block == period - 1:
+            trace.went(table)
         trace.mark(Mark.GRADIENT, block + 1)
         trace.went(gradient)
         gradient = coming
@@ -151,6 +166,14 @@ def written(blocks: int, *, odd_size: int | None = None, reaches: int = 1, in_or
 def test_a_trace_is_repeated_for_any_number_of_blocks() -> None:
     for blocks in (6, 7, 20):
         assert with_blocks(written(5), UNITS, blocks) == written(blocks)
+
+
+@pytest.mark.parametrize(("short", "long"), [(7, 10), (7, 13), (8, 20)])
+def test_blocks_that_repeat_in_groups_are_copied_together(short: int, long: int) -> None:
+    layout = ShortLayout(short, period=3)
+    made = with_blocks(written(short, period=3), BlockUnits(1, 1, layout), long)
+    assert made == written(long, period=3)
+    assert layout.kept(long) == [*range(5), *range(long - short + 5, long)]
 
 
 def test_five_blocks_or_fewer_are_not_repeated() -> None:
