@@ -7,8 +7,9 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -243,9 +244,9 @@ def _queued_configs(planned: Sequence[Planned]) -> list[RunConfig]:
 def decided(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> list[Planned]:
     """The points of the sweep, predicted and decided. Nothing is started but the process that counts."""
     points = request.runnable
-    tell = None if screen is None or request.as_json else partial(screen.say, style="dim")
     unknown: dict[str, str] = {}
-    predicted = predictor().predict(points, tell, unknown=unknown) if request.predicts else {}
+    with nullcontext() if screen is None else screen.passing(quiet=request.as_json) as tell:
+        predicted = predictor().predict(points, tell, unknown=unknown) if request.predicts else {}
     wrong = predictor().problems(points) if request.predicts else {}
     judged = [
         Refused(point.label, point.overrides, (Broken(wrong[point.label]),)) if point.label in wrong else point

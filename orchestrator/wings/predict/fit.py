@@ -272,8 +272,8 @@ def _given(words: Sequence[str]) -> dict[str, str]:
 def answers_for(points: Sequence[Point], *, quiet: bool) -> dict[str, Answer]:
     """The shapes and traces of the points, by key. Refusal if a model cannot be built."""
     configs = [point.config for point in points]
-    tell = None if quiet else complain
-    answers = memory_cache.answers(configs, _traced_for(points), tell, together=True)
+    with Screen(make_console(on_stderr=True)).passing(quiet=quiet) as tell:
+        answers = memory_cache.answers(configs, _traced_for(points), tell, together=True)
     problems = dict.fromkeys(answer["problem"] for answer in answers.values() if "problem" in answer)
     if problems:
         raise Refusal(list(problems))
