@@ -209,8 +209,9 @@ def _followed(begun: Begun, screen: Screen, *, detach: bool) -> int:
         return watch(sweep, screen, process)
     if begun.is_own:
         if jobs:
-            arrays = ", ".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
-            screen.say(f"sent {many(len(jobs), 'point')} as {arrays}; this terminal may be closed", "bold")
+            arrays = list(dict.fromkeys(job.partition("_")[0] for job in jobs))
+            what = f"{many(len(arrays), 'job array' if '_' in jobs[0] else 'job')} ({', '.join(arrays)})"
+            screen.say(f"sent {many(len(jobs), 'point')} as {what}; this terminal may be closed", "bold")
         screen.closing(_left_running(sweep))
         return OK
     code = watch_sweep.conclude(sweep, screen)

@@ -31,6 +31,7 @@ from orchestrator.records.sweep_record import Standing, SweepPaths
 from orchestrator.report import comparison, ranking, sweep_table
 from orchestrator.report.progress import step_line
 from orchestrator.report.summary import Row
+from orchestrator.text import units
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown, verb
 from orchestrator.text.streams import complain
 from orchestrator.text.units import many
@@ -216,7 +217,7 @@ def _print_log(log: Path, attempt: AttemptPaths, steps: int, *, follow: bool) ->
     size = log.stat().st_size if log.is_file() else 0
     read = max(0, size - LOG_BYTES)
     if read:
-        complain(f"warning: {shown(log)} has {size:,} bytes, of which the last {LOG_BYTES:,} follow")
+        complain(f"warning: {shown(log)} has {units.size(size)}, of which the last {units.size(LOG_BYTES)} follow")
     while True:
         over = not follow or RunState((read_or_warn(attempt.state, STATE) or {"state": "lost"})["state"]).final
         if log.is_file():

@@ -17,7 +17,7 @@ from orchestrator.text.units import ABSENT, digits, many, significant, size
 from orchestrator.wings.predict import choice, take
 from orchestrator.wings.predict.choice import Candidate, ShortRun
 from orchestrator.wings.predict.fit_rows import Fit
-from orchestrator.wings.predict.fit_words import Length, length_text
+from orchestrator.wings.predict.fit_words import Length, length_text, machine
 from orchestrator.wings.predict.step import MICRO
 from orchestrator.wings.predict.take import Taken
 from orchestrator.wings.profile import costs
@@ -194,6 +194,7 @@ def _with_costs(table: Table, rows: Sequence[Candidate]) -> Table:
 def _document(outcome: Outcome, rows: Sequence[Candidate], folder: Path, name: str) -> dict[str, Any]:
     listed = [
         {
+            "machine": machine(one.config),
             "label": one.label,
             "overrides": list(one.overrides),
             "micro": one.micro,
@@ -205,6 +206,7 @@ def _document(outcome: Outcome, rows: Sequence[Candidate], folder: Path, name: s
     order = SMALLEST if outcome.is_smallest else FASTEST
     second = outcome.choice.second
     known = {
+        "model": outcome.best.config.model.name,
         "chosen": outcome.best.label,
         "second": second and second.label,
         "tied": list(outcome.tied),

@@ -126,7 +126,7 @@ def test_fit_answers_a_mixture_of_experts_with_its_bytes_at_rest(
     words = [f"model={tmp_path}/config.json", "hardware=a100_80gb", "resources.ranks=2", "batch.seq=16"]
     words += ["zero=stage0,stage3", "offload=none", "recompute=none", "loss=full"]
     assert cli.main(["fit", *words, "--json"]) == 0
-    rows = {one["label"]: one for one in json.loads(capsys.readouterr().out)}
+    rows = {one["label"]: one for one in json.loads(capsys.readouterr().out)["rows"]}
     numel = sum(one.numel() for one in build_meta_model("mixtral", model).parameters())
     padding = 64 * 18  # elements of a unit that make it divisible: few bytes beside the states
     for label, each in (("stage0", 18), ("stage3", 9)):
