@@ -24,11 +24,9 @@ def main(argv: Sequence[str]) -> int:
     asked = parsed.parse_args(argv)
     if asked.line is not None:
         words = completion.typed_words(asked.line)
-        sweeps = _sweeps(words)
-        known = json.loads(asked.taken)
-        labels = partial(_labels, sweeps)
-        names = [sweep.name for sweep in sweeps]
-        for candidate in completion.candidates(words, read_tree(_added(words)), known, names, labels):
+        tree, sweeps = read_tree(_value(words[:-1], "--config-dir", "-cd") or None), _sweeps(words)
+        names, labels = [sweep.name for sweep in sweeps], partial(_labels, sweeps)
+        for candidate in completion.candidates(words, tree, json.loads(asked.taken), names, labels):
             print(candidate)
         return 0
     if asked.shell is None:
@@ -55,32 +53,27 @@ def _taken() -> dict[str, dict[str, list[str] | None]]:
             if isinstance(action, argparse._SubParsersAction):
                 built = action.choices.get(verb, built)
         shown = [action for action in built._actions if action.help is not argparse.SUPPRESS]
-        found[verb] = {name: _values(action) for action in shown for name in _names(action)}
+        values = {name: [*map(str, one.choices or ())] for one in shown for name in _names(one) if one.nargs != 0}
+        found[verb] = {name: values.get(name) for one in shown for name in _names(one)}
         found[verb] |= {completion.SETTINGS: []} if completion.SETTINGS in (built.usage or "") else {}
     return found
 
 
 def _names(action: argparse.Action) -> list[str]:
     """The long flags of an action, or the name of an argument as `completion.Taken` has it."""
-    if action.option_strings:
-        return [flag for flag in action.option_strings if flag.startswith("--")]
-    return [f"{action.dest}{'*' if action.nargs == '*' else ''}"]
+    flags = [flag for flag in action.option_strings if flag.startswith("--")]
+    return flags or [f"{action.dest}{'*' if action.nargs == '*' else ''}"]
 
 
-def _values(action: argparse.Action) -> list[str] | None:
-    return None if action.nargs == 0 else [str(choice) for choice in action.choices or ()]
-
-
-def _added(words: Sequence[str]) -> str | None:
-    """The folder of --config-dir, if it is typed."""
-    named = [word.partition("=")[2] for word in words[:-1] if word.startswith(("--config-dir=", "-cd="))]
-    named += [after for word, after in pairwise(words) if word in ("--config-dir", "-cd")]
-    return next((one for one in named if Path(one).is_dir()), None)
+def _value(words: Sequence[str], *flags: str) -> str:
+    """The value that the words give to one of the flags; empty if they give none."""
+    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("-") else [word])]
+    return next((after for flag, after in pairwise(parts) if flag in flags), "")
 
 
 def _sweeps(words: Sequence[str]) -> list[Path]:
     """The folders of the sweeps in the output folder of the line, the oldest first."""
-    output = dict(pairwise(words)).get("--output") or os.environ.get(OUTPUT, DEFAULT_OUTPUT)
+    output = _value(words, "--output") or os.environ.get(OUTPUT, DEFAULT_OUTPUT)
     return sorted(path for path in Path(output).glob("sweeps/[!.]*") if path.is_dir())
 
 

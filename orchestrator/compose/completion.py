@@ -71,8 +71,8 @@ def _flags(taken: Taken, typed: str) -> list[str]:
 def _argument(taken: Taken, given: int) -> str:
     """The name of the argument that follows those that are given; settings may follow all others."""
     names = [name for name in taken if not name.startswith("--")]
-    is_last = names[-1:] and (names[-1].endswith("*") or names[-1] == SETTINGS)
-    return names[min(given, len(names) - 1)] if given < len(names) or is_last else ""
+    repeated = [name for name in names[-1:] if name.endswith(("*", SETTINGS))]
+    return [*names, *repeated, ""][min(given, len(names))]
 
 
 def _settings(typed: str, tree: Tree) -> list[str]:

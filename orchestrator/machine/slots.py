@@ -15,7 +15,6 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from orchestrator.config.schema import Device, ResolvedResources
@@ -53,7 +52,7 @@ class Slot:
     visible: str = ""
 
 
-class Lease:
+class Lease(contextlib.AbstractContextManager["Lease"]):
     """Slots that this process holds until `release` or until it ends."""
 
     def __init__(self, slots: Sequence[Slot], files: Sequence[IO[str]]) -> None:
@@ -65,17 +64,11 @@ class Lease:
         """The entries of CUDA_VISIBLE_DEVICES for the holder; None if the slots are cores."""
         return [slot.visible for slot in self.slots] if self.slots[0].visible else None
 
-    def release(self) -> None:
+    def release(self, *_error: object) -> None:
         for file in self._files:
             file.close()
 
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
+    __exit__ = release
 
 
 class SlotPool:

@@ -14,6 +14,7 @@ from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program, shown
 from orchestrator.text.units import ABSENT, digits, many, significant, size
+from orchestrator.wings.kinds.kind import sample_of
 from orchestrator.wings.predict import choice, take
 from orchestrator.wings.predict.choice import Candidate, ShortRun
 from orchestrator.wings.predict.fit_rows import Fit
@@ -125,8 +126,9 @@ def _learning(outcome: Outcome, words: Sequence[str]) -> list[Row]:
     before, after = outcome.best.fit.config.batch, outcome.best.config.batch
     if after.global_size <= before.global_size or MICRO in values(words):
         return []
-    tokens = f"{after.global_size * after.seq:,} tokens a step, {before.global_size * before.seq:,} before"
-    return [Row("learning", f"{tokens}: fewer updates for as many tokens; the learning rate may have to change")]
+    sample = sample_of(outcome.best.config)
+    amounts = f"{sample.amount(after.global_size)} a step, {sample.amount(before.global_size)} before"
+    return [Row("learning", f"{amounts}: fewer updates for as much data; the learning rate may have to change")]
 
 
 def _behind(outcome: Outcome, second: Candidate) -> str:

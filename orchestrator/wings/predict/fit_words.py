@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from orchestrator.config.pretrained import CONFIG
 from orchestrator.config.schema import RunConfig, to_dict
@@ -19,22 +19,13 @@ from orchestrator.wings.words.machine_names import values
 TOKENS, EPOCHS = "train.tokens", "train.epochs"
 
 
-class OneRow(Protocol):
-    """A row of a table."""
-
-    @property
-    def config(self) -> RunConfig: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
 def machine(config: RunConfig) -> str:
     """The described machine of a row, or the name of this one."""
     return config.hardware.name if config.hardware.is_described else hardware_name(config)
 
 
-def document(model: str, rows: Iterable[OneRow]) -> str:
-    """The rows for other programs, each with its machine."""
+def document(model: str, rows: Iterable[Any]) -> str:
+    """The rows for other programs, each with its machine. rows: what has a `config` and `to_dict`."""
     listed = [{"machine": machine(one.config), **one.to_dict()} for one in rows]
     return json.dumps({"model": model, "rows": listed}, ensure_ascii=False)
 
