@@ -153,6 +153,8 @@ def plan(*words: str) -> SweepPlan:
 
 def _without_multirun(words: Sequence[str]) -> list[str]:
     for word in words:
+        if not isinstance(word, str):
+            raise Refusal([f"expected words as strings, found {word!r}      fix: for a list, sweep(*words)"])
         if len(parts := word.split()) > 1 and "=" in parts[-1].strip("=") and "=" in parts[0]:
             raise Refusal([f"expected one word a string, found '{word}'      fix: {', '.join(map(repr, parts))}"])
     return [word for word in words if word not in ("-m", "--multirun", "--plan")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.planning.point import Point
@@ -30,10 +29,10 @@ class Admission:
 
         A run whose memory cannot be predicted may start. quiet: shows no progress.
         """
-        tell = None if quiet else partial(screen.say, style="dim")
         placed = replace(point, config=self._on_its_nodes(point))
         unknown: dict[str, str] = {}
-        found = predictor().predict([placed], tell, within_s=self.within_s, unknown=unknown).get(point.label)
+        with screen.passing(quiet=quiet) as tell:
+            found = predictor().predict([placed], tell, within_s=self.within_s, unknown=unknown).get(point.label)
         text = f"nothing: {unknown.get(point.label, NOT_ASKED)}" if found is None else found.expected
         screen.rows([Row("predicted", text)])
         if found is None or not found.cannot_fit:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.commands.named_sweep import find_sweep, standings_now
-from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshold, verb_parser
+from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshold, verb_parser, with_flags
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INCOMPLETE, OK
 from orchestrator.records.record_file import BadRecord, require_json
@@ -28,7 +28,7 @@ LAST = "last"
 
 def main(argv: Sequence[str]) -> int:
     """0: no regression. 1: at least one. 2: not comparable. 3: no point could be judged."""
-    asked = parser().parse_args(argv)
+    asked = parser().parse_args(with_flags(argv))
     try:
         found = _found(asked)
     except BadRecord as error:  # not the exit code of a regression

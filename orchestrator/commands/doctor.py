@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from orchestrator import wings
-from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser, with_flags
 from orchestrator.config.cluster import ClusterError
 from orchestrator.machine import hardware, provenance
 from orchestrator.machine.loopback import loopback
@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Prints the findings. Returns 0, or 1 if a problem affects every run."""
-    arguments = parser().parse_args(argv)
+    arguments = parser().parse_args(with_flags(argv))
     results = findings(Path(arguments.output))
     if arguments.json:
         print(json.dumps([finding._asdict() for finding in results], ensure_ascii=False))

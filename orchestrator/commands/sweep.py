@@ -7,8 +7,9 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,8 +209,9 @@ def _followed(begun: Begun, screen: Screen, *, detach: bool) -> int:
         return watch(sweep, screen, process)
     if begun.is_own:
         if jobs:
-            arrays = ", ".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
-            screen.say(f"sent {many(len(jobs), 'point')} as {arrays}; this terminal may be closed", "bold")
+            arrays = list(dict.fromkeys(job.partition("_")[0] for job in jobs))
+            what = f"{many(len(arrays), 'job array' if '_' in jobs[0] else 'job')} ({', '.join(arrays)})"
+            screen.say(f"sent {many(len(jobs), 'point')} as {what}; this terminal may be closed", "bold")
         screen.closing(_left_running(sweep))
         return OK
     code = watch_sweep.conclude(sweep, screen)
@@ -243,9 +245,9 @@ def _queued_configs(planned: Sequence[Planned]) -> list[RunConfig]:
 def decided(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> list[Planned]:
     """The points of the sweep, predicted and decided. Nothing is started but the process that counts."""
     points = request.runnable
-    tell = None if screen is None or request.as_json else partial(screen.say, style="dim")
     unknown: dict[str, str] = {}
-    predicted = predictor().predict(points, tell, unknown=unknown) if request.predicts else {}
+    with nullcontext() if screen is None else screen.passing(quiet=request.as_json) as tell:
+        predicted = predictor().predict(points, tell, unknown=unknown) if request.predicts else {}
     wrong = predictor().problems(points) if request.predicts else {}
     judged = [
         Refused(point.label, point.overrides, (Broken(wrong[point.label]),)) if point.label in wrong else point

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.commands.named_sweep import find_sweep, standings_now
-from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser, with_flags
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, OK
 from orchestrator.launch.verdict import end_of
@@ -22,7 +22,7 @@ from orchestrator.tracking.feed import start_sync
 
 def main(argv: Sequence[str]) -> int:
     """The exit code of `zlab sync`. 0: the store has everything. 1: something could not be written."""
-    asked = parser().parse_args(argv)
+    asked = parser().parse_args(with_flags(argv))
     output = Path(asked.output).absolute()
     sweeps = [find_sweep(asked.output, asked.sweep)] if asked.sweep else []
     if not sweeps and not output.is_dir():

@@ -39,6 +39,11 @@ def verb_parser(name: str, text: str) -> VerbParser:
     return VerbParser(prog=f"{program()} {name}", description=text)
 
 
+def with_flags(argv: Sequence[str]) -> list[str]:
+    """The words of a verb without settings, with output=FOLDER, as a run takes it, as the flag --output=FOLDER."""
+    return [f"--{word}" if word.startswith("output=") else word for word in argv]
+
+
 def add_json(parser: argparse.ArgumentParser, why_not: str = "") -> None:
     """Adds --json, which prints one document to stdout. `why_not`: the reason why this verb rejects it."""
     if why_not:

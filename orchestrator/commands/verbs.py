@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchestrator.commands.named_sweep import find_sweep, standings_now
-from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshold
+from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshold, with_flags
 from orchestrator.compose import arguments
 from orchestrator.config.near import did_you_mean
 from orchestrator.config.strict import Refusal
@@ -33,7 +33,7 @@ from orchestrator.report.progress import step_line
 from orchestrator.report.summary import Row
 from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown, verb
 from orchestrator.text.streams import complain
-from orchestrator.text.units import many
+from orchestrator.text.units import many, size
 from orchestrator.tracking.feed import complete_left_behind
 
 FOLLOW_S = 0.3
@@ -43,7 +43,7 @@ PROPOSED = "(a batch that a program proposed)"  # shown for a sweep that has no 
 
 def main(argv: Sequence[str]) -> int:
     """The exit code of `zlab VERB ...`."""
-    arguments = parser().parse_args(argv)
+    arguments = parser().parse_args(with_flags(argv))
     complete_left_behind(Path(arguments.output).absolute())
     verb: Callable[[argparse.Namespace], int] = arguments.verb
     return verb(arguments)
@@ -213,10 +213,10 @@ def _print_log(log: Path, attempt: AttemptPaths, steps: int, *, follow: bool) ->
     """Prints the log, or the end of a huge one; with `follow`, also new output and the steps of all ranks, until the
     attempt has ended. steps: of the whole run."""
     events = EventTail.of_the_end(attempt.metrics)
-    size = log.stat().st_size if log.is_file() else 0
-    read = max(0, size - LOG_BYTES)
+    length = log.stat().st_size if log.is_file() else 0
+    read = max(0, length - LOG_BYTES)
     if read:
-        complain(f"warning: {shown(log)} has {size:,} bytes, of which the last {LOG_BYTES:,} follow")
+        complain(f"warning: {shown(log)} has {size(length)}, of which the last {size(LOG_BYTES)} follow")
     while True:
         over = not follow or RunState((read_or_warn(attempt.state, STATE) or {"state": "lost"})["state"]).final
         if log.is_file():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -11,8 +13,13 @@ from orchestrator.compose.arguments import CHOICES, REFUSED, SWITCHES, VALUED, V
 from orchestrator.compose.settable import NATIVE, Tree
 from orchestrator.config.strict import type_of
 
-SETTING_VERBS = ("fit", "choose", "calibrate", "generate")  # verbs whose words are settings
-SWEEP_VERBS = ("status", "watch", "logs", "report", "cancel", "resume", "retry", "compare")
+# What a verb takes: for each flag and argument its choices, empty for any value, and None for a flag without a value.
+# An argument that may be repeated ends in *.
+Taken = Mapping[str, Sequence[str] | None]
+SETTINGS = "group=option"  # the name of settings in a verb's usage
+OF_A_RUN: Taken = {**dict.fromkeys(SWITCHES), **dict.fromkeys(VALUED, ()), **CHOICES, SETTINGS: ()}
+SWEEP_NAMES = ("sweep", "before", "after", "--sweep", "--against")  # what takes the name of a sweep
+POINT_NAMES = ("point", "points*", "run")  # what takes the label of a point
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -25,28 +32,47 @@ def typed_words(line: str) -> list[str]:
 
 
 def candidates(
-    words: Sequence[str], tree: Tree, flags: Mapping[str, Sequence[str]], sweeps: Iterable[str]
+    words: Sequence[str],
+    tree: Tree,
+    verbs: Mapping[str, Taken],
+    sweeps: Sequence[str],
+    labels: Callable[[str], Sequence[str]],
 ) -> list[str]:
-    """The words that the last one may become; those that are complete end in a space.
+    """The words that the last one may become; those that are complete end in a space. None for the name of a file.
 
-    flags: of each verb. sweeps: the names of the sweeps of the output folder, the newest last.
+    sweeps: the names of the sweeps of the output folder, the newest last. labels: the points of one of them.
     """
     *before, typed = words
     verb = before[0] if before and before[0] in VERBS else ""
-    if before and (values := CHOICES.get(before[-1])) and not typed.startswith("-"):
-        return _matching(_ended(values), typed)
+    taken = verbs.get(verb, {}) if verb else OF_A_RUN
     if before[-1:] == ["--help"]:
         return _matching([*_ended(VERBS), *_ended(tree.groups), *_ended(_keys(tree, typed))], typed)
     if typed.startswith("-"):
-        known = [*flags.get(verb, ()), "--help"] if verb else [*SWITCHES, *VALUED, *CHOICES]
-        return _matching(_ended(dict.fromkeys(flag for flag in known if flag not in REFUSED)), typed)
-    if verb in SWEEP_VERBS:
-        return _matching(_ended(["last", *reversed(list(sweeps))]), typed)
-    if verb == "completion":
-        return _matching(_ended(SHELLS), typed)
-    if verb and verb not in SETTING_VERBS:
-        return []
-    return _matching([*([] if before else _ended(VERBS)), *_settings(typed, tree)], typed)
+        return _matching(_flags(taken, typed.partition("=")[0]), typed)
+    valued = [name for name, values in taken.items() if name.startswith("--") and values is not None]
+    given = [word for last, word in pairwise(before) if not word.startswith("-") and last not in valued]
+    name = before[-1] if before and before[-1] in valued else _argument(taken, len(given))
+    found = list(taken.get(name) or ())
+    if name in SWEEP_NAMES:
+        found = ["last", *reversed(sweeps)]
+    elif name in POINT_NAMES:
+        of_sweep = given[0] if given and "sweep" in taken else "last"
+        found = list(labels(dict(pairwise(before)).get("--sweep", of_sweep)))
+    settings = _settings(typed, tree) if name == SETTINGS or (name in POINT_NAMES and SETTINGS in taken) else []
+    return _matching([*([] if before else _ended(VERBS)), *_ended(found), *settings], typed)
+
+
+def _flags(taken: Taken, typed: str) -> list[str]:
+    """The flags, and for the one that is typed also its choices, as --flag=choice."""
+    flags = [name for name in taken if name.startswith("--") and name not in REFUSED]
+    return _ended([*flags, *(f"{typed}={value}" for value in taken.get(typed) or ())])
+
+
+def _argument(taken: Taken, given: int) -> str:
+    """The name of the argument that follows those that are given; settings may follow all others."""
+    names = [name for name in taken if not name.startswith("--")]
+    repeated = [name for name in names[-1:] if name.endswith(("*", SETTINGS))]
+    return [*names, *repeated, ""][min(given, len(names))]
 
 
 def _settings(typed: str, tree: Tree) -> list[str]:
@@ -97,7 +123,7 @@ _zlab() {
         [[ ${COMP_WORDS[1]} == *run.py && COMP_CWORD -gt 1 ]] || return
         program+=("${COMP_WORDS[1]}")
     fi
-    COMPREPLY=($("${program[@]}" completion --flags 'FLAGS' --line "$line" 2>/dev/null))
+    COMPREPLY=($("${program[@]}" completion --taken 'TAKEN' --line "$line" 2>/dev/null))
     word="${line##*[[:space:]]}"  # bash replaces only what follows the last = or :
     prefix="${word%"${word##*[=:]}"}"
     COMPREPLY=("${COMPREPLY[@]#"$prefix"}")
@@ -113,7 +139,7 @@ _zlab() {
         [[ ${words[2]} == *run.py && CURRENT -gt 2 ]] || { _default; return }
         program+=("${(Q)words[2]}")
     fi
-    found=("${(@f)$("${program[@]}" completion --flags 'FLAGS' --line "$line" 2>/dev/null)}")
+    found=("${(@f)$("${program[@]}" completion --taken 'TAKEN' --line "$line" 2>/dev/null)}")
     for word in "${found[@]}"; do
         [[ -z $word ]] && continue
         if [[ $word == *' ' ]]; then closed+=("${word% }"); else open+=("$word"); fi
@@ -131,7 +157,7 @@ function _zlab
     if string match -q 'python*' (basename $program)
         set program (commandline -opc)[1..2]
     end
-    set -l found ($program completion --flags 'FLAGS' --line "$line" 2>/dev/null | string trim --right)
+    set -l found ($program completion --taken 'TAKEN' --line "$line" 2>/dev/null | string trim --right)
     if test (count $found) -gt 0
         printf '%s\n' $found
     else
@@ -145,21 +171,15 @@ REGISTER
 """
 
 
-def script(shell: str, program: str, flags: Mapping[str, Sequence[str]]) -> str:
-    """The shell's code that registers the completion. flags: of each verb; kept in the code, because reading them would
-    import every verb at each key press. With `python run.py` it also serves python, for run.py alone."""
+def script(shell: str, program: str, verbs: Mapping[str, Taken]) -> str:
+    """The shell's code that registers the completion. verbs: kept in the code as JSON, because reading them from the
+    parsers would import every verb at each key press. With `python run.py` it also serves python, for run.py alone."""
     names = ["zlab"] if program.rpartition("/")[2] == "zlab" else ["zlab", "python", "python3"]
     text = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell]
     only = {name: " -n _zlab_of_run_py" for name in names if name.startswith("python")}
     register = "\n".join(f"complete -c {name}{only.get(name, '')} -f -a '(_zlab)'" for name in names)
-    known = ";".join(f"{verb}:{','.join(names)}" for verb, names in flags.items())
-    replaced = {"PROGRAM": program, "FLAGS": known, "NAMES": " ".join(names), "REGISTER": register}
+    kept = json.dumps(verbs, separators=(",", ":"))
+    replaced = {"PROGRAM": program, "TAKEN": kept, "NAMES": " ".join(names), "REGISTER": register}
     for name, value in replaced.items():
         text = text.replace(name, value)
     return text
-
-
-def read_flags(text: str) -> dict[str, list[str]]:
-    """The flags of each verb, from the text that `script` keeps."""
-    pairs = [part.partition(":") for part in text.split(";") if part]
-    return {verb: [flag for flag in flags.split(",") if flag] for verb, _, flags in pairs}

@@ -270,7 +270,7 @@ class Controller:
 
     def _pool_of(self, device: Device) -> slots.SlotPool:
         if device not in self._pools:
-            self._pools[device] = slots.pool_of(device)  # asks nvidia-smi
+            self._pools[device] = slots.pool_of(device, f"sweep {self._sweep.name}")  # asks nvidia-smi
         return self._pools[device]
 
     def _tell_waiting(self, pool: slots.SlotPool) -> None:

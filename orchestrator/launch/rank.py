@@ -36,7 +36,8 @@ _STDERR = 2
 class RankInfo:
     """A rank's place in the world. `meeting` is where the ranks rendezvous, as `join_world` takes it.
 
-    `restarts`: how often a scheduler requeued the job of this attempt and started it again.
+    `restarts`: how often a scheduler requeued the job of this attempt and started it again. on_end: called, in place of
+    writing the rank's record, before the watch ends the process; see RankWatch.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class RankInfo:
     local_rank: int
     meeting: str | Path
     restarts: int = 0
+    on_end: Callable[[BaseException], None] | None = None
 
 
 @dataclass(frozen=True)

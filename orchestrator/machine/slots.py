@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
+import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from orchestrator.config.schema import Device, ResolvedResources
 from orchestrator.machine import hardware, locks
+from orchestrator.text.paths import program
+from orchestrator.text.streams import one_line
 
 LOCKS = "ZLAB_LOCKS"
 FIX = f"set {LOCKS} to a folder of yours, or unset it"
@@ -48,7 +52,7 @@ class Slot:
     visible: str = ""
 
 
-class Lease:
+class Lease(contextlib.AbstractContextManager["Lease"]):
     """Slots that this process holds until `release` or until it ends."""
 
     def __init__(self, slots: Sequence[Slot], files: Sequence[IO[str]]) -> None:
@@ -60,25 +64,22 @@ class Lease:
         """The entries of CUDA_VISIBLE_DEVICES for the holder; None if the slots are cores."""
         return [slot.visible for slot in self.slots] if self.slots[0].visible else None
 
-    def release(self) -> None:
+    def release(self, *_error: object) -> None:
         for file in self._files:
             file.close()
 
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
+    __exit__ = release
 
 
 class SlotPool:
-    """The slots that this command may use."""
+    """The slots that this command may use. `holder`: what other commands read about who holds one; default: the
+    command as it was typed."""
 
-    def __init__(self, slots: Sequence[Slot], folder: Path | None = None) -> None:
+    def __init__(self, slots: Sequence[Slot], folder: Path | None = None, holder: str = "") -> None:
         self.slots = tuple(slots)
         self._folder = folder or locks_folder()
+        typed = textwrap.shorten(f"{program()} {shlex.join(sys.argv[1:])}", 100, placeholder=" ...")
+        self._holder = one_line(holder or typed)
 
     def take(self, count: int) -> Lease | None:
         """Leases `count` free slots, neighbours if possible; returns None and holds none if fewer are free.
@@ -98,22 +99,24 @@ class SlotPool:
         return Lease([self.slots[index] for index in chosen], [held[index] for index in chosen])
 
     def holders(self) -> list[str]:
-        """The slots that are held now and by which process, such as "core0: pid 17"."""
-        held = []
+        """The slots that are held now and by whom, such as "core0 core1: sweep 2026-01-01_00-00-00_stages (pid 17)"."""
+        held: dict[str, list[str]] = {}
         for slot in self.slots:
             file = self._lock(slot)
             if file is not None:
                 file.close()
                 continue
             with contextlib.suppress(OSError):
-                held.append(f"{slot.name}: {(self._folder / f'{slot.name}.lock').read_text(encoding='utf-8').strip()}")
-        return held
+                text = (self._folder / f"{slot.name}.lock").read_text(encoding="utf-8").strip()
+                # Empty between the lock and the name.
+                held.setdefault(text or "a command that has just begun", []).append(slot.name)
+        return [f"{' '.join(names)}: {holder}" for holder, names in held.items()]
 
     def _lock(self, slot: Slot) -> IO[str] | None:
         file = locks.take(self._folder / f"{slot.name}.lock", wait=False)
         if file is not None:
             file.truncate(0)
-            file.write(f"pid {os.getpid()}\n")
+            file.write(f"{self._holder} (pid {os.getpid()})\n")
             file.flush()
         return file
 
@@ -131,11 +134,12 @@ def wanted(resources: ResolvedResources) -> int:
     return resources.ranks if resources.device is Device.cuda else resources.ranks * resources.threads
 
 
-def pool_of(device: Device) -> SlotPool:
+def pool_of(device: Device, holder: str = "") -> SlotPool:
     """The slots of this machine, GPUs or cores, that this process may use."""
     if device is Device.cuda:
-        return SlotPool([Slot(f"gpu-{gpu.uuid or gpu.visible}", gpu.visible) for gpu in hardware.visible_gpus()])
-    return SlotPool([Slot(f"core{number}") for number in range(hardware.usable_cores())])
+        gpus = [Slot(f"gpu-{gpu.uuid or gpu.visible}", gpu.visible) for gpu in hardware.visible_gpus()]
+        return SlotPool(gpus, holder=holder)
+    return SlotPool([Slot(f"core{number}") for number in range(hardware.usable_cores())], holder=holder)
 
 
 def busy_gpus(slots: Sequence[Slot]) -> list[str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, Group
+from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
@@ -48,6 +50,16 @@ class Screen:
 
     def warn(self, text: str) -> None:
         self.say(f"warning: {text}", "yellow")
+
+    @contextmanager
+    def passing(self, *, quiet: bool = False) -> Iterator[Callable[[str], None] | None]:
+        """Yields what shows a line of progress, None if `quiet`. On a terminal a line replaces the one before, and
+        none is left at the end; without a terminal all are printed."""
+        if quiet or not self.live:
+            yield None if quiet else self.say
+            return
+        with Live(console=self.console, transient=True, auto_refresh=False) as live:
+            yield lambda text: live.update(Text(text, style="dim"), refresh=True)
 
     def sweep_plan(self, planned: Sequence[Planned], folder: str) -> None:
         """Shows the decision about each point before anything starts."""

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from orchestrator import wings
 from orchestrator.config.lossy import lossy_words
 from orchestrator.config.schema import AdapterKind, CheckpointKind, DataKind, RunConfig, Tokenizer, to_dict
 from orchestrator.config.state_groups import Offload
@@ -55,7 +56,8 @@ def plan_rows(config: RunConfig, folder: str) -> list[Row]:
     precision, batch, resources = config.precision.dtypes, config.batch, config.resources
     ranks = resources.ranks
     per_group = config.parallel.same_batch()
-    tokens = batch.global_size * batch.seq
+    sample = wings.load(wings.KINDS).sample_of(config)
+    in_tokens = "" if sample.is_image else f"{batch.global_size} sequences x {batch.seq} tokens = "
     threads = f", {many(resources.threads, 'thread')} each" if resources.device.value == "cpu" else ""
     lossy = ", ".join(lossy_words(to_dict(config)))
     return [
@@ -71,8 +73,8 @@ def plan_rows(config: RunConfig, folder: str) -> list[Row]:
         Row("ranks", f"{ranks} x {resources.device}{threads}{_groups_text(config)}"),
         Row(
             "batch",
-            f"micro {batch.micro} x accumulation {batch.accumulation} x ranks {ranks}{per_group} = {batch.global_size} "
-            f"sequences x {batch.seq} tokens = {tokens:,} tokens/step",
+            f"micro {batch.micro} x accumulation {batch.accumulation} x ranks {ranks}{per_group} = "
+            f"{in_tokens}{sample.amount(batch.global_size)}/step",
         ),
         Row("data", _data_text(config)),
         Row("steps", _steps_text(config)),

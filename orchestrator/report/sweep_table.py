@@ -131,7 +131,8 @@ def standing_row(point: Standing) -> tuple[str, ...]:
     speed = digits(result["throughput"]["tokens_per_second"]["median"]) if result else speed
     states = ranking.states_bytes(result) if result else point.planned.predicted_bytes
     peak = size(ranking.peak_bytes(result)) if result else ABSENT
-    note = reason(point) if running is None else running.text
+    notes = (f"job {point.job}" if point.job else "", reason(point) if running is None else running.text)
+    note = ", ".join(filter(None, notes))
     return (point.label, point.state.value, ",".join(point.slots) or ABSENT, size(states), peak, speed, note)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import codecs
 import io
+import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from orchestrator.exit_codes import BAD_USAGE
 
@@ -45,6 +48,7 @@ def few(messages: Sequence[str]) -> list[str]:
 
 def refuse(problems: Sequence[str]) -> int:
     """Prints the problems on stderr and returns the exit code of bad usage."""
+    tell_torchrun("; ".join(few(problems)))
     if os.environ.get("RANK", "0") != "0":
         return BAD_USAGE  # under torchrun or srun every rank finds the same problems, and rank 0 prints them
     word = "error:"
@@ -55,6 +59,14 @@ def refuse(problems: Sequence[str]) -> int:
             print(f"{word} {one_line(problem)}", file=sys.stderr)
         print(f"nothing was started (exit {BAD_USAGE})", file=sys.stderr)
     return BAD_USAGE
+
+
+def tell_torchrun(text: str) -> None:
+    """Writes the message that torchrun shows for this rank among the failed ones. Without torchrun nothing is done."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": one_line(text), "extraInfo": {"timestamp": f"{time.time():.0f}"}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": message}))
 
 
 def one_line(text: str) -> str:

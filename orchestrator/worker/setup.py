@@ -62,7 +62,7 @@ def world_of(attempt: AttemptPaths, config: RunConfig, rank: RankInfo, device: t
     """Within it, this rank is in the process group of the attempt's ranks; gives the watch over them."""
     settings = WorldSettings(
         watch=WatchSettings(stuck_s=config.resources.stuck_s),
-        on_end=RankRecord(attempt, rank.rank).write_error,
+        on_end=rank.on_end or RankRecord(attempt, rank.rank).write_error,
         comm=config.comm.kind,
     )
     with join_world(rank.meeting, rank.rank, rank.world, device, settings) as watch:

@@ -142,7 +142,7 @@ ROOMS = {
         "wings.kinds": "config wings.pairs workloads",
         "wings.scripts": "commands config exit_codes launch machine records text",
         "wings.slurm": "config launch machine records report tracking",
-        "wings.torchrun": "commands config launch machine planning records report tracking",
+        "wings.torchrun": "commands config launch machine planning records report text tracking",
         "wings.transport": "report text",
         "wings.usage": "",
         "wings.validation": "config launch records report text worker workloads",

@@ -20,7 +20,7 @@ from orchestrator.records.record_file import append_event, read_json, write_json
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.wings.faults import Faults
 from orchestrator.worker.rounds import MeasuredRounds
-from zero_runtime.errors import RankMemoryError
+from zero_runtime.errors import RankError, RankMemoryError
 
 
 def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
@@ -35,6 +35,12 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
         raise RankMemoryError(f"rank {rank.rank}: out of memory in forward of step 1", rank.rank, facts, on_host=False)
     if str(config.batch.micro) == os.environ.get("STUB_ODD_MICRO"):
         raise RuntimeError("an error of its own")
+    if os.environ.get("STUB_ENDED_BY_WATCH"):  # rank 1 fails, and rank 0 is in a collective that nothing interrupts
+        if rank.rank == 1:
+            raise RuntimeError("rank 1 was told to fail")
+        assert rank.on_end is not None
+        rank.on_end(RankError("rank 1 failed", (1,)))
+        os._exit(1)
     faults = Faults.from_env()
     if rank.rank == 0:
         append_event(attempt.metrics, {"event": "ready", "parameters": 1_200_000, "data_hash": "c0ffee"})

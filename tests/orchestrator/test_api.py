@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -129,3 +130,16 @@ def test_without_pandas_to_frame_says_what_to_do(stubbed: list[list[str]], monke
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install pandas"):
         orchestrator.plan("batch.micro=1,4").to_frame()
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("zero=stage1,stage2 measure.steps=4", "one word a string"), (["zero=stage1"], "for a list, sweep(*words)")],
+)
+def test_what_is_no_word_is_refused_with_what_to_write(word: str, told: str) -> None:
+    with pytest.raises(Refusal, match=re.escape(told)):
+        orchestrator.plan(word)
+
+
+def test_the_package_lists_what_can_be_called_and_nothing_else() -> None:
+    assert {name for name in dir(orchestrator) if not name.startswith("__")} == set(orchestrator.__all__)

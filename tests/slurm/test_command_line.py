@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_a_sweep_is_submitted_and_compared_and_the_same_command_again_submits_no
     command = f"-m zero=stage1,stage3 {LINE}"
     code, told = terminal.type(command)
     assert code == 0, told
-    assert "sent 2 points as" in told
+    assert re.search(r"sent 2 points as 1 job array \(\d+\); this terminal", told), told
     assert "this terminal may be closed" in told
     assert set(terminal.states().values()) <= {"queued", "starting", "running"}
     assert "this sweep is with the cluster already" in terminal.type(command)[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from orchestrator.report.summary import Row, Table
 from orchestrator.text.units import ABSENT, many, size
 from orchestrator.wings.kinds.kind import ROUTED
 from orchestrator.wings.predict.counting_child import Answer
+from orchestrator.wings.predict.fit_words import document
 from orchestrator.wings.predict.memory_cache import units_key
 from orchestrator.wings.predict.prediction import overhead_of, target_here
 from orchestrator.wings.predict.step import Memories, bytes_of_element, units_of
@@ -87,7 +87,7 @@ def _row(point: Point, shapes: Answer, memories: Memories) -> Resting:
 def show(screen: Screen, found: Sequence[Resting], why: str, *, as_json: bool) -> int:
     """Prints the rows. Returns 0, or 1 if the states of no row fit."""
     if as_json:
-        print(json.dumps([one.to_dict() for one in found], ensure_ascii=False))
+        print(document(found[0].config.model.name, found))
         return OK if any(one.fits != "no" for one in found) else FAILED
     config, states = found[0].config, [one.states for one in found]
     node = config.hardware.name if config.hardware.is_described else "this machine"

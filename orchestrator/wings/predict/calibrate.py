@@ -7,7 +7,6 @@ import shlex
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from orchestrator.commands import rank_job
@@ -117,7 +116,11 @@ class Rounds(NamedTuple):
 def predicted(points: Sequence[Point], screen: Screen, *, fresh: bool, quiet: bool) -> tuple[Predictions, Spans]:
     """The predictions of the points by label, after what they need and is not known was measured; and the least and the
     most tokens per second that single rounds predict, empty if nothing was measured."""
-    tell = None if quiet else partial(screen.say, style="dim")
+    with screen.passing(quiet=quiet) as tell:
+        return _predicted(points, screen, tell, fresh=fresh)
+
+
+def _predicted(points: Sequence[Point], screen: Screen, tell: Tell | None, *, fresh: bool) -> tuple[Predictions, Spans]:
     configs, name = [point.config for point in points], hardware_name(points[0].config)
     jobs = speed.missing(configs, name, fresh=fresh)
     if not jobs:

@@ -14,10 +14,11 @@ from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program, shown
 from orchestrator.text.units import ABSENT, digits, many, significant, size
+from orchestrator.wings.kinds.kind import sample_of
 from orchestrator.wings.predict import choice, take
 from orchestrator.wings.predict.choice import Candidate, ShortRun
 from orchestrator.wings.predict.fit_rows import Fit
-from orchestrator.wings.predict.fit_words import Length, length_text
+from orchestrator.wings.predict.fit_words import Length, length_text, machine
 from orchestrator.wings.predict.step import MICRO
 from orchestrator.wings.predict.take import Taken
 from orchestrator.wings.profile import costs
@@ -125,8 +126,9 @@ def _learning(outcome: Outcome, words: Sequence[str]) -> list[Row]:
     before, after = outcome.best.fit.config.batch, outcome.best.config.batch
     if after.global_size <= before.global_size or MICRO in values(words):
         return []
-    tokens = f"{after.global_size * after.seq:,} tokens a step, {before.global_size * before.seq:,} before"
-    return [Row("learning", f"{tokens}: fewer updates for as many tokens; the learning rate may have to change")]
+    sample = sample_of(outcome.best.config)
+    amounts = f"{sample.amount(after.global_size)} a step, {sample.amount(before.global_size)} before"
+    return [Row("learning", f"{amounts}: fewer updates for as much data; the learning rate may have to change")]
 
 
 def _behind(outcome: Outcome, second: Candidate) -> str:
@@ -194,6 +196,7 @@ def _with_costs(table: Table, rows: Sequence[Candidate]) -> Table:
 def _document(outcome: Outcome, rows: Sequence[Candidate], folder: Path, name: str) -> dict[str, Any]:
     listed = [
         {
+            "machine": machine(one.config),
             "label": one.label,
             "overrides": list(one.overrides),
             "micro": one.micro,
@@ -205,6 +208,7 @@ def _document(outcome: Outcome, rows: Sequence[Candidate], folder: Path, name: s
     order = SMALLEST if outcome.is_smallest else FASTEST
     second = outcome.choice.second
     known = {
+        "model": outcome.best.config.model.name,
         "chosen": outcome.best.label,
         "second": second and second.label,
         "tied": list(outcome.tied),

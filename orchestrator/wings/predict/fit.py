@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
@@ -29,7 +28,7 @@ from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.counting_child import Answer
 from orchestrator.wings.predict.fit_page import Columns, FitPage, named
 from orchestrator.wings.predict.fit_rows import Fit
-from orchestrator.wings.predict.fit_words import TOKENS, Length, job_of, with_folder
+from orchestrator.wings.predict.fit_words import TOKENS, Length, document, job_of, with_folder
 from orchestrator.wings.predict.memory_cache import activations_key, units_key
 from orchestrator.wings.predict.prediction import gpu_bytes_here, overhead_of
 from orchestrator.wings.predict.rough_time import offloads, without_offload
@@ -108,7 +107,7 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None, jo
     asked_points = points if asked.explain is None else [named(points, asked.explain)]
     fits = fits_of(asked_points, quiet=True)  # the answers are known, and what is to be said of them was
     if asked.json:
-        print(json.dumps([one.to_dict() for one in fits], ensure_ascii=False))
+        print(document(points[0].config.model.name, fits))
     else:
         typed = arguments.split(overrides)
         folder = typed.flags.get("--config-dir")
@@ -272,8 +271,8 @@ def _given(words: Sequence[str]) -> dict[str, str]:
 def answers_for(points: Sequence[Point], *, quiet: bool) -> dict[str, Answer]:
     """The shapes and traces of the points, by key. Refusal if a model cannot be built."""
     configs = [point.config for point in points]
-    tell = None if quiet else complain
-    answers = memory_cache.answers(configs, _traced_for(points), tell, together=True)
+    with Screen(make_console(on_stderr=True)).passing(quiet=quiet) as tell:
+        answers = memory_cache.answers(configs, _traced_for(points), tell, together=True)
     problems = dict.fromkeys(answer["problem"] for answer in answers.values() if "problem" in answer)
     if problems:
         raise Refusal(list(problems))

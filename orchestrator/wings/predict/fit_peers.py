@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, many, size
 from orchestrator.wings.predict.fit_page import VERDICTS, WORKSPACES, named
+from orchestrator.wings.predict.fit_words import document
 from orchestrator.wings.predict.memory_cache import units_key
 from orchestrator.wings.predict.peer_fit import NAMES, PeerFit, peer_fit
 from orchestrator.wings.predict.peer_limits import limits
@@ -91,7 +91,7 @@ def show(
     screen = Screen(make_console(on_stderr=as_json))
     chosen = found if explain is None else [named(found, explain)]
     if as_json:
-        print(json.dumps([one.to_dict() for one in chosen], ensure_ascii=False))
+        print(document(points[0].config.model.name, chosen))
     elif explain is None:
         _table(screen, chosen)
         if (tried := len(points)) > len(found):

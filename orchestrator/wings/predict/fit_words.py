@@ -1,20 +1,33 @@
-"""Words of `fit` and `choose` that a run does not have: the file of a model, and a job."""
+"""Words of `fit` and `choose` that a run does not have: the file of a model, a job, and rows as one JSON document."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from orchestrator.config.pretrained import CONFIG
 from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.config.strict import Refusal
 from orchestrator.text.paths import expanded
 from orchestrator.text.units import count
+from orchestrator.wings.predict.prediction import hardware_name
 from orchestrator.wings.profile import costs
 from orchestrator.wings.words.machine_names import values
 
 TOKENS, EPOCHS = "train.tokens", "train.epochs"
+
+
+def machine(config: RunConfig) -> str:
+    """The described machine of a row, or the name of this one."""
+    return config.hardware.name if config.hardware.is_described else hardware_name(config)
+
+
+def document(model: str, rows: Iterable[Any]) -> str:
+    """The rows for other programs, each with its machine. rows: what has a `config` and `to_dict`."""
+    listed = [{"machine": machine(one.config), **one.to_dict()} for one in rows]
+    return json.dumps({"model": model, "rows": listed}, ensure_ascii=False)
 
 
 class Length(NamedTuple):

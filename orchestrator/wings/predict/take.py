@@ -17,6 +17,7 @@ from orchestrator.config.schema import Device, LossKind
 from orchestrator.report.summary import Row
 from orchestrator.text.paths import program
 from orchestrator.text.units import size
+from orchestrator.wings.kinds.kind import sample_of
 from orchestrator.wings.predict.choice import Candidate
 from orchestrator.wings.predict.fit_rows import RECOMPUTED, Fit, order_key
 from orchestrator.wings.predict.fit_words import Length, length_text
@@ -148,11 +149,11 @@ def decided(choice: Taken) -> str:
 
 
 def described(one: Candidate) -> str:
-    """The row with its micro-batch, the tokens of a step, and its speed."""
-    tokens = one.config.batch.global_size * one.config.batch.seq
+    """The row with its micro-batch, the tokens or images of a step, and its speed."""
+    amount = sample_of(one.config).amount(one.config.batch.global_size)
     speed = "" if one.speed is None or one.speed.outside else f", {one.speed.text} tokens/s"
     room = f" (with {one.tight_at} torch's allocator lacks room)" if one.tight_at else ""
-    return f"{one.fit.label}, micro-batch {one.micro}{room}, {tokens:,} tokens a step{speed}"
+    return f"{one.fit.label}, micro-batch {one.micro}{room}, {amount} a step{speed}"
 
 
 def rows(choice: Taken, job: Length | None = None) -> list[Row]:

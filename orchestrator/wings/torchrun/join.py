@@ -10,15 +10,16 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.commands.admission import Admission
 from orchestrator.commands.next_run import next_after_run
-from orchestrator.commands.run import carry_out, next_rows
+from orchestrator.commands.run import carry_out, next_rows, tell
 from orchestrator.config.schema import RunConfig
 from orchestrator.launch.environment import TUNABLES, rank_settings
 from orchestrator.launch.local_run import record
-from orchestrator.launch.rank import ENTRY, RankInfo, Stopped, rank_in_world, run_recorded
+from orchestrator.launch.rank import ENTRY, RankInfo, RankRecord, Stopped, rank_in_world, run_recorded
 from orchestrator.launch.verdict import GRACE_S, Sight, Verdict, describe, recorded
 from orchestrator.machine import children
 from orchestrator.machine.interfaces import LOOPBACK, interface_to, set_interface
@@ -31,6 +32,8 @@ from orchestrator.records.run_state import RunState
 from orchestrator.report import comparison
 from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row
+from orchestrator.text.paths import shown
+from orchestrator.text.streams import tell_torchrun
 from orchestrator.tracking.feed import Tracker
 
 MEET_S = 180.0  # longer than rank 0 may take to predict the run's memory
@@ -112,7 +115,10 @@ def join(point: Point, entry: str = ENTRY, admission: Admission | None = None) -
     paths = AttemptPaths(meeting.hear(rank.rank))
     if (state := Attempt.reopen(paths).state) is RunState.pruned:
         return comparison.exit_code_of({state})
-    return 0 if run_recorded(paths, rank, entry) is None else 1
+    failure = run_recorded(paths, rank, entry)
+    if isinstance(failure, BaseException):
+        tell_torchrun(f"rank {rank.rank}: {type(failure).__name__}: {failure}")
+    return 0 if failure is None else 1
 
 
 def joined_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
@@ -152,7 +158,7 @@ class _JoinedRanks:
             verdict = verdict_of(attempt, self._rank.world, failure)
         except TimeoutError as error:
             verdict = Verdict(RunState.error, 0, str(error))
-        return record(attempt, verdict)
+        return _recorded(attempt, verdict)
 
     def closing_rows(self, point: Point, attempt: Attempt) -> list[Row]:
         if attempt.state.measured:
@@ -160,7 +166,11 @@ class _JoinedRanks:
         return next_rows(point, attempt) if attempt.state is RunState.pruned else []
 
     def _run_shown(self, point: Point, attempt: Attempt, screen: Screen) -> BaseException | Stopped | None:
-        """Runs the rank in this thread and shows its events from another thread."""
+        """Runs the rank in this thread and shows its events from another thread.
+
+        If this thread waits for a lost rank in a collective, which nothing interrupts, the watch ends the process from
+        its own thread: what the command still has to record and say is then said there.
+        """
         done = threading.Event()
         tail = EventTail(attempt.paths.metrics)
 
@@ -172,15 +182,29 @@ class _JoinedRanks:
                 if last:
                     return
 
+        def end(error: BaseException) -> None:
+            RankRecord(attempt.paths, self._rank.rank).write_error(error)
+            screen.end()
+            tell(screen, point, attempt, _recorded(attempt, verdict_of(attempt, self._rank.world, error)))
+            screen.closing([Row("records", shown(attempt.paths.root)), *self.closing_rows(point, attempt)])
+
         screen.begin(point.config)
         thread = threading.Thread(target=show, daemon=True)
         thread.start()
         try:
-            return run_recorded(attempt.paths, self._rank, self._entry)
+            return run_recorded(attempt.paths, replace(self._rank, on_end=end), self._entry)
         finally:
             done.set()
             thread.join(5)
             screen.end()
+
+
+def _recorded(attempt: Attempt, verdict: Verdict) -> Verdict:
+    """The verdict as it was recorded; a failure is also left for torchrun, whose own lines are printed last."""
+    verdict = record(attempt, verdict)
+    if not verdict.state.measured:
+        tell_torchrun(verdict.message)
+    return verdict
 
 
 def verdict_of(attempt: Attempt, world: int, failure: BaseException | Stopped | None) -> Verdict:

@@ -35,19 +35,10 @@ KEYS = {
     "lr_scheduler_type": "scheduler",
     "model_name_or_path": "model.path",
     "learning_rate": "optimizer.lr",
-    "gpus": "resources.ranks",
-    "num_gpus": "resources.ranks",
-    "world_size": "resources.ranks",
-    "nproc_per_node": "resources.ranks",
+    **dict.fromkeys(("gpus", "num_gpus", "world_size", "nproc_per_node"), "resources.ranks"),
     "dtype": "precision",
-    "tp": "parallel.tp",
-    "tp_size": "parallel.tp",
-    "tensor_parallel": "parallel.tp",
-    "sp": "parallel.sp",
-    "sp_size": "parallel.sp",
-    "sequence_parallel": "parallel.sp",
-    "sequence_parallel_size": "parallel.sp",
-    "ulysses": "parallel.sp",
+    **dict.fromkeys(("tp", "tp_size", "tensor_parallel"), "parallel.tp"),
+    **dict.fromkeys(("sp", "sp_size", "sequence_parallel", "sequence_parallel_size", "ulysses"), "parallel.sp"),
 }
 # Other programs' names for one of our options, or for a key of an option that must be chosen too.
 LINES = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,14 +15,22 @@ from orchestrator.commands import completion as command
 from orchestrator.compose import completion
 from orchestrator.compose.arguments import VERBS
 from orchestrator.compose.settable import read_tree
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import Planned, open_sweep
 
 ROOT = Path(__file__).resolve().parents[3]
-FLAGS = {"report": ["--output", "--against"], "logs": ["--rank"]}
 SWEEPS = ["2026-01-01_00-00-00_stages", "2026-01-02_00-00-00_batch"]
+NEWEST_FIRST = ["last ", *(f"{name} " for name in reversed(SWEEPS))]
+POINTS = {"last": ["stage0", "stage1"], SWEEPS[0]: ["micro1", "micro2"]}
+
+
+@cache
+def taken() -> dict[str, dict[str, list[str] | None]]:
+    return command._taken()
 
 
 def offered(line: str) -> list[str]:
-    return completion.candidates(completion.typed_words(line), read_tree(), FLAGS, SWEEPS)
+    return completion.candidates(completion.typed_words(line), read_tree(), taken(), SWEEPS, POINTS.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +46,28 @@ def offered(line: str) -> list[str]:
         ("zlab zero=stage2 rep", []),
         ("zlab report --a", ["--against "]),
         ("zlab report 2026-01-02", ["2026-01-02_00-00-00_batch "]),
-        ("zlab report ", ["last ", *(f"{name} " for name in reversed(SWEEPS))]),
+        ("zlab report ", NEWEST_FIRST),
+        ("zlab report last ", []),
+        ("zlab report last --against ", NEWEST_FIRST),
+        ("zlab compare last ", NEWEST_FIRST),
+        ("zlab sync ", NEWEST_FIRST),
+        ("zlab logs last ", ["stage0 ", "stage1 "]),
+        ("zlab logs last stage0 ", []),
+        ("zlab logs --rank 1 last ", ["stage0 ", "stage1 "]),
+        (f"zlab cancel {SWEEPS[0]} micro1 ", ["micro1 ", "micro2 "]),
+        (f"zlab export --sweep {SWEEPS[0]} micro", ["micro1 ", "micro2 "]),
+        ("zlab export stage", ["stage0 ", "stage1 "]),
+        ("zlab export zero=stage3 --to ", ["deepspeed ", "fsdp2 ", "ddp ", "accelerate ", "trainer "]),
+        ("zlab export --to=d", ["--to=deepspeed ", "--to=ddp "]),
+        ("zlab export --to fsdp2 zero=stage3", ["zero=stage3"]),
+        ("zlab export --out ", []),
+        ("zlab fit --as d", ["ddp ", "deepspeed "]),
+        ("zlab fit model=llama2_7b --as fsdp2 hardware=a100_8", ["hardware=a100_80gb"]),
+        ("zlab import ", []),
+        ("zlab import ds.json zero=stage3", ["zero=stage3"]),
+        ("zlab export-weights --d", ["--dtype "]),
+        ("zlab launch --dev", ["--device "]),
+        ("zlab --config-dir ", []),
         ("zlab fit hardware=a100_8", ["hardware=a100_80gb"]),
         ("zlab completion ", ["bash ", "zsh ", "fish "]),
         ("zlab --help zer", ["zero "]),
@@ -58,15 +89,28 @@ def test_an_empty_line_offers_verbs_and_groups_and_no_keys() -> None:
     assert not [word for word in found if "." in word]
 
 
-def test_the_flags_that_are_kept_in_the_shells_code_are_those_of_the_parsers() -> None:
-    flags = command._flags()
-    assert set(flags) == set(VERBS)
-    assert {"--against", "--threshold", "--json"} <= set(flags["report"])
-    assert "--rank" in flags["logs"]
-    assert "--rank" not in flags["report"]
-    text = completion.script("bash", "zlab", flags)
-    kept = text.partition("--flags '")[2].partition("'")[0]
-    assert completion.read_flags(kept) == flags
+def test_a_label_to_export_is_offered_beside_settings() -> None:
+    found = offered("zlab export ")
+    assert {"stage0 ", "zero="} <= set(found)
+
+
+def test_what_is_kept_in_the_shells_code_comes_from_the_parsers() -> None:
+    assert set(taken()) == set(VERBS)
+    assert {"--against", "--threshold", "--json"} <= set(taken()["report"])
+    assert "--rank" in taken()["logs"]
+    assert "--rank" not in taken()["report"]
+    text = completion.script("bash", "zlab", taken())
+    assert json.loads(text.partition("--taken '")[2].partition("'")[0]) == taken()
+
+
+def test_labels_come_from_the_plan_of_the_named_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("first", "second"):
+        points = [Planned(f"{name}-{number}", (), RunState.queued) for number in (0, 1)]
+        open_sweep(tmp_path, name, points, {"command": []})
+    for sweep, label in (("last", "second"), ("first", "first")):
+        line = f"zlab logs --output {tmp_path} {sweep} "
+        assert command.main(["--line", line, "--taken", json.dumps(taken())]) == 0
+        assert capsys.readouterr().out.splitlines() == [f"{label}-0 ", f"{label}-1 "]
 
 
 @pytest.mark.parametrize("shell", completion.SHELLS)
@@ -74,7 +118,7 @@ def test_each_shell_gets_code_without_placeholders(shell: str, capsys: pytest.Ca
     assert command.main([shell]) == 0
     code = capsys.readouterr().out
     assert "--line" in code
-    for name in ("PROGRAM", "FLAGS", "NAMES", "REGISTER"):
+    for name in ("PROGRAM", "TAKEN", "NAMES", "REGISTER"):
         assert name not in code
 
 
@@ -128,6 +172,9 @@ def test_the_shell_completes_options_flags_and_else_files(shell: str) -> None:
     lists = completed_by(shell, "zero=stage1,stage")
     assert lists == [f"{'' if shell == 'bash' else 'zero='}stage1,stage{n}" for n in (0, 2, 3)]
     assert completed_by(shell, "report", "--ag") == ["--against" if shell == "fish" else "--against "]
+    to = ["deepspeed", "ddp"]
+    expected = sorted(to) if shell == "fish" else [f"{name} " for name in to]
+    assert completed_by(shell, "export", "zero=stage3", "--to", "d") == expected
     files = completed_by(shell, "import", "READ")
     assert files == (
         [""] if shell == "bash" else ["README.md"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,16 +30,27 @@ def pool(tmp_path: Path, count: int) -> SlotPool:
 
 
 def test_held_slots_are_not_given_out_until_they_are_released(tmp_path: Path) -> None:
-    mine, other = pool(tmp_path, 4), pool(tmp_path, 4)
+    mine, other = SlotPool([Slot(f"core{number}") for number in range(4)], tmp_path, "sweep stages"), pool(tmp_path, 4)
     first = mine.take(3)
     assert first is not None
     assert [slot.name for slot in first.slots] == ["core0", "core1", "core2"]
     assert other.take(2) is None
-    assert other.holders() == [f"core{number}: pid {os.getpid()}" for number in range(3)]
+    assert other.holders() == [f"core0 core1 core2: sweep stages (pid {os.getpid()})"]
     one = other.take(1)
     assert one is not None
     first.release()
     assert other.take(3) is not None
+
+
+def test_a_holder_is_never_an_empty_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/x/zlab", "zero=stage3", *["batch.micro=1"] * 20])
+    leases = [pool(tmp_path, 1).take(1), SlotPool([Slot("core1")], tmp_path).take(1)]
+    (tmp_path / "core1.lock").write_text("")  # as between the lock and its text
+    typed, begun = pool(tmp_path, 2).holders()
+    assert re.fullmatch(rf"core0: \S*zlab zero=stage3 batch.micro=1 .* \.\.\. \(pid {os.getpid()}\)", typed)
+    assert len(typed) < 130
+    assert begun == "core1: a command that has just begun"
+    assert all(leases)
 
 
 def test_a_lease_ends_with_the_process_that_holds_it(tmp_path: Path) -> None:

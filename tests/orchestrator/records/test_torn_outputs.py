@@ -133,7 +133,7 @@ def test_only_the_end_of_a_huge_log_is_shown(
     assert cli.main(["logs", "--output", str(scene.output)]) == 0
     out, err = capsys.readouterr()
     assert out == "ine\n"
-    assert "rank1.log has 7 bytes, of which the last 4 follow" in err
+    assert "rank1.log has 7 B, of which the last 4 B follow" in err
 
 
 def test_a_report_that_cannot_be_written_is_still_shown(

@@ -13,7 +13,7 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, Standing
 from orchestrator.report.progress import progress
-from orchestrator.report.sweep_table import running_text
+from orchestrator.report.sweep_table import running_text, standing_row
 from orchestrator.text.units import duration
 
 CONFIG = {"measure": {"warmup_steps": 2, "steps": 8, "rounds": 4}}
@@ -86,3 +86,12 @@ def test_times_are_rounded_up_to_a_readable_unit() -> None:
         "84 min",
         "2.0 h",
     ]
+
+
+@pytest.mark.parametrize(
+    ("job", "message", "note"),
+    [("17_0", "Resources, starts about 23:34", "job 17_0, Resources, starts about 23:34"), ("17_1", "", "job 17_1")],
+)
+def test_the_note_of_a_point_on_a_cluster_begins_with_its_job(job: str, message: str, note: str) -> None:
+    point = Standing(Planned("p", (), RunState.queued), RunState.queued, message=message, job=job)
+    assert standing_row(point)[-1] == note

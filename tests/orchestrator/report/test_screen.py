@@ -290,6 +290,39 @@ def test_a_name_that_is_wider_than_the_terminal_wraps() -> None:
     assert "…" not in out.getvalue()
 
 
+def left_on_terminal(text: str) -> list[str]:
+    """The lines that a terminal shows after the text, by the four codes with which rich replaces lines."""
+    lines, at = [""], 0
+    for part in re.findall(r"\x1b\[1A|\x1b\[2K|\x1b\[\?25[lh]|\n|\r|[^\x1b\n\r]+", text):
+        if part == "\x1b[1A":
+            at -= 1
+        elif part == "\x1b[2K":
+            lines[at] = ""
+        elif part == "\n":
+            at += 1
+            lines += [""] * (at == len(lines))
+        elif part[0] not in "\x1b\r":
+            lines[at] += part
+    return [line for line in lines if line]
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_a_passing_line_leaves_a_terminal_also_where_it_wraps_and_stays_in_a_file(width: int) -> None:
+    lines = [f"counting without running: {done} of 2 models and activations" for done in (0, 1)]
+    for terminal, left in ((True, ["before", "between", "after"]), (False, ["before", *lines, "between", "after"])):
+        screen, out = show(terminal=terminal, width=width)
+        screen.say("before")
+        with screen.passing() as tell:
+            assert tell is not None
+            for line in lines:
+                tell(line)
+            screen.say("between")
+        screen.say("after")
+        assert left_on_terminal(out.getvalue()) == left
+    with screen.passing(quiet=True) as tell:
+        assert tell is None
+
+
 def test_the_bar_shows_the_time_that_is_left() -> None:
     screen, out = show(terminal=True)
     screen.begin(CONFIG)

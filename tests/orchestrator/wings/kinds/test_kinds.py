@@ -21,7 +21,7 @@ from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import Batch, Data, DataKind, Loss, LossKind, Measure, Model, RunConfig, Train
 from orchestrator.config.strict import Refusal
 from orchestrator.wings.kinds.classes import NAMES, class_name
-from orchestrator.wings.kinds.kind import TYPES, ModelKind, experts_of, kind_of, problem, sample_of
+from orchestrator.wings.kinds.kind import TYPES, ModelKind, SampleShape, experts_of, kind_of, problem, sample_of
 from orchestrator.wings.predict import counting_child, fit
 from orchestrator.worker.setup import build_data, build_deferred
 from orchestrator.workloads.data import IGNORED_LABEL, TokenBatch
@@ -116,6 +116,20 @@ def test_a_setting_that_a_kind_does_not_take_is_refused(name: str, words: str, t
     assert (told in str(broken.rule)) if broken else not told
 
 
+def test_the_amount_of_a_step_is_in_tokens_or_images() -> None:
+    assert SampleShape((128,), (128,)).amount(8) == "1,024 tokens"
+    assert SampleShape((2, 16), (16,)).amount(8) == "128 tokens"
+    assert SampleShape((3, 32, 32), (1,), is_image=True).amount(1024) == "1,024 images"
+
+
+def test_fit_says_once_what_is_wrong_with_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["vit"] | {"model_type": "vit"}))
+    assert cli.main(["fit", f"model={tmp_path}/config.json", "hardware=a100_80gb", "batch.seq=4096"]) == 2
+    told = capsys.readouterr().err
+    assert told.count("error:") == 1
+    assert "error: batch.seq is the length of a text" in told
+
+
 def test_fit_answers_a_mixture_of_experts_with_its_bytes_at_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,7 +140,7 @@ def test_fit_answers_a_mixture_of_experts_with_its_bytes_at_rest(
     words = [f"model={tmp_path}/config.json", "hardware=a100_80gb", "resources.ranks=2", "batch.seq=16"]
     words += ["zero=stage0,stage3", "offload=none", "recompute=none", "loss=full"]
     assert cli.main(["fit", *words, "--json"]) == 0
-    rows = {one["label"]: one for one in json.loads(capsys.readouterr().out)}
+    rows = {one["label"]: one for one in json.loads(capsys.readouterr().out)["rows"]}
     numel = sum(one.numel() for one in build_meta_model("mixtral", model).parameters())
     padding = 64 * 18  # elements of a unit that make it divisible: few bytes beside the states
     for label, each in (("stage0", 18), ("stage3", 9)):

@@ -137,7 +137,7 @@ def test_choose_runs_the_fastest_by_prediction_and_takes_the_fastest_run(
     assert cli.main(["choose", *PLAIN, f"output={tmp_path}", "train.tokens=3240"]) == 0
     out = capsys.readouterr().out
     # The line's own micro-batch is 4; 9 tokens/s make 3,240 tokens in 0.1 h.
-    assert "\nlearning  512 tokens a step, 128 before: fewer updates" in out
+    assert "\nlearning  512 tokens a step, 128 tokens before: fewer updates" in out
     assert re.search(r"^job +3,240 tokens are 7 steps and 0.1 h$", out, re.MULTILINE)
 
 

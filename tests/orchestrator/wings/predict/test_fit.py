@@ -66,8 +66,11 @@ class Say:
         return Answer(code, *self._capsys.readouterr())
 
     def json(self, *words: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self(*words, "--json").out)
-        return found
+        found = json.loads(self(*words, "--json").out)
+        assert found["model"]
+        assert all(row["machine"] for row in found["rows"])
+        rows: list[dict[str, Any]] = found["rows"]
+        return rows
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from harness.patience import HANG_S
 from points import make_config
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from orchestrator.config.schema import to_dict
 from orchestrator.launch.rank import rank_in_world
@@ -72,6 +73,19 @@ def test_a_failure_is_recorded_and_every_rank_exits_with_1(tmp_path: Path) -> No
     assert "stage 2 was told to fail" in lead[1]
     (state,) = tmp_path.glob("points/*/attempts/01/state.json")
     assert (read_json(state) or {})["state"] == "error"
+
+
+def test_a_failure_is_recorded_said_once_and_left_for_torchrun_if_the_watch_ends_rank_0(tmp_path: Path) -> None:
+    left = tmp_path / "error.json"
+    (lead, other) = join_two(tmp_path, STUB_ENDED_BY_WATCH="1", TORCHELASTIC_ERROR_FILE=str(left))
+    assert (lead[0], other[0]) == (1, 1)
+    told = "rank 1: RuntimeError: rank 1 was told to fail"
+    assert lead[1].count(f"error: {told}") == 1
+    assert "records" in lead[1]
+    (state,) = tmp_path.glob("points/*/attempts/01/state.json")
+    known = read_json(state) or {}
+    assert (known["state"], known["message"]) == ("error", told)
+    assert ProcessFailure(0, 1, 1, str(left)).message["message"] == told
 
 
 def test_the_rank_that_failed_first_is_named_even_if_it_made_rank_0_fail(tmp_path: Path) -> None:
