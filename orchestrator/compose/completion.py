@@ -11,7 +11,7 @@ from orchestrator.compose.arguments import CHOICES, REFUSED, SWITCHES, VALUED, V
 from orchestrator.compose.settable import NATIVE, Tree
 from orchestrator.config.strict import type_of
 
-SETTING_VERBS = ("fit", "choose", "calibrate", "generate")  # verbs whose words are settings
+SETTING_VERBS = ("fit", "choose", "calibrate", "search", "generate")  # verbs whose words are settings
 SWEEP_VERBS = ("status", "watch", "logs", "report", "cancel", "resume", "retry", "compare")
 SHELLS = ("bash", "zsh", "fish")
 
