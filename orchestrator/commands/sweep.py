@@ -151,9 +151,9 @@ def run_quietly(request: SweepRequest, hardware: Hardware, screen: Screen | None
         if process is not None:
             process.wait()
         raise
-    if not begun.is_joined:
+    if not begun.is_joined and not request.study:  # a study does both once, at its end
         comparison.write(sweep)
-        if not begun.is_own and not request.study:  # which does it once, at its end
+        if not begun.is_own:
             track_kept(sweep)
     return sweep
 

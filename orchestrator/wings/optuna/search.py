@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.commands import sweep as sweep_command
+from orchestrator.commands import watch_sweep
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
@@ -124,6 +125,7 @@ class Search:
     def __init__(self, line: SearchLine, asked: Asked, output: Path, screen: Screen) -> None:
         self._line, self._asked, self._output, self._screen = line, asked, output, screen
         self._known: dict[tuple[str, ...], Trial] = {}
+        self._earlier: list[tuple[str, ...]] = []  # the trials of an earlier command
 
     @property
     def sweep(self) -> SweepPaths | None:
@@ -141,10 +143,10 @@ class Search:
         order = "higher" if higher_first else "lower"
         self._screen.say(f"{many(self._line.trials, 'trial')} by {self._line.by}, {order} first", "bold")
         self._screen.rows([Row(one.key, one.described()) for one in self._line.searched])
-        earlier = self._recorded()
-        if earlier:
-            self._screen.say(f"continues after {many(len(earlier), 'trial')}")
-            self._measure(earlier)
+        self._earlier = self._recorded()
+        if self._earlier:
+            self._screen.say(f"continues after {many(len(self._earlier), 'trial')}")
+            self._measure(self._earlier)
         while (left := self._line.trials - len(self._known)) > 0 and not self._fails():
             new = proposed(self._line, self._known, min(left, self._line.at_once), higher_first=higher_first)
             if not new:
@@ -170,8 +172,8 @@ class Search:
         lines = [self._line.words(values) for values in order]
         outcomes = trials.measure(lines, self._asked, self._screen if self._screen.live else None)
         self._known = dict(zip(order, outcomes, strict=True))
-        for number, trial in enumerate(outcomes[before:], before + 1):
-            if trial.state is RunState.cached:
+        for number, (values, trial) in enumerate(list(self._known.items())[before:], before + 1):
+            if values in self._earlier and trial.state is RunState.cached:
                 continue
             value = f"{self._line.by} {trial.values[0]:,.6g}" if trial.values else sweep_table.shortened(trial.message)
             self._screen.say(f"trial {number}: {trial.label}: {trial.state.value}: {value}{self._best()}")
@@ -200,17 +202,16 @@ class Search:
         sweep = self.sweep
         if sweep is None:
             raise Refusal(list(dict.fromkeys(trial.message for trial in self._known.values())))
+        code = watch_sweep.conclude(sweep, self._screen)
         sweep_command.track_kept(sweep)
-        ranked, standings = comparison.ranked(sweep), sweep_record.standings(sweep)
-        code = comparison.exit_code(standings)
-        self._screen.comparison(ranked)
+        ranked = comparison.ranked(sweep)
         *rows, proposed = sweep_command.next_rows(sweep)
         if ranked[0].place == 1:
             rows += [Row("failed", proposed.text)] if code == FAILED else []
             proposed = Row("next", _longer(ranked))
         self._screen.closing([*rows, proposed])
         if as_json:
-            print(sweep_table.document(sweep, standings))
+            print(sweep_table.document(sweep, sweep_record.standings(sweep)))
         return code
 
 
