@@ -220,5 +220,5 @@ def _longer(ranked: Sequence[ranking.Ranked]) -> str:
     best = ranked[0].entry
     if ranking.STANDARD not in best.overrides:
         return ranking.next_after_sweep(ranked)
-    kept = [word for word in best.overrides if word != ranking.STANDARD]
+    kept = [word for word in ranking.standard(best.overrides) if word != ranking.STANDARD]
     return run_command([*kept, "measure=train", "train.max_steps=1000", "checkpoint=sharded"])
