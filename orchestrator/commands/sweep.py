@@ -298,7 +298,8 @@ def watch(
     the sweep belongs to another command and continues.
     """
     alive = (lambda: process.poll() is None) if process else None
-    view = SweepWatch(sweep, screen, alive, attached=attached)
+    leaving = "detach, wait or cancel" if attached else "leave it running"
+    view = SweepWatch(sweep, screen, alive, leaving=leaving)
     interrupted = False
     while True:
         try:

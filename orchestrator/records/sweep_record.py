@@ -161,9 +161,10 @@ def _with_own(paths: SweepPaths, planned: Sequence[Planned], *, grows: bool) -> 
     except (BadRecord, OSError):
         return planned
     made = {one.label: str(one.attempt.root) for one in before if one.attempt is not None}
+    owned = [point.decision is RunState.cached and made.get(point.label) == point.attempt for point in planned]
     return [
-        replace(point, own=point.decision is RunState.cached and made.get(point.label) == point.attempt)
-        for point in planned
+        replace(point, own=own, reason="" if own and grows else point.reason)
+        for point, own in zip(planned, owned, strict=True)
     ]
 
 

@@ -211,7 +211,9 @@ def test_trials_that_fail_or_do_not_fit_are_rows_and_the_best_is_still_proposed(
     assert {RunState.error, RunState.oom} <= set(states.values())
     assert cli.main(["search", *words, "n=8", "at_once=4"]) == 1
     shown = capsys.readouterr().out
-    assert re.search(r"^fastest of the \d of 8 points that have an answer: a tie of .*stage3-micro1", shown, re.MULTILINE)
+    assert re.search(
+        r"^fastest of the \d of 8 points that have an answer: a tie of .*stage3-micro1", shown, re.MULTILINE
+    )
     assert re.search(r"^failed +\S.* retry ", shown, re.MULTILINE)
     assert re.search(r"^next +.*zero=stage3 batch.micro=1 measure=train", shown, re.MULTILINE)
     assert all(label in sweep.report.read_text() for label in states)
