@@ -42,7 +42,8 @@ from orchestrator.tracking.feed import check_store, complete_left_behind, start_
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """A requested sweep with at least one point to run. `command`: the arguments that resume it."""
+    """A requested sweep with at least one point to run. `command`: the arguments that resume it. `study`: the identity
+    of a sweep whose points are proposed one after the other; empty for that of its name and points."""
 
     name: str
     points: tuple[Point | Refused, ...]
@@ -54,6 +55,7 @@ class SweepRequest:
     as_json: bool = False
     predicts: bool = True
     entry: str = ENTRY
+    study: str = ""
 
     @cached_property
     def runnable(self) -> list[Point]:
@@ -87,11 +89,12 @@ class SweepRequest:
             "exclusive": self.config.cluster.exclusive,
             "on_cluster": self.on_cluster,
             "tracked": self.config.tracking.kind is not TrackingKind.none,
+            **({"id": self.study} if self.study else {}),
         }
 
     def running(self, planned: Sequence[Planned]) -> SweepPaths | None:
         """The same sweep, if another controller or a cluster is running it."""
-        identity = sweep_record.sweep_id(self.name, planned)
+        identity = self.study or sweep_record.sweep_id(self.name, planned)
         same = (one for one in sweep_record.all_sweeps(self.output) if sweep_record.is_sweep(one, self.name, identity))
         return next((sweep for sweep in same if cluster_of(sweep).runs(sweep)), None)
 
@@ -149,10 +152,10 @@ def run_quietly(request: SweepRequest, hardware: Hardware, screen: Screen | None
         if process is not None:
             process.wait()
         raise
-    if not begun.is_joined:
+    if not begun.is_joined and not request.study:  # a study does both once, at its end
         comparison.write(sweep)
         if not begun.is_own:
-            _track_kept(sweep)
+            track_kept(sweep)
     return sweep
 
 
@@ -215,12 +218,12 @@ def _followed(begun: Begun, screen: Screen, *, detach: bool) -> int:
         screen.closing(_left_running(sweep))
         return OK
     code = watch_sweep.conclude(sweep, screen)
-    _track_kept(sweep)
-    screen.closing(_next(sweep))
+    track_kept(sweep)
+    screen.closing(next_rows(sweep))
     return code
 
 
-def _track_kept(sweep: SweepPaths) -> None:
+def track_kept(sweep: SweepPaths) -> None:
     """Writes a sweep whose answers were all there to MLflow, in the background; other sweeps have a tracker."""
     if (read_or_warn(sweep.sweep) or {}).get("tracked"):
         start_sync(sweep.output, [sweep])
@@ -257,7 +260,7 @@ def decided(request: SweepRequest, hardware: Hardware, screen: Screen | None = N
     planned = decision.decide(judged, request.output, name_of, request.wishes, predicted)
     may_run = [point.decision is not RunState.refused for point in planned]
     # Else the plan that follows says it, or all are refused, which is an error.
-    if any(may_run) and (screen is None or (request.plan_only and request.as_json)):
+    if any(may_run) and not request.study and (screen is None or (request.plan_only and request.as_json)):
         _tell_refused(planned)
     return [
         replace(point, predicted={"unknown": unknown[point.label]}) if runs and point.label in unknown else point
@@ -297,7 +300,8 @@ def watch(
     the sweep belongs to another command and continues.
     """
     alive = (lambda: process.poll() is None) if process else None
-    view = SweepWatch(sweep, screen, alive, attached=attached)
+    leaving = "detach, wait or cancel" if attached else "leave it running"
+    view = SweepWatch(sweep, screen, alive, leaving=leaving)
     interrupted = False
     while True:
         try:
@@ -324,7 +328,7 @@ def watch(
         reason = "".join(f"{line}; " for line in end_of(sweep.log)[-1:])
         screen.warn(f"the sweep's controller ended early: {reason}see {shown(sweep.log)}")
     code = watch_sweep.conclude(sweep, screen)
-    screen.closing(_next(sweep))
+    screen.closing(next_rows(sweep))
     return INTERRUPTED if interrupted else code
 
 
@@ -332,7 +336,7 @@ def _left_running(sweep: SweepPaths) -> list[Row]:
     return [Row("watch", verb("watch", sweep.root)), Row("stop", verb("cancel", sweep.root))]
 
 
-def _next(sweep: SweepPaths) -> list[Row]:
+def next_rows(sweep: SweepPaths) -> list[Row]:
     """The paths of the results and the next command to type."""
     rows = [Row("report", shown(sweep.report)), Row("page", shown(sweep.page)), Row("numbers", shown(sweep.results))]
     if (read_or_warn(sweep.sweep) or {}).get("tracked"):

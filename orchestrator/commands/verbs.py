@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from orchestrator import wings
 from orchestrator.commands.named_sweep import find_sweep, standings_now
 from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshold, with_flags
 from orchestrator.compose import arguments
@@ -285,4 +286,6 @@ def _again(asked: argparse.Namespace, more: Sequence[str]) -> int:
     flags = [f"--{flag}" for flag in ("detach", "json") if getattr(asked, flag) and f"--{flag}" not in command]
     command = [*command, *more, *flags]
     complain(f"{where}{program()} {shlex.join(command)}")
+    if command[0] in wings.VERBS:
+        return int(wings.load(wings.VERBS[command[0]]).main(command[1:]))
     return typed.answer(arguments.split(command))

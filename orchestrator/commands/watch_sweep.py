@@ -43,11 +43,10 @@ class SweepWatch:
     """Shows a sweep until all its points have ended."""
 
     def __init__(
-        self, sweep: SweepPaths, screen: Screen, alive: Callable[[], bool] | None = None, *, attached: bool = True
+        self, sweep: SweepPaths, screen: Screen, alive: Callable[[], bool] | None = None, *, leaving: str = "stop"
     ) -> None:
-        """`alive`: whether the controller of a sweep on this machine still runs. `attached`: see
-        `sweep_command.watch`."""
-        self._leaving = "detach, wait or cancel" if attached else "leave it running"
+        """`alive`: whether the controller of a sweep on this machine still runs. `leaving`: what Ctrl-C does."""
+        self._leaving = leaving
         self._sweep, self._screen = sweep, screen
         self._alive = alive or (lambda: controller_pid(sweep) is not None)
         self._cluster, self._is_sent = cluster_of(sweep), is_on_cluster(sweep)

@@ -122,10 +122,11 @@ class Standing:
 
 def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts: Mapping[str, Any]) -> SweepPaths:
     """The folder of this sweep: the existing one with the same name and points, so that the same command resumes it,
-    else a new one. The caller must be the `only_starter`."""
+    else a new one. The caller must be the `only_starter`. facts: `id` is the identity of a sweep that gets more points
+    each time that it is opened."""
     for point in {entry.point for entry in planned if entry.point}:  # including points whose answers are kept
         clear_point(output, point)
-    identity = sweep_id(name, planned)
+    identity = facts.get("id") or sweep_id(name, planned)
     sweeps = Path(output).absolute() / "sweeps"
     sweeps.mkdir(parents=True, exist_ok=True)
     _clear_unrecorded(sweeps)
@@ -138,7 +139,7 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
                 plan_of(paths)
             except BadRecord as bad:
                 set_aside(paths.plan, bad.wrong)
-            planned = _with_own(paths, planned)
+            planned = _with_own(paths, planned, grows="id" in facts)
             # The events and requests of the last controller are over; the attempts record their outcome.
             for file in (paths.events, paths.requests, paths.controller, paths.claim):
                 file.unlink(missing_ok=True)
@@ -150,19 +151,20 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
     return paths
 
 
-def _with_own(paths: SweepPaths, planned: Sequence[Planned]) -> Sequence[Planned]:
+def _with_own(paths: SweepPaths, planned: Sequence[Planned], *, grows: bool) -> Sequence[Planned]:
     """The plan, with the kept answers that this sweep has measured as its own. If points are left to run there are
-    none: what was measured before stands beside what is measured in another session."""
-    if any(point.decision is RunState.queued for point in planned):
+    none, unless it grows: what was measured before stands beside what is measured in another session."""
+    if not grows and any(point.decision is RunState.queued for point in planned):
         return planned
     try:
         before = [one for one in standings(paths) if one.state is not RunState.cached or one.planned.own]
     except (BadRecord, OSError):
         return planned
     made = {one.label: str(one.attempt.root) for one in before if one.attempt is not None}
+    owned = [point.decision is RunState.cached and made.get(point.label) == point.attempt for point in planned]
     return [
-        replace(point, own=point.decision is RunState.cached and made.get(point.label) == point.attempt)
-        for point in planned
+        replace(point, own=own, reason="" if own and grows else point.reason)
+        for point, own in zip(planned, owned, strict=True)
     ]
 
 

@@ -157,7 +157,12 @@ def running_text(standings: Sequence[Standing]) -> str:
 
 def reason(point: Standing) -> str:
     """The reason for a point's state, shortened."""
-    text = " ".join(point.message.split())
+    return shortened(point.message)
+
+
+def shortened(message: str) -> str:
+    """The beginning of a message in one line."""
+    text = " ".join(message.split())
     return text if len(text) <= REASONS_SHOWN else text[: REASONS_SHOWN - 1] + "…"
 
 

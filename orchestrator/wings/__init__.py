@@ -16,6 +16,7 @@ VERBS = {
     "fit": "orchestrator.wings.predict.fit",
     "calibrate": "orchestrator.wings.predict.calibrate",
     "choose": "orchestrator.wings.predict.choose",
+    "search": "orchestrator.wings.optuna.search",
     "generate": "orchestrator.wings.generate.generate",
     "export-weights": "orchestrator.wings.foreign.export_weights",
     "import": "orchestrator.wings.foreign.import_config",

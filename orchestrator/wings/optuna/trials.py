@@ -27,6 +27,7 @@ from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Standing
 from orchestrator.report import extras, ranking
 from orchestrator.report.entry import Entry
+from orchestrator.report.screen import Screen
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,16 @@ class Asked:
 
     retry: states to run again, as for `--retry`.
     flags: `--config-dir`, if the lines were composed with it. fixed: overrides that are the same in every line of every
-    batch and are therefore left out of a point's short name.
+    batch and are therefore left out of a point's short name. study: the identity of a study whose batches are one
+    sweep, to which each adds its lines; a batch then has the lines of all earlier ones first. command: what resumes it.
     """
 
     rank_by: tuple[str, ...] = (ranking.DEFAULT_METRIC,)
     retry: str = ""
     flags: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
+    study: str = ""
+    command: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,9 @@ def unfit_problems(metrics: Sequence[str], unfit: Sequence[object] | None) -> li
     return [f"hydra.launcher.unfit: expected null or a number for each of {' '.join(metrics)}, found {found}"]
 
 
-def measure(lines: Sequence[Sequence[str]], asked: Asked) -> list[Trial]:
+def measure(lines: Sequence[Sequence[str]], asked: Asked, screen: Screen | None = None) -> list[Trial]:
     """One trial per line, in the order of the lines; returns when all have ended. Several lines may be the same point.
+    screen: shows the progress.
 
     An interrupt cancels the batch and is raised again. Refusal: a line is not one point, or nothing can run from here.
     """
@@ -109,15 +114,17 @@ def measure(lines: Sequence[Sequence[str]], asked: Asked) -> list[Trial]:
         raise Refusal(["a sweep starts its own processes: run it without torchrun or srun"])
     axes = _axes(lines, asked.fixed)
     outcomes = [_judged(composition, axes, scene) for composition in _composed(lines, asked)]
-    points = {_key(outcome): outcome for outcome in outcomes if isinstance(outcome, Point)}
-    labels = [point.label for point in distinct(list(points.values()))]
-    named = {key: replace(point, label=label) for (key, point), label in zip(points.items(), labels, strict=True)}
-    standings = _run(list(named.values()), sweep_name(axes, ()), asked, scene) if named else {}
+    # In a study the refused lines are rows as well: its report has all trials.
+    points = {_key(outcome): outcome for outcome in outcomes if isinstance(outcome, Point) or asked.study}
+    labels = dict(zip(points, (point.label for point in distinct(list(points.values()))), strict=True))
+    named = [replace(point, label=labels[key]) for key, point in points.items()]
+    can_run = any(isinstance(point, Point) for point in named)
+    standings = _run(named, sweep_name(axes, ()), asked, scene, screen) if can_run else {}
     apart = extras.apart(
         [Entry(one.label, one.state, one.result, config=one.planned.config) for one in standings.values()]
     )
     return [
-        _trial(standings[named[_key(outcome)].label], asked.rank_by, apart)
+        _trial(standings[labels[_key(outcome)]], asked.rank_by, apart)
         if isinstance(outcome, Point)
         else _refused(outcome)
         for outcome in outcomes
@@ -157,16 +164,20 @@ def _judged(composition: Composition, axes: tuple[str, ...], scene: Scene) -> Po
     return outcome
 
 
-def _key(point: Point) -> str:
+def _key(point: Point | Refused) -> str:
     """The same key for lines that describe the same configuration."""
-    return json.dumps(to_dict(point.config), sort_keys=True)
+    return json.dumps(to_dict(point.config), sort_keys=True) if isinstance(point, Point) else str(point.overrides)
 
 
-def _run(points: Sequence[Point], name: str, asked: Asked, scene: Scene) -> dict[str, Standing]:
-    """The state of each point after the sweep, by label. The caller can ask again, so no command is recorded."""
+def _run(
+    points: Sequence[Point | Refused], name: str, asked: Asked, scene: Scene, screen: Screen | None
+) -> dict[str, Standing]:
+    """The state of each point after the sweep, by label."""
     wishes = Wishes(retry=retry_states(asked.retry) if asked.retry else frozenset())
-    request = sweep_command.SweepRequest(name, tuple(points), (), wishes, asked.rank_by[0])
-    paths = sweep_command.run_quietly(request, scene.hardware)
+    request = sweep_command.SweepRequest(
+        name, tuple(points), asked.command, wishes, asked.rank_by[0], study=asked.study
+    )
+    paths = sweep_command.run_quietly(request, scene.hardware, screen)
     return {standing.label: standing for standing in sweep_record.standings(paths)}
 
 

@@ -42,6 +42,7 @@ def units_key(config: RunConfig) -> str:
     """The key of the units of a model and the costs of its optimizer."""
     parts: dict[str, Any] = {name: plain(getattr(config, name)) for name in DECIDING}
     parts |= {"unit_numel": config.zero.unit_numel, "ratio": config.offload.ratio, "kind": str(config.measure.kind)}
+    del parts["optimizer"]["lr"]  # which takes no memory, and of which a search tries many
     return _hash(parts)
 
 

@@ -26,6 +26,7 @@ Which ZeRO stage, precision, offload and batch is the fastest that fits?
 Verbs (PROGRAM VERB --help)
   fit model=NAME hardware=NAME     what fits, and why; needs no GPU
   choose model=NAME                the fastest that fits, with a few short runs
+  search optimizer.lr=1e-5..1e-3   the best values, which Optuna proposes
   calibrate                        measures what predicted speeds need
   list, status, watch, logs        sweeps of this folder, from any terminal
   report, compare, ui, sync        tables, pictures, MLflow
