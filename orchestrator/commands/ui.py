@@ -1,6 +1,7 @@
-"""`zlab ui`: the prepared page of a sweep in MLflow, whose server runs on the loopback interface, without telemetry.
+"""`zlab ui`: the prepared page of a sweep in MLflow, whose server runs without telemetry.
 
-A store that is a server has its own: only the addresses are printed.
+It listens on the loopback interface, or on another one where that is asked for. A store that is a server has its own:
+only the addresses are printed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
+
+import psutil
 
 from orchestrator.commands import sync
 from orchestrator.commands.named_sweep import find_sweep
@@ -53,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     """The exit code of `zlab ui`. Returns when the server has ended."""
     asked = parser().parse_args(argv)
     sweep = find_sweep(asked.output, asked.sweep) if asked.sweep else None
-    return serve(Path(asked.output), asked.port, sweep)
+    return serve(Path(asked.output), asked.port, sweep, asked.host)
 
 
 def parser() -> VerbParser:
@@ -62,14 +65,21 @@ def parser() -> VerbParser:
     parser.add_argument("sweep", nargs="?", default="", help="last, or the name of a sweep; default: all pages")
     parser.add_argument("--output", default=default, help=f"the folder of the runs; default: {default}")
     parser.add_argument("--port", type=int, default=None, help=f"default: the first free one from {FIRST_PORT}")
+    parser.add_argument(
+        "--host",
+        default="",
+        help="who can reach it; 0.0.0.0: every machine of the network; default: this machine alone",
+    )
     add_json(parser, "ui is a server for a browser; status --json and results.csv have the numbers")
     return parser
 
 
-def serve(output: Path, port: int | None, sweep: SweepPaths | None = None) -> int:
+def serve(output: Path, port: int | None, sweep: SweepPaths | None = None, host: str = "") -> int:
     """Runs the server until Ctrl-C. 0: Ctrl-C, or the store has a server. 1: the server ended unexpectedly, or the
-    sweep could not be written. Refusal: there is no readable store."""
+    sweep could not be written. Refusal: there is no readable store, or nothing can listen at the host."""
     screen, output = Screen(), output.absolute()
+    if host:
+        _check_host(host)
     uri = _uri(output, sweep)
     is_local = uri == names.local_uri(output)
     if is_local and sweep is None and not store_path(output).exists():
@@ -91,17 +101,30 @@ def serve(output: Path, port: int | None, sweep: SweepPaths | None = None) -> in
         return FAILED
     if not schema_version.is_database(uri):
         _show(pages, uri, screen)
+        if host or port:
+            screen.say("warning: --host and --port have no effect, because the store is a server already")
         return OK
-    host = loopback()
-    chosen = port or free_port(host)
-    _show(pages, f"http://{in_url(host)}:{chosen}", screen)
+    return _listen(uri, output, host, port, pages, screen)
+
+
+def _listen(
+    uri: str, output: Path, asked_host: str, asked_port: int | None, pages: Sequence[Page], screen: Screen
+) -> int:
+    """Runs a server on the store; without a host or a port that was asked for, on the loopback and a free one."""
+    host = asked_host or loopback()
+    port = asked_port or free_port(host)
+    reached = own_names(host) if asked_host else [host]
+    _show(pages, f"http://{in_url(reached[0])}:{port}", screen)
     log = output / LOG
     screen.say(f"The page answers after about 10 s. Ctrl-C ends it. Its log is {shown(log)}.")
-    if "SSH_CONNECTION" in os.environ:
-        screen.say(f"On your own machine: ssh -N -L {chosen}:{in_url(host)}:{chosen} {socket.gethostname()}")
+    if asked_host:
+        screen.say(f"warning: without a password, whoever reaches {reached[0]} can read, change and delete these runs")
+    elif "SSH_CONNECTION" in os.environ:
+        screen.say(f"On your own machine: ssh -N -L {port}:{in_url(host)}:{port} {socket.gethostname()}")
     # Job execution starts another process, for features that are not used.
     own = {**mlflow_environment(output), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    return _until_interrupt(server_command(uri, output, chosen, host), own, log, screen)
+    own |= admitted(reached, port) if asked_host else {}
+    return _until_interrupt(server_command(uri, output, port, host), own, log, screen)
 
 
 def _uri(output: Path, sweep: SweepPaths | None) -> str:
@@ -172,6 +195,27 @@ def server_command(uri: str, output: Path, port: int, host: str) -> list[str]:
     return children.words("mlflow", "server", *stores, *artifacts, *where)
 
 
+def own_names(host: str) -> list[str]:
+    """The names and addresses under which others may ask for what listens at `host`, the best one to type first: those
+    of this machine, after the host itself unless that is 0.0.0.0 or ::, which mean all. In lower case, as browsers."""
+    entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
+    numbers = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+    first = [] if host in ("0.0.0.0", "::") else [host]
+    found = [*first, socket.gethostname(), socket.getfqdn(), *(number.partition("%")[0] for number in numbers)]
+    return list(dict.fromkeys(name.lower() for name in found))
+
+
+def admitted(names_of_host: Sequence[str], port: int) -> dict[str, str]:
+    """The variables with which MLflow's server answers browsers that ask for these names; without them it refuses every
+    name but localhost, and what a page sends from elsewhere. Those that are set already stay as they are."""
+    places = [f"{in_url(name)}:{port}" for name in names_of_host]
+    found = {
+        "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join([*places, "localhost:*", "127.0.0.1:*"]),
+        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{place}" for place in places),
+    }
+    return {name: value for name, value in found.items() if name not in os.environ}
+
+
 def links(store: Path) -> list[Page]:
     """The pages of sweeps and of other experiments in an SQLite file, newest first. Read without importing mlflow."""
     query = (
@@ -184,6 +228,15 @@ def links(store: Path) -> list[Page]:
         rows = connection.execute(query, (f"{prefix}%",)).fetchall()
     sweeps = [(number, name, (tag or "").removeprefix(prefix)) for number, name, tag in rows if name != "Default"]
     return [Page(sweep or name, str(number), chart_page.key_of(sweep)) for number, name, sweep in sweeps]
+
+
+def _check_host(host: str) -> None:
+    try:
+        with socket.socket(family(host)) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        expected = f"--host: expected an address of this machine, or 0.0.0.0 for all of them, found '{host}'"
+        raise Refusal([f"{expected}: {error.strerror}"]) from None
 
 
 def free_port(host: str) -> int:

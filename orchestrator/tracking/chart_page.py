@@ -6,6 +6,7 @@ MLflow's default page remains one click away.
 
 from __future__ import annotations
 
+import colorsys
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +15,7 @@ from orchestrator.tracking import names
 
 KEY = "zlab"
 TAG = f"mlflow.sharedViewState.{KEY}"
-_SPEED, _PEAK, _STATES = "summary/tokens_per_second", "summary/peak_mib", "summary/states_measured_mib"
-_LOSS, _STEP = "summary/loss_last", "summary/step_ms"
+_BARS = (names.SPEED, names.PEAK, names.STATES, names.LOSS)
 _HISTORIES = (
     *("train/loss", "throughput/tokens_per_second", "time/step_ms"),
     *("memory/allocated_mib", "memory/rss_mib", "validation/loss"),
@@ -23,7 +23,7 @@ _HISTORIES = (
 _AXES = ("zero.stage", "precision.param", "batch.micro", "resources.ranks")  # of runs that are in no sweep
 MOST_AXES = 6  # more have no room for their titles
 MOST_RUNS = 200
-# A bar with its name needs this height to be read, in pixels; and what is around the bars of a card.
+# A bar with its number needs this height to be read, in pixels; and what is around the bars of a card.
 _BAR_PX, _AROUND_PX, _CARD_PX = 21, 130, 360
 # The values that the page itself stores for unset options. Without the "reordered" flags it sorts charts by name.
 _UNCHOSEN: dict[str, Any] = {
@@ -35,6 +35,8 @@ _UNCHOSEN: dict[str, Any] = {
     **{"lifecycleFilter": "Active", "modelVersionFilter": "All Runs", "runsHiddenMode": "SHOWALL"},
     "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
 }
+# Of Okabe and Ito, which colour-blind people can tell apart, with grey for black; then hues by the golden ratio.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#8c959f", "#f0e442")
 _LINE: dict[str, Any] = {
     **dict.fromkeys(("xAxisScaleType", "scaleType"), "linear"),
     **{"xAxisKey": "step", "selectedXAxisMetricKey": "", "yAxisKey": "metric", "yAxisExpressions": [], "range": {}},
@@ -52,6 +54,14 @@ def tag_of(sweep: str) -> str:
     return f"mlflow.sharedViewState.{key_of(sweep)}"
 
 
+def colour_of(number: int) -> str:
+    """The colour of a sweep's point in every chart, by its number from 0: another one for each."""
+    if number < len(_COLOURS):
+        return _COLOURS[number]
+    red, green, blue = colorsys.hls_to_rgb(number * 0.618034 % 1, (0.35, 0.5, 0.65)[number % 3], 0.6)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+
+
 def view(settings: Sequence[str] = (), sweep: str = "", points: int = 0) -> str:
     """The value of the tag: the page of all points in the experiment, or with `sweep` of that sweep's.
 
@@ -60,36 +70,32 @@ def view(settings: Sequence[str] = (), sweep: str = "", points: int = 0) -> str:
     """
     settings = settings or _AXES
     axes = list(settings[:MOST_AXES])
-    x, y = ({"key": name, "type": "METRIC"} for name in (_PEAK, _SPEED))
+    pair = [names.PEAK, names.SPEED]
+    x, y = ({"key": name, "type": "METRIC"} for name in pair)
     charts = [
-        *(_chart("BAR", "compare", name, metricKey=name) for name in (_SPEED, _PEAK, _STATES)),
+        *(_chart("BAR", "compare", name, metricKey=name) for name in _BARS),
         _chart("SCATTER", "trade", "speed against peak memory", xaxis=x, yaxis=y),
-        _chart("BAR", "trade", _LOSS, metricKey=_LOSS),
-        _chart("PARALLEL", "settings", "settings", selectedParams=axes, selectedMetrics=[_PEAK, _SPEED]),
+        _chart("PARALLEL", "settings", "settings", selectedParams=axes, selectedMetrics=pair),
         *(_chart("LINE", "run", name, metricKey=name, selectedMetricKeys=[name], **_LINE) for name in _HISTORIES),
     ]
-    height = max(_CARD_PX, _AROUND_PX + points * _BAR_PX)
+    # In cards of a third of a screen the tool bar has two rows, which cover the first bar.
     sections = [
-        _section("compare", "Speed and memory", 3, height),
-        _section("trade", "Speed against memory; loss", 2, max(_CARD_PX, height * 3 // 4)),
+        _section("compare", "Speed, memory and loss", 2, max(_CARD_PX, _AROUND_PX + points * _BAR_PX)),
+        _section("trade", "Speed against memory", 1, _CARD_PX + 60),
         _section("settings", "Settings", 1, _CARD_PX + 60),
-        _section("run", "During the run", 3, _CARD_PX),
+        _section("run", "During the run", 2, _CARD_PX),
     ]
     wanted = {names.KIND: "point", **({names.SWEEP: sweep} if sweep else {})}
-    columns = [*(f"params.`{axis}`" for axis in settings), *(f"metrics.`{name}`" for name in _numbers())]
+    columns = [*(f"params.`{axis}`" for axis in settings), *(f"metrics.`{name}`" for name in (*_BARS, names.STEP))]
     chosen = {
         "searchFilter": " and ".join(f"tags.`{key}` = '{value}'" for key, value in wanted.items()),
-        "orderByKey": f"metrics.`{_SPEED}`",
+        "orderByKey": f"metrics.`{names.SPEED}`",
         "orderByAsc": False,
         "selectedColumns": [*columns, f"tags.`{names.OUTCOME}`", f"tags.`{names.KEPT}`"],
         "compareRunSections": sections,
         "compareRunCharts": [{**chart, "uuid": f"zlab-{index}"} for index, chart in enumerate(charts)],
     }
     return json.dumps({**_UNCHOSEN, **chosen})
-
-
-def _numbers() -> tuple[str, ...]:
-    return (_SPEED, _STEP, _PEAK, _STATES, _LOSS)
 
 
 def _section(uuid: str, name: str, columns: int, height: int) -> dict[str, Any]:

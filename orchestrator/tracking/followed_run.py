@@ -31,7 +31,7 @@ Point = tuple[str, float, int, int]  # name, value, step, time in ms
 @dataclass(frozen=True)
 class RunNames:
     """What a run is called. sweep: its name, if there is one. varied: the settings that vary in it. kept: the date of
-    an answer that an earlier command had."""
+    an answer that an earlier command had. colour: of its bars and curves; empty for one that MLflow takes."""
 
     experiment: str
     label: str
@@ -39,6 +39,7 @@ class RunNames:
     sweep: str = ""
     varied: Mapping[str, str] = field(default_factory=dict)
     kept: str = ""
+    colour: str = ""
 
 
 class FollowedRun:
@@ -115,9 +116,9 @@ def open_run(store: MlflowStore, paths: AttemptPaths, named: RunNames, tags: Map
     attempt |= {names.SWEEP: named.sweep} if named.sweep else {}
     run = store.run_of(named.experiment, attempt, searched_by=names.POINT)
     if run is None:
-        kept = {names.KEPT: named.kept} if named.kept else {}
-        label = f"{named.label} (kept)" if kept else named.label
-        run = store.create_run(named.experiment, label, {**tags, **attempt, **kept})
+        more = {key: value for key, value in ((names.KEPT, named.kept), (names.COLOUR, named.colour)) if value}
+        label = f"{named.label} (kept)" if named.kept else named.label
+        run = store.create_run(named.experiment, label, {**tags, **attempt, **more})
     store.log_params(run, {**named.varied, **names.params(read_or_warn(paths.config) or {})})
     return FollowedRun(store, run, paths)
 

@@ -1,6 +1,8 @@
 """The names of a run's data in MLflow: experiments, parameters, metrics with units in their names, and tags.
 
-docs/tracking.md lists every metric; a test compares it with what is logged.
+A metric that is written once, at the end, is plain, such as tokens_per_second: MLflow cuts titles after about ten
+letters, and draws plain names together. A history has a group, such as train/loss. docs/tracking.md lists every metric;
+a test compares it with what is logged.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ QUOTED = "%3F"  # a "?" in the path of an address
 OUTCOME, SWEEP, POINT, KIND = "zlab.outcome", "zlab.sweep", "zlab.point", "zlab.kind"
 ATTEMPT, HOST, PID, STARTED = "zlab.attempt", "zlab.host", "zlab.pid", "zlab.pid_started"
 KEPT = "zlab.kept"
+COLOUR = "mlflow.runColor"  # without it, MLflow takes one by the run's id, the same one for several runs
+SPEED, STEP, PEAK, STATES, LOSS = "tokens_per_second", "step_ms", "peak_mib", "states_measured_mib", "loss_last"
 COMMAND, COUNTS, RANK_BY, BEST = "zlab.command", "zlab.points", "zlab.rank_by", "zlab.best"
 NOTE = "mlflow.note.content"  # Markdown that MLflow shows above a run and an experiment
 # MLflow has three final states. A point that does not fit in memory is an answer, not a failure.
@@ -78,24 +82,22 @@ def step_metrics(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def summary_metrics(result: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics that are logged once, so that the dashboard draws them as bars."""
+    """Metrics that are logged once, so that MLflow draws them as bars."""
     speed, memory, losses = result["throughput"], result["memory"], result["loss"]
     values: dict[str, Any] = {
-        "tokens_per_second": speed["tokens_per_second"]["median"],
+        SPEED: speed["tokens_per_second"]["median"],
         "tokens_per_second_p10": speed["tokens_per_second"]["p10"],
         "tokens_per_second_p90": speed["tokens_per_second"]["p90"],
         "tokens_per_second_per_rank": speed["tokens_per_second_per_rank"],
         "samples_per_second": speed.get("samples_per_second"),
-        "step_ms": speed["step_ms"]["median"],
+        STEP: speed["step_ms"]["median"],
         "loss_first": losses["first"],
-        "loss_last": losses["last"],
+        LOSS: losses["last"],
         "loss_validation": losses.get("validation"),
         "perplexity": losses.get("perplexity"),
         "activations_mib": _mib(memory["activations_bytes"]),
         "activations_predicted_mib": _mib(memory.get("activations_predicted_bytes")),
-        "peak_mib": _mib(
-            memory.get("peak_rss_bytes") if (held := memory.get("peak_allocated_bytes")) is None else held
-        ),
+        PEAK: _mib(memory.get("peak_rss_bytes") if (held := memory.get("peak_allocated_bytes")) is None else held),
         "peak_predicted_mib": _mib(memory.get("peak_predicted_bytes")),
         "other_tensors_mib": _mib(memory["other_tensors_bytes"]),
         "sent_mib_per_step": _mib(sum(volume["bytes"] for volume in result["communication"]["data"].values())),
@@ -111,7 +113,7 @@ def summary_metrics(result: Mapping[str, Any]) -> dict[str, float]:
         values[f"states_{which}_mib"] = _mib(total)
     for component, amounts in (result.get("dtypes") or {}).items():
         values |= {f"{component}_{dtype}_mib": _mib(count_bytes) for dtype, count_bytes in amounts.items()}
-    return {f"summary/{name}": value for name, value in finite(values).items()}
+    return finite(values)
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, float]:

@@ -69,7 +69,8 @@ class SweepRuns:
         # The files that a point reads may have changed between the plan and its start: the attempt knows what it read.
         point = (read_or_warn(attempt.state, STATE) or {}).get("point") or self._names.points[label]
         varied = self._names.values_of(label)
-        named = RunNames(self.experiment, label, point, self._sweep.name, varied, kept)
+        colour = chart_page.colour_of(list(self._names.points).index(label))
+        named = RunNames(self.experiment, label, point, self._sweep.name, varied, kept, colour)
         return open_run(self._store, attempt, named, self._tags)
 
     def summarize(self) -> tuple[str, bool]:

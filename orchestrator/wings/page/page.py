@@ -52,7 +52,9 @@ def shown(figure: Figure) -> str:
 
     caption = escape(figure.caption)
     drawn = Markup(inline(figure.picture))
-    return Markup('<figure id="{}">{}<figcaption>{}</figcaption></figure>').format(figure.name, drawn, caption)
+    return Markup('<figure id="{}"><div class="picture">{}</div><figcaption>{}</figcaption></figure>').format(
+        figure.name, drawn, caption
+    )
 
 
 def page(name: str, points: Sequence[ReportPoint], figures: Sequence[Figure], facts: Mapping[str, Any]) -> str:

@@ -54,6 +54,47 @@ def test_an_interrupt_or_termination_ends_the_server_quietly_with_code_0(
         os.kill(int(began.read_text()), 0)
 
 
+def test_a_host_for_others_is_served_under_the_names_of_this_machine_with_a_warning(
+    output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+    code = (
+        "import os; print(os.environ['MLFLOW_SERVER_ALLOWED_HOSTS'], os.environ['MLFLOW_SERVER_CORS_ALLOWED_ORIGINS'])"
+    )
+    monkeypatch.setattr(dashboard, "server_command", lambda *words: asked.append(words) or [sys.executable, "-c", code])
+    monkeypatch.setattr(dashboard, "own_names", lambda host: ["node7", "fd00::2"])
+    monkeypatch.delenv("MLFLOW_SERVER_ALLOWED_HOSTS", raising=False)
+    monkeypatch.setenv("MLFLOW_SERVER_CORS_ALLOWED_ORIGINS", "https://mine")
+    assert cli.main(["ui", "--output", str(output), "--host", "0.0.0.0", "--port", "5999"]) == 1
+    shown = capsys.readouterr().out
+    assert [words[2:] for words in asked] == [(5999, "0.0.0.0")]
+    assert "http://node7:5999/#/experiments/3/" in shown
+    assert "warning: without a password, whoever reaches node7 can read, change and delete these runs" in shown
+    assert (output / dashboard.LOG).read_text() == "node7:5999,[fd00::2]:5999,localhost:*,127.0.0.1:* https://mine\n"
+
+
+@pytest.mark.parametrize(("host", "first"), [("0.0.0.0", "node-7"), ("::", "node-7"), ("10.1.2.3", "10.1.2.3")])
+def test_the_first_name_is_the_host_or_this_machines_in_lower_case(
+    host: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard.socket, "gethostname", lambda: "Node-7")
+    found = dashboard.own_names(host)
+    assert (found[0], "node-7" in found, "0.0.0.0" in found) == (first, True, False)
+    assert len(set(found)) == len(found)
+
+
+def test_the_servers_command_has_the_host_and_the_port() -> None:
+    words = dashboard.server_command("sqlite:///x", Path("/outputs"), 5999, "0.0.0.0")
+    assert words[words.index("--host") :][:4] == ["--host", "0.0.0.0", "--port", "5999"]
+
+
+def test_a_host_that_is_not_of_this_machine_is_refused(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ui", "--output", str(output), "--host", "192.0.2.77"]) == 2
+    assert "--host: expected an address of this machine, or 0.0.0.0 for all of them, found '192.0.2.77'" in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("content", [b"", b"SQLite format 3\0" + b"\xff" * 4096, b"text"])
 def test_a_file_that_is_not_an_mlflow_store_is_refused_and_left_unchanged(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -31,12 +31,18 @@ def test_every_chart_shows_a_metric_that_is_logged() -> None:
     assert drawn - {"memory/allocated_mib"} <= set(logged), "which is of GPUs"
 
 
+def test_points_of_a_sweep_differ_in_their_colours() -> None:
+    colours = [chart_page.colour_of(number) for number in range(chart_page.MOST_RUNS)]
+    assert len(set(colours)) == len(colours)
+    assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours)
+
+
 def test_metric_names_are_valid_in_mlflow_and_non_finite_values_are_left_out() -> None:
     result = make_result(make_config(Path("outputs")))
     result["loss"]["last"] = float("inf")
     found = names.summary_metrics(result)
-    assert "summary/loss_last" not in found
-    assert "summary/peak_allocated_mib" not in found
+    assert "loss_last" not in found
+    assert "peak_allocated_mib" not in found
     assert all(re.fullmatch(r"[\w\-.:/ ]+", name) for name in found)
 
 

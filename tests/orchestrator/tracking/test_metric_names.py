@@ -51,6 +51,12 @@ def test_the_page_lists_every_metric_that_is_logged_and_the_reverse() -> None:
     assert {pattern for patterns in by_pattern.values() for pattern in patterns} == set(listed())
 
 
+def test_what_is_written_once_is_plain_and_a_history_has_a_group() -> None:
+    once = names.summary_metrics(make_result(make_config(Path("outputs"))))
+    assert [name for name in once if "/" in name] == []
+    assert [name for name in names.step_metrics(step_event(1, 0)) if "/" not in name] == []
+
+
 def test_a_name_ends_with_its_unit() -> None:
     for name, unit in listed().items():
         stem = re.sub(r"_(p10|p90|per_rank)$", "", name)

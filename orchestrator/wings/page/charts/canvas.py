@@ -12,7 +12,8 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
@@ -90,7 +91,8 @@ class Picture:
     def name(self, point: tuple[float, float], text: str) -> Any:
         """A text next to this point, towards the middle of the axes, so that it stays inside."""
         side, right = ("left", 8) if point[0] <= sum(self.axes.get_xlim()) / 2 else ("right", -8)
-        look = {"ha": side, "color": LIGHT["ink"], "parse_math": False}
+        behind = {"facecolor": LIGHT["paper"], "edgecolor": "none", "alpha": 0.75, "pad": 0.5}
+        look = {"ha": side, "color": LIGHT["ink"], "parse_math": False, "bbox": behind}
         return self.axes.annotate(text, point, xytext=(right, 6), textcoords="offset points", **look)
 
 
@@ -108,7 +110,10 @@ def blank(title: str, legend: Sequence[LegendEntry], height: float) -> Picture:
     figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE_PX, fontweight="bold", parse_math=False)
     if legend:
         look = {"fontsize": SMALL_PX, "frameon": False, "labelcolor": LIGHT["ink"], "handlelength": 2.2}
-        signs, names = [_sign(entry) for entry in legend], [entry.name for entry in legend]
+        rows = [
+            entry for column in range(columns) for entry in legend[column::columns]
+        ]  # it fills columns, we read rows
+        signs, names = [_sign(entry) for entry in rows], [entry.name for entry in rows]
         drawn = figure.legend(signs, names, loc="outside lower left", ncols=columns, **look)
         for text in drawn.get_texts():
             text.set_parse_math(False)
@@ -199,6 +204,26 @@ def shortened(text: str, most: int) -> str:
     return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
 
 
+def hide_covered(picture: Picture, texts: Sequence[Any]) -> None:
+    """Leaves out each of these texts that would lie on one before it."""
+    with _style():
+        picture.figure.draw_without_rendering()
+    shown: list[Any] = []
+    for text in texts:
+        box = text.get_window_extent()
+        text.set_visible(not any(box.overlaps(other) for other in shown))
+        shown += [box] if text.get_visible() else []
+
+
+@contextmanager
+def _style(more: Mapping[Any, Any] | None = None) -> Iterator[None]:
+    import matplotlib
+
+    with matplotlib.rc_context({**STYLE, **(more or {})}), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of letters that its own font lacks: a browser has another
+        yield
+
+
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -226,11 +251,8 @@ def inline(picture: Picture, head: str = "") -> str:
 def _shapes(picture: Picture) -> str:
     """What matplotlib writes, from its first definitions to the end, in the words of a page and no longer than needed:
     a decimal is finer than a screen, and the font and the joins of lines are those of the whole picture."""
-    import matplotlib
-
     file = io.StringIO()
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": picture.title}), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of letters that its own font lacks: a browser has another
+    with _style({"svg.hashsalt": picture.title}):
         picture.figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = file.getvalue()
     text = re.sub(r'<style type="text/css">.*?</style>', "", text[text.index("<defs>") :], flags=re.DOTALL)
@@ -261,14 +283,12 @@ def _group(picture: Picture, tag: str) -> str:
 def png(pictures: Sequence[Picture], factor: float = 1.0, columns: int = 2, gap: int = 24) -> bytes:
     """All pictures in the light theme, in columns: each goes below the shortest column so far. factor: pixels of the
     file for one of a picture."""
-    import matplotlib
     from PIL import Image
 
     placed, ends = [], [round(gap * factor)] * columns
     for picture in pictures:
         file = io.BytesIO()
-        with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
+        with _style():
             picture.figure.savefig(file, format="png", dpi=DPI * factor)
         image = Image.open(file)
         column = ends.index(min(ends))

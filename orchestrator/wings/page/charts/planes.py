@@ -70,11 +70,14 @@ def scatter(plane: Plane, dots: Sequence[Dot]) -> Picture:
     for dot in ranged:
         low, high = ((dot.x, end) for end in dot.spread or ())
         picture.mark(canvas.whisker(picture.axes, low, high, dot.style.colour), dot.key)
+    named = []
     for dot in dots:
         look = {"linestyle": "none", **canvas.marker_style(dot.style, 5)}
         picture.mark(_curve(picture, [(dot.x, dot.y)], zorder=4, **look), dot.key, dot.tip)
         if dot.name:
-            picture.mark(picture.name((dot.x, dot.y), canvas.shortened(dot.name, NAME_LETTERS)), dot.key)
+            named.append(picture.name((dot.x, dot.y), canvas.shortened(dot.name, NAME_LETTERS)))
+            picture.mark(named[-1], dot.key)
+    canvas.hide_covered(picture, named)
     return picture
 
 

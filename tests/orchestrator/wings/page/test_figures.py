@@ -24,9 +24,9 @@ from orchestrator.rounds.intervals import RoundsEstimate
 from orchestrator.wings.page import bar_figures, page, plane_figures
 from orchestrator.wings.page.charts.bar_data import MOST_STRETCH, Bar, BarChart, BarPart, axis_end
 from orchestrator.wings.page.charts.bars import MOST_ROWS, picture_of
-from orchestrator.wings.page.charts.canvas import WIDTH, AxisUnit, Picture, document, png, shortened
+from orchestrator.wings.page.charts.canvas import WIDTH, AxisUnit, LegendEntry, Picture, document, png, shortened
 from orchestrator.wings.page.charts.palette import DARK, LIGHT, PAINTS, SERIES
-from orchestrator.wings.page.charts.planes import padded_range
+from orchestrator.wings.page.charts.planes import Dot, Plane, padded_range, scatter
 from orchestrator.wings.page.checks import drift, warnings
 from orchestrator.wings.page.figures import figures_of, settings_of
 from orchestrator.wings.page.plane_figures import pareto
@@ -89,6 +89,19 @@ def test_text_is_readable_on_the_background_of_both_themes(theme: dict[str, str]
     for name in ("ink", "muted"):
         dark, light = sorted((luminance(theme[name]), luminance(theme["paper"])))
         assert (light + 0.05) / (dark + 0.05) >= 4.5  # WCAG 2.1, level AA
+
+
+def test_a_legend_is_read_in_rows_and_names_of_dots_that_would_cover_each_other_are_left_out() -> None:
+    legend = tuple(LegendEntry(f"a name of some length {number}", SERIES[number]) for number in range(5))
+    plane = Plane("title", "x", "y", UNIT, UNIT, legend)
+    dots = [Dot(x, x, SERIES[0], number, f"name {number}") for number, x in enumerate((0.0, 0.01, 10.0))]
+    picture = scatter(plane, dots)
+    assert [text.get_text() for text in picture.axes.texts if text.get_visible()] == ["name 0", "name 2"]
+    places = [text.get_window_extent() for text in picture.figure.legends[0].get_texts()]
+    read = sorted(range(5), key=lambda at: (-round(places[at].y0), places[at].x0))
+    names = [picture.figure.legends[0].get_texts()[at].get_text() for at in read]
+    assert len({round(box.y0) for box in places}) > 1
+    assert names == [entry.name for entry in legend]
 
 
 def test_a_range_of_one_number_is_not_empty() -> None:
