@@ -50,6 +50,7 @@ TOKENIZER, ADAPTERS = "orchestrator.wings.pretrained.tokenizer", "orchestrator.w
 # What kind of model a configuration describes and what its batches hold; its class of transformers; its data.
 KINDS, MODEL_CLASSES = "orchestrator.wings.kinds.kind", "orchestrator.wings.kinds.classes"
 KIND_DATA = "orchestrator.wings.kinds.batches:build"
+PACKS = "orchestrator.wings.kinds.classes:take_packed_rows"  # makes a model take rows that several samples share
 PAIRS = "orchestrator.wings.pairs.windows"  # the windows of data=pairs
 FIRST_RECORD = "orchestrator.wings.pairs.first_record:problem"  # of data.path, before anything starts
 TEXT_RECORDS = "orchestrator.wings.pairs.text_records"  # texts of .jsonl and of compressed files

@@ -80,15 +80,21 @@ def build(model_type: str, config: Mapping[str, Any], settings: PreTrainedConfig
     settings.architectures = [class_name(model_type, config)]  # of several classes, transformers builds this one
     model: nn.Module = BUILDERS[kind].from_config(settings, dtype=torch.float32)
     if kind in TAKING:
-        model.__class__ = _taking(cast(Any, type(model)), kind)
+        model.__class__ = _taking(cast(Any, type(model)), cast(Any, TAKING[kind]))
     return model
 
 
+def take_packed_rows(model: nn.Module) -> None:
+    """Make a causal language model also take rows that several samples share, [batch, 2, seq] int64: token ids, and
+    the position of each in its sample."""
+    model.__class__ = _taking(cast(Any, type(model)), cast(Any, _Packed))
+
+
 @functools.cache
-def _taking(built: Any, kind: ModelKind) -> Any:
-    """The class that takes the kind's inputs: see [Note: one call for all kinds]."""
+def _taking(built: Any, inputs: Any) -> Any:
+    """The class that takes these inputs: see [Note: one call for all kinds]."""
     same = {"__module__": built.__module__, "__qualname__": built.__qualname__}
-    return type(built.__name__, (TAKING[kind], built), same)
+    return type(built.__name__, (inputs, built), same)
 
 
 class _Kind(nn.Module):
@@ -122,6 +128,29 @@ class _Image(_Kind):
         if input_ids is not None:
             more = {**more, "pixel_values": input_ids.to(self.dtype)}
         return super().forward(**more)
+
+
+class _Packed(nn.Module):
+    def forward(self, input_ids: Any = None, **more: Any) -> Any:
+        """Tokens attend to those before them with which they share a sample, that is since the last position 0."""
+        if input_ids is not None and input_ids.dim() == 3:
+            input_ids, positions = input_ids.unbind(1)
+            more |= {"position_ids": positions, "attention_mask": self._mask(positions)}
+        return super().forward(input_ids=input_ids, **more)
+
+    def _mask(self, positions: torch.Tensor) -> torch.Tensor:
+        """What is added to scores, [batch, 1, seq, seq]: transformers takes a mask of four dimensions as it is, without
+        a look at values on the host. Of the dtype of the scores, since of a bool each layer would keep a copy in it."""
+        sample, device = (positions == 0).cumsum(-1)[:, None], positions.device
+        dtypes = {param.dtype for param in self.parameters() if param.is_floating_point()}
+        if torch.is_autocast_enabled(device.type):
+            dtypes = {torch.get_autocast_dtype(device.type)}
+        shape = (*sample.shape, sample.shape[-1])
+        mask = torch.full(shape, -torch.inf, dtype=next(iter(dtypes)), device=device).triu_(1)
+        mask.masked_fill_(sample[..., :, None] != sample[..., None, :], -torch.inf)
+        # With parameters of several dtypes that of the scores is not known; torch's attention takes a bool for all.
+        known = len(dtypes) == 1 or cast(Any, self).config._attn_implementation != "sdpa"
+        return mask if known else mask == 0
 
 
 TAKING: dict[ModelKind, type[nn.Module]] = {
