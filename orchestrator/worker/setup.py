@@ -196,7 +196,7 @@ def build_deferred(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
     assert settings.model_type is not None
     model = build_deferred_model(settings.model_type, settings.config, as_saved=settings.path is not None)
     if config.data.packing:
-        wings.load(wings.PACKS)(model)
+        wings.load(wings.PACKS)(model, config.precision)
     if adapter.kind is AdapterKind.none:
         return model, None
     adapters = wings.load(wings.ADAPTERS)
