@@ -95,6 +95,8 @@ def test_rows_hold_every_pair_once_with_its_own_positions_and_labels(tmp_path: P
     assert packed.notes[-1] == ("packed 9 samples into 4 rows of 24 tokens (82 % filled; 37 % without packing)")
     assert packed.learned_tokens(9) == (packed.train_batch(0, 9).labels != IGNORED_LABEL).sum()
     assert packed.hash != alone.hash
+    again = build_data(config_of(tmp_path))  # of a run that is continued after three samples
+    assert all(map(np.array_equal, again.train_batch(3, 6), packed.train_batch(3, 6)))
 
 
 def test_held_out_pairs_have_rows_of_their_own(tmp_path: Path) -> None:
