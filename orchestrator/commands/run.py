@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from orchestrator import wings
 from orchestrator.commands import admission
 from orchestrator.commands.admission import Admission
 from orchestrator.commands.next_run import next_after_run
@@ -196,6 +197,7 @@ def next_rows(point: Point, attempt: Attempt) -> list[Row]:
         return admission.next_rows(point, attempt)
     again = summary.run_command(point.overrides)
     if attempt.state is not RunState.cancelled:
-        return [Row("next", again)]
+        place = wings.load(wings.PLACE_TO_MEND)(attempt.message)
+        return [Row("next", f"correct {place}, then type the command again" if place else again)]
     goes_on = point.config.checkpoint.resume == "auto" and any(attempt.paths.checkpoints.glob("step-*"))
     return [Row("next", f"{again}     (resumes from its last checkpoint)")] if goes_on else []

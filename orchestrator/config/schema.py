@@ -147,13 +147,15 @@ class Data:
 
     `path`: a file or folder: of text, for kind text; of prompts and responses, for kind pairs. `tokenizer`: bytes makes
     one token of each byte, model uses the tokenizer in `model.path`, and auto is model if there is one, else
-    bytes. `validation_fraction`: the share of the sequences that is held out for the validation loss.
+    bytes. `validation_fraction`: the share of the sequences that is held out for the validation loss. `packing`:
+    several short pairs share a sequence of batch.seq tokens, without attending to each other.
     """
 
     kind: DataKind = DataKind.stdlib
     path: str | None = None
     tokenizer: Tokenizer = Tokenizer.auto
     validation_fraction: float = 0.05
+    packing: bool = False
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "data")

@@ -198,7 +198,7 @@ class _Bar:
         if kind == "ready":
             self._say(f"ready: {summary.ready_text(event)}")
             if event.get("warning"):
-                self._say(f"warning: {event['warning']}")
+                self._say(f"note: {event['warning']}")
         elif kind == "resumed":
             self._say(summary.resumed_text(event))
         elif kind == "passed_over":

@@ -51,8 +51,10 @@ TOKENIZER, ADAPTERS = "orchestrator.wings.pretrained.tokenizer", "orchestrator.w
 # What kind of model a configuration describes and what its batches hold; its class of transformers; its data.
 KINDS, MODEL_CLASSES = "orchestrator.wings.kinds.kind", "orchestrator.wings.kinds.classes"
 KIND_DATA = "orchestrator.wings.kinds.batches:build"
+PACKS = "orchestrator.wings.kinds.classes:take_packed_rows"  # makes a model take rows that several samples share
 PAIRS = "orchestrator.wings.pairs.windows"  # the windows of data=pairs
 FIRST_RECORD = "orchestrator.wings.pairs.first_record:problem"  # of data.path, before anything starts
+PLACE_TO_MEND = "orchestrator.wings.pairs.pairs_file:place_to_mend"  # of a wrong record that ended a run
 TEXT_RECORDS = "orchestrator.wings.pairs.text_records"  # texts of .jsonl and of compressed files
 ADAPTER_FOLDER = "orchestrator.wings.pretrained.adapter_folder"  # a model.path or model.adapter with adapters
 WRITE_COMPANIONS = "orchestrator.wings.pretrained.companions:write_companions"

@@ -90,7 +90,7 @@ def build_data(config: RunConfig) -> TokenData:
             encode_pairs = tokenizer.pair_encoder(folder)
         else:
             encode = tokenizer.load_tokenizer(folder)
-    if not wings.load(wings.KINDS).is_causal(config.model):
+    if wings.load(wings.KINDS).has_own_batches(config):
         other: TokenData = wings.load(wings.KIND_DATA)(config, encode, encode_pairs)
         return other
     return load_data(
@@ -195,6 +195,8 @@ def build_deferred(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
     settings, adapter = config.model, config.adapter
     assert settings.model_type is not None
     model = build_deferred_model(settings.model_type, settings.config, as_saved=settings.path is not None)
+    if config.data.packing:
+        wings.load(wings.PACKS)(model, config.precision)
     if adapter.kind is AdapterKind.none:
         return model, None
     adapters = wings.load(wings.ADAPTERS)

@@ -40,7 +40,8 @@ NOT_FOR: dict[str, Collection[str]] = {
     **dict.fromkeys(("precision/fp32", "precision/bf16", "precision/bf16_pure"), LOSS_SCALE),
     **dict.fromkeys(("offload/optimizer_cpu", "offload/optimizer_param_cpu"), NVME),
     **dict.fromkeys(("recompute/none", "recompute/full", "recompute/by_operation"), ("every",)),
-    **dict.fromkeys(("data/stdlib", "data/synthetic"), ("path",)),
+    **dict.fromkeys(("data/stdlib", "data/synthetic"), ("path", "packing")),
+    "data/text": ("packing",),
     "offload/none": ("ratio", "step", *NVME),
     "offload/param_cpu": ("step", *NVME),
     "zero/stage0": (

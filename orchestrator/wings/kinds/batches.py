@@ -1,4 +1,5 @@
-"""The data of models that are no causal language models: masked tokens, sources with targets, images with classes."""
+"""The data of models that are no causal language models: masked tokens, sources with targets, images with classes.
+And of those that are, rows that several samples share."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from orchestrator.config.schema import DataKind, Model, RunConfig
 from orchestrator.wings.kinds.kind import ModelKind, SampleShape, kind_of, sample_of
+from orchestrator.wings.pairs.packing import PackedRows
 from orchestrator.wings.pairs.pairs_file import read_pairs
 from orchestrator.wings.pairs.windows import Encoded, bytes_of_pairs
 from orchestrator.workloads.data import IGNORED_LABEL, TokenBatch, TokenData, load_data, split
@@ -35,14 +37,14 @@ class KindData(TokenData):
 
 
 def build(config: RunConfig, encode: Encode | None, encode_pairs: Any) -> TokenData:
-    """The data of a configuration whose model is of another kind than causal. The arguments are those of `load_data`.
+    """The data of a configuration with batches of its own. The arguments are those of `load_data`.
 
     ValueError if the data cannot be read, have too few samples, or a tokenizer has no mask token.
     """
     kind, data, seq = kind_of(config.model.model_type, config.model.config), config.data, config.batch.seq
     if kind is ModelKind.image:
         return _made(config, "synthetic images", Images(config, sample_of(config)), b"")
-    if data.kind is DataKind.pairs:
+    if data.kind is DataKind.pairs and not data.packing:
         assert data.path is not None
         pairs = (encode_pairs or bytes_of_pairs)(read_pairs(Path(data.path)))
         translated = Translations(pairs, seq, config)
@@ -56,7 +58,12 @@ def build(config: RunConfig, encode: Encode | None, encode_pairs: Any) -> TokenD
         vocab_size=int(config.model.config["vocab_size"]),
         validation_fraction=data.validation_fraction,
         encode=encode,
+        encode_pairs=encode_pairs,
     )
+    if data.packing:
+        rows = PackedRows(base, seq)
+        digest, notes = hashlib.sha256(f"packed {base.hash}".encode()).hexdigest()[:12], (*base.notes, rows.note)
+        return KindData(base.name, digest, base.seed, rows, rows.train, base.validation_windows, notes)
     windows = (
         Continuations(base.windows, seq, Ids.of(config.model))
         if kind is ModelKind.encoder_decoder

@@ -21,8 +21,10 @@ from transformers.core_model_loading import WeightRenaming, apply_renamings
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from orchestrator.config.state_groups import Precision
 from orchestrator.config.strict import nearest
 from orchestrator.wings.kinds.kind import ModelKind, SampleShape, experts_of, is_decoder, kind_of
+from zero_runtime.dtypes import TORCH_DTYPE
 
 EXPECTED = "a causal or masked language model, an encoder-decoder or an image classifier"
 NAMES: dict[ModelKind, Any] = {
@@ -80,15 +82,25 @@ def build(model_type: str, config: Mapping[str, Any], settings: PreTrainedConfig
     settings.architectures = [class_name(model_type, config)]  # of several classes, transformers builds this one
     model: nn.Module = BUILDERS[kind].from_config(settings, dtype=torch.float32)
     if kind in TAKING:
-        model.__class__ = _taking(cast(Any, type(model)), kind)
+        model.__class__ = _taking(cast(Any, type(model)), cast(Any, TAKING[kind]))
     return model
 
 
+def take_packed_rows(model: nn.Module, precision: Precision) -> None:
+    """Make a causal language model also take rows that several samples share, [batch, 2, seq] int64: token ids, and
+    the position of each in its sample."""
+    built = cast(Any, type(model))
+    # Modules of several dtypes leave the dtype of the scores open; torch's attention takes a bool for all of them.
+    is_open = bool(precision.keep_dtype) and cast(Any, model).config._attn_implementation == "sdpa"
+    mask_dtype = torch.bool if is_open else TORCH_DTYPE[precision.compute]
+    model.__class__ = _taking(built, cast(Any, _Packed), mask_dtype=mask_dtype)
+
+
 @functools.cache
-def _taking(built: Any, kind: ModelKind) -> Any:
-    """The class that takes the kind's inputs: see [Note: one call for all kinds]."""
+def _taking(built: Any, inputs: Any, **own: Any) -> Any:
+    """The class that takes these inputs: see [Note: one call for all kinds]. own: its attributes."""
     same = {"__module__": built.__module__, "__qualname__": built.__qualname__}
-    return type(built.__name__, (TAKING[kind], built), same)
+    return type(built.__name__, (inputs, built), same | own)
 
 
 class _Kind(nn.Module):
@@ -122,6 +134,28 @@ class _Image(_Kind):
         if input_ids is not None:
             more = {**more, "pixel_values": input_ids.to(self.dtype)}
         return super().forward(**more)
+
+
+class _Packed(nn.Module):
+    mask_dtype: torch.dtype
+
+    def forward(self, input_ids: Any = None, **more: Any) -> Any:
+        """Tokens attend to those before them with which they share a sample, that is since the last position 0."""
+        if input_ids is not None and input_ids.dim() == 3:
+            input_ids, positions = input_ids.unbind(1)
+            more |= {"position_ids": positions, "attention_mask": self._mask(positions)}
+        return super().forward(input_ids=input_ids, **more)
+
+    def _mask(self, positions: torch.Tensor) -> torch.Tensor:
+        """What is added to scores, or which of them count, [batch, 1, seq, seq]. transformers takes a mask of four
+        dimensions as it is, without a look at values on the host."""
+        # In the dtype of the scores, if it is known: of a bool torch's attention would keep a copy in it in each layer.
+        sample, dtype = (positions == 0).cumsum(-1)[:, None], self.mask_dtype
+        if dtype is torch.bool:
+            return (sample[..., :, None] == sample[..., None, :]).tril_()
+        shape = (*sample.shape, sample.shape[-1])
+        mask = torch.full(shape, -torch.inf, dtype=dtype, device=positions.device).triu_(1)
+        return mask.masked_fill_(sample[..., :, None] != sample[..., None, :], -torch.inf)
 
 
 TAKING: dict[ModelKind, type[nn.Module]] = {

@@ -42,6 +42,14 @@ WITH_EXPERTS = (
     *("mixtral", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "gpt_oss", "jamba", "llama4_text"),
     "switch_transformers",
 )
+# Architectures of which each packed sample is tested to have the logits that it has alone, and the sliding windows of
+# those that have one where their configuration names none.
+PACKED = (
+    "cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox gptj granite llama "
+    "mistral mixtral olmo olmo2 olmo3 opt phi phi3 qwen2 qwen3 qwen3_moe smollm3 stablelm starcoder2"
+)
+WINDOWS = dict.fromkeys(("cohere2", "exaone4", "gemma2", "gemma3_text", "mistral", "olmo3"), 4096)
+NOT_PACKED = ("data.packing=false",)
 ROUTED = "routing decides how many tokens an expert gets"
 
 
@@ -60,6 +68,11 @@ def is_decoder(config: Mapping[str, Any]) -> bool:
 def is_causal(model: Model) -> bool:
     """Whether a sample of the model is a sequence of tokens, each of whose labels is the next token."""
     return kind_of(model.model_type, model.config) is ModelKind.causal
+
+
+def has_own_batches(config: RunConfig) -> bool:
+    """Whether a sample is more than a sequence of tokens, each of whose labels is the next token."""
+    return config.data.packing or not is_causal(config.model)
 
 
 def experts_of(model_type: str | None, config: Mapping[str, Any]) -> str:
@@ -106,15 +119,25 @@ class SampleShape(NamedTuple):
         return f"sequences of {self.inputs[0]:,} tokens"
 
 
+class PackedShape(SampleShape):
+    """That of a row that samples share: its inputs are token ids and positions."""
+
+    @property
+    def words(self) -> str:
+        return f"packed rows of {self.labels[0]:,} tokens"
+
+
 def sample_of(config: RunConfig) -> SampleShape:
     """What a sample of the configuration holds. An encoder-decoder's inputs are the rows source and decoder's input,
-    and with data=pairs which places of the source count."""
+    and with data=pairs which places of the source count; those of a packed row are token ids and positions."""
     model, seq = config.model, config.batch.seq
     kind = kind_of(model.model_type, model.config)
     if kind is ModelKind.image:
         size = model.config.get("image_size", 224)
         sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
         return SampleShape((model.config.get("num_channels", 3), *sides), (1,), is_image=True)
+    if config.data.packing:
+        return PackedShape((2, seq), (seq,))
     if kind is ModelKind.encoder_decoder:
         return SampleShape((3 if config.data.kind is DataKind.pairs else 2, seq), (seq,))
     return SampleShape((seq,), (seq,))
@@ -139,7 +162,8 @@ def problem(
     kind = kind_of(model.model_type, model.config)
     if batch.seq < 2 and kind is not ModelKind.image:
         return Broken("batch.seq must be at least 2", str(batch.seq), (f"batch.seq={Batch().seq}",))
-    if (broken := _too_long(model, kind, batch.seq)) or kind is ModelKind.causal:
+    broken = _too_long(model, kind, batch.seq) or (_not_packed(model, data, batch, parallel) if data.packing else None)
+    if broken or kind is ModelKind.causal:
         return broken
     name = f"the model is of the kind {kind}"
     generates = measure.steps is None and train.examples > 0
@@ -175,6 +199,24 @@ def problem(
         ),
     )
     return next((Broken(rule, found, (fix,)) for holds, rule, found, fix in asked if not holds), None)
+
+
+def _not_packed(model: Model, data: Data, batch: Batch, parallel: Parallel) -> Broken | None:
+    """Why samples of this kind cannot share rows."""
+    if data.kind is not DataKind.pairs:
+        return Broken("data.packing=true packs prompts and responses, of data=pairs", f"data={data.kind}", NOT_PACKED)
+    if model.model_type not in PACKED.split():
+        some = "llama, mistral, qwen2, qwen3, gemma3_text, phi3 or gpt2"
+        rule = f"data.packing needs an architecture with which it is tested, such as {some}"
+        return Broken(rule, f"model.model_type={model.model_type}", NOT_PACKED)
+    if parallel.sp > 1:
+        rule = "parallel.sp divides sequences, and not rows that samples share"
+        return Broken(rule, "data.packing=true", (*NOT_PACKED, "parallel.sp=1"))
+    window = model.config.get("sliding_window", WINDOWS.get(model.model_type))
+    if model.config.get("use_sliding_window", True) and isinstance(window, int) and window < batch.seq:
+        rule = f"data.packing needs a batch.seq of at most the model's sliding_window, {window}"
+        return Broken(rule, str(batch.seq), (f"batch.seq={window}", *NOT_PACKED))
+    return None
 
 
 def _too_long(model: Model, kind: ModelKind, seq: int) -> Broken | None:

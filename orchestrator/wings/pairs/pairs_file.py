@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -26,6 +27,7 @@ FORMS = f"{', '.join('/'.join(keys) for keys in PAIR_KEYS)}, {MESSAGES} or {CONV
 
 # All columns of a table that are read.
 COLUMNS = (*dict.fromkeys(key for keys in PAIR_KEYS for key in keys), "input", MESSAGES, CONVERSATIONS, "system")
+PLACE = re.compile(r"(?:rank \d+: )?(?:\w+Error: )?(\S.*, (?:line|record|row) \d+): expected ")
 JSON_FILES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 
@@ -88,6 +90,12 @@ def _pairs(path: Path) -> Iterator[Pair]:
 def opened(path: Path) -> BinaryIO:
     """The bytes of a file, unpacked if its name ends in .gz."""
     return cast("BinaryIO", gzip.open(path)) if path.name.endswith(".gz") else path.open("rb")
+
+
+def place_to_mend(message: str) -> str:
+    """The file and the place in it of the wrong record that an error names; empty if it names none."""
+    found = PLACE.match(message)
+    return found[1] if found else ""
 
 
 def parsed(place: str, text: str | bytes) -> Any:

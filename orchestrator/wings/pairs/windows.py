@@ -109,6 +109,15 @@ class PairWindows(Windows):
         return self._tokens
 
     @property
+    def sizes(self) -> IntArray:
+        """The number of tokens of each pair, at most seq + 1."""
+        return self._sizes
+
+    def pair(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """The tokens of a pair without filling, [n], and which of them belong to answers."""
+        return self._row(index), self._row_of(self._answers, index)
+
+    @property
     def stored(self) -> bytes:
         """The tokens and where each part begins: what the hash of the data covers."""
         parts = (self._tokens, self._sizes.astype("<i8"), self._prompts.astype("<i8"))

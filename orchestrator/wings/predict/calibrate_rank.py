@@ -121,6 +121,10 @@ def step_of(config: RunConfig, runtime: ZeroRuntime, device: torch.device) -> Ca
 
 def _tokens(config: RunConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """A micro-batch: of a causal model random ids and labels, [micro, seq] int64, of others see `SampleShape`."""
+    if config.data.packing:
+        inputs, _ = zeros(sample_of(config), config.batch.micro, device)
+        ids = inputs[:, 0].random_(int(config.model.config["vocab_size"]))
+        return inputs, ids.roll(-1, 1)
     if not is_causal(config.model):
         inputs, labels = zeros(sample_of(config), config.batch.micro, device)
         return inputs if sample_of(config).is_image else inputs.random_(1, config.model.config["vocab_size"]), labels

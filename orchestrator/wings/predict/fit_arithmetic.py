@@ -162,7 +162,8 @@ def _inputs(fit: Fit, samples: int) -> str:
     """What a rank's samples of a step hold."""
     held = sum(sample_of(fit.config).nbytes)
     if is_causal(fit.config.model):
-        return f"{held // fit.config.batch.seq} x {samples * fit.config.batch.seq:,} tokens (id and label)"
+        ids = "id, position" if fit.config.data.packing else "id"
+        return f"{held // fit.config.batch.seq} x {samples * fit.config.batch.seq:,} tokens ({ids} and label)"
     return f"{held:,} bytes x {samples:,} samples (inputs and labels)"
 
 

@@ -21,6 +21,7 @@ from orchestrator.wings.pairs.windows import BYTE_END, Encoded, EncodePairs, joi
 
 Encode = Callable[[list[str]], list[list[int]]]
 BYTES = 256
+REASON_LENGTH = 200
 
 
 def load_tokenizer(folder: str | Path) -> Encode:
@@ -40,14 +41,17 @@ def load_tokenizer(folder: str | Path) -> Encode:
 def _loaded(folder: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        # The error of transformers suggests an argument that cannot be given here.
+    except Exception as error:  # the tokenizers library raises no narrower one
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if "trust_remote_code" in reason:  # transformers suggests an argument that cannot be given here
         raise ValueError(
             f"{folder}: expected a tokenizer of transformers' own, found one that is code of its folder (auto_map in "
             "tokenizer_config.json), which is not run; use data.tokenizer=bytes, or save it as a fast tokenizer"
-        ) from None
+        )
+    raise ValueError(
+        f"{folder}: expected the files of a tokenizer, such as tokenizer.json, found some that cannot be read "
+        f"({reason[:REASON_LENGTH]}); save or download them again, or use data.tokenizer=bytes"
+    )
 
 
 class Texts(NamedTuple):

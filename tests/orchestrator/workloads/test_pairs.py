@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from harness.sft_files import make_sft_files
 from pyarrow import parquet
 
 from orchestrator.wings.pairs.first_record import problem
-from orchestrator.wings.pairs.pairs_file import Pair, read_pairs
+from orchestrator.wings.pairs.pairs_file import Pair, place_to_mend, read_pairs
 from orchestrator.wings.pairs.text_records import LINES
 from orchestrator.wings.pairs.windows import BYTE_END, Encoded, PairWindows, bytes_of_pairs
 from orchestrator.workloads.data import IGNORED_LABEL, TokenData, load_data
@@ -93,8 +94,10 @@ def test_each_form_of_a_record_is_a_prompt_and_a_response(
 def test_a_file_that_holds_no_pairs_is_refused_with_its_place(text: str, told: str, tmp_path: Path) -> None:
     file = tmp_path / "pairs.json"
     file.write_text(text)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=told) as raised:
         read_pairs(file)
+    at = re.match(rf"{re.escape(str(file))}, (line|record) \d+(?=: expected)", str(raised.value))
+    assert place_to_mend(f"rank 1: ValueError: {raised.value}") == (at[0] if at else "")
 
 
 @pytest.mark.parametrize(
