@@ -93,6 +93,7 @@ IMPORTERS = {
     "omegaconf": {"orchestrator/compose/compose.py"},
     "submitit": {"orchestrator/launch/local_executor.py", "orchestrator/wings/slurm/executor.py"},
     "mlflow": {"orchestrator/tracking/store.py"},
+    "optuna": {"orchestrator/wings/optuna/proposals.py"},
     "matplotlib": {"orchestrator/wings/page/charts/canvas.py"},
     "transformers": {
         "orchestrator/workloads/models.py",
@@ -135,7 +136,7 @@ ROOMS = {
         "wings.gpus": "text",
         "wings.energy": "rounds wings.gpus worker",
         "wings.lossy": "config records report",
-        "wings.optuna": "commands compose config planning records report",
+        "wings.optuna": "commands compose config exit_codes launch planning records report text",
         "plugins": "config wings.optuna",
         "wings.page": "config records report rounds text wings",
         "wings.pairs": "config text workloads",

@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
     if problem := ranking.metric_problem(line.by):
         raise Refusal([problem.replace("rank_by: ", f"by={line.by}: ", 1)])
     os.umask(0o077)  # only the user can read what the runs write
-    folders, command = typed.folders(), ("search", *typed.folders(), *typed.overrides)
-    settings = Asked((line.by,), asked.retry, tuple(folders), line.fixed, _identity(line), command)
+    command = ("search", *typed.folders(), *typed.overrides)
+    settings = Asked((line.by,), asked.retry, tuple(typed.folders()), line.fixed, _identity(line), command)
     search = Search(line, settings, Path(first.config.output), Screen(make_console(on_stderr=asked.json)))
     try:
         search.run()
@@ -88,26 +88,21 @@ def _checked(line: SearchLine, folders: Sequence[str]) -> Point:
     problems: list[str] = []
     for one in line.searched:
         others = [word for word in first if word.partition("=")[0] != one.key]
-        try:
-            composition = composed(arguments.split(["-m", *folders, *others, f"{one.key}={','.join(one.ends)}"]))
-            found, broken = judged(composition, here())
-        except Refusal as refusal:
-            problems += refusal.problems
-            continue
+        words = ["-m", *folders, *others, f"{one.key}={','.join(one.ends)}"]
+        found, broken = judged(composed(arguments.split(words)), here())
         points += [point for point in found if isinstance(point, Point)]
-        problems += [] if points else broken
-    if problems:
+        problems += broken
+    if not points:
         raise Refusal(list(dict.fromkeys(problems)))
     return points[0]
 
 
 def _completed(line: SearchLine, point: Point) -> SearchLine:
     """The line with its metric, and with rounds for a speed: those of a quick measurement rank nothing."""
-    measure = point.config.measure
+    is_trained = point.config.trains_to_the_end and point.config.measure.validation_batches != 0
     learns = any(one.key.startswith(LEARNING) for one in line.searched)
-    if not line.by and point.config.trains_to_the_end and measure.validation_batches != 0:
-        line = line._replace(by=ranking.OF_TRAINING)
-    by = line.by or ("loss_last" if learns else ranking.DEFAULT_METRIC)
+    usual = ranking.OF_TRAINING if is_trained else "loss_last" if learns else ranking.DEFAULT_METRIC
+    by = line.by or usual
     is_open = not any(word.startswith("measure") for word in line.fixed)
     is_speed = by in ranking.METRICS and ranking.METRICS[by].times is not None
     more = (ranking.STANDARD,) if is_speed and is_open else ()
@@ -162,8 +157,9 @@ class Search:
             raise Refusal([f"this search is running already      watch it: {verb('watch', self.sweep.root)}"])
         searched = self._line.searched
         rows = [dict(word.partition("=")[::2] for word in one.overrides) for one in sweep_record.plan_of(self.sweep)]
-        found = [tuple(row.get(one.key, "") for one in searched) for row in rows]
-        return [one for one in found if all(axis.can_be(text) for axis, text in zip(searched, one, strict=True))]
+        # The path of a model is recorded as other words: such a trial is proposed again, and its answer is kept.
+        known = [row for row in rows if all(row.get(one.key, "") in (one.values or row.values()) for one in searched)]
+        return [tuple(row[one.key] for one in searched) for row in known]
 
     def _measure(self, new: Sequence[tuple[str, ...]]) -> None:
         """Runs the new trials, as more points of the sweep, and prints a line for each that has no earlier answer."""
@@ -194,8 +190,7 @@ class Search:
     def stopped(self, command: str) -> None:
         """Says after an interrupt how far the search is, and how it continues."""
         standings = [] if self.sweep is None else sweep_record.standings(self.sweep)
-        rows = [Row("stopped", sweep_table.counts(standings)), Row("next", f"{command}     (continues)")]
-        self._screen.closing(rows)
+        self._screen.closing([Row("stopped", sweep_table.counts(standings)), Row("next", f"{command}     (continues)")])
 
     def conclude(self, *, as_json: bool) -> int:
         """Shows all trials, the best first, and the command that runs the best one for longer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -54,9 +55,6 @@ class Searched:
         short = min(max(float(f"{value:.4g}"), self.low), self.high)
         return str(int(value)) if self.is_whole else f"{short:.12g}"
 
-    def can_be(self, text: str | None) -> bool:
-        return text is not None and (not self.values or text in self.values)
-
     def described(self) -> str:
         if self.values:
             return ", ".join(self.values)
@@ -80,38 +78,31 @@ class SearchLine(NamedTuple):
 
 
 def read(words: Sequence[str], types: Mapping[str, Any]) -> SearchLine:
-    """The search that the words describe. types: of the settings, by key. Refusal: lists everything wrong."""
+    """The search that the words describe. types: of the settings, by key. Refusal: it is no search."""
     own = {"n": "20", "at_once": "1", "by": ""}
     searched: dict[str, Searched] = {}
     fixed: list[str] = []
-    problems: list[str] = []
     for word in words:
         key, _, text = word.partition("=")
-        try:
-            one = None if key in own else _searched(word, types.get(key.lstrip("+")))
-        except ValueError as error:
-            problems.append(str(error))
-            continue
         if key in own:
             own[key] = text
-        elif one is None:
-            fixed.append(word)
-        else:
+        elif (one := _searched(word, types.get(key.lstrip("+")))) is not None:
             searched[key] = one
+        else:
+            fixed.append(word)
     for key, usual in (("n", 20), ("at_once", 1)):
         if not re.fullmatch(r"[1-9]\d{0,6}", own[key]):
-            problems.append(f"{key}={own[key]}: expected a whole number of trials, 1 or more      fix: {key}={usual}")
-    if not searched and not problems:
-        problems.append(NOTHING)
-    if problems:
-        raise Refusal(problems)
+            told = f"{key}={own[key]}: expected a whole number of trials, 1 or more      fix: {key}={usual}"
+            raise Refusal([told])
+    if not searched:
+        raise Refusal([NOTHING])
     line = SearchLine(tuple(searched.values()), tuple(fixed), int(own["n"]), int(own["at_once"]), own["by"])
     _check_count(line)
     return line
 
 
 def _searched(word: str, hint: Any) -> Searched | None:
-    """The setting that the word searches; None if it has one value. ValueError: a range that has no sense."""
+    """The setting that the word searches; None if it has one value."""
     key, _, text = word.partition("=")
     if "," in text and not _BRACKETS.search(text):
         return Searched(key, tuple(dict.fromkeys(text.split(","))))
@@ -119,13 +110,11 @@ def _searched(word: str, hint: Any) -> Searched | None:
         return None
     ends = _RANGE.fullmatch(text)
     if ends is None:
-        raise ValueError(f"{word}: expected a range with a number at both ends      fix: {key}=1e-5..1e-3")
+        raise Refusal([f"{word}: expected a range with a number at both ends      fix: {key}=1e-5..1e-3"])
     first, last = ends.groups()
     low, high = float(first), float(last)
     if not low < high:
-        raise ValueError(
-            f"{word}: expected a range from a smaller number to a larger one      fix: {key}={last}..{first}"
-        )
+        raise Refusal([f"{word}: expected the smaller number first      fix: {key}={last}..{first}"])
     is_whole = type_of(hint)[0] is not float and all(re.fullmatch(r"[-+]?\d+", end) for end in (first, last))
     return Searched(key, (), low, high, is_whole)
 
@@ -134,9 +123,7 @@ def _check_count(line: SearchLine) -> None:
     """Refusal: a sweep runs every combination, with no more trials."""
     there = math.prod(one.count for one in line.searched)
     if there <= line.trials:
-        lists = [
-            f"{one.key}={','.join(one.values or map(str, range(int(one.low), int(one.high) + 1)))}"
-            for one in line.searched
-        ]
-        sweep = " ".join([program(), "-m", *line.fixed, *lists])
+        values = [one.values or map(str, range(int(one.low), int(one.high) + 1)) for one in line.searched]
+        lists = [f"{one.key}={','.join(texts)}" for one, texts in zip(line.searched, values, strict=True)]
+        sweep = f"{program()} {shlex.join(['-m', *line.fixed, *lists])}"
         raise Refusal([f"n={line.trials}: a sweep runs all of the {there:g} combinations      fix: {sweep}"])

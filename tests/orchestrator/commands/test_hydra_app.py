@@ -148,8 +148,8 @@ import sys
 from dataclasses import replace
 from orchestrator.commands import hydra_app, sweep as sweep_command
 run_quietly = sweep_command.run_quietly
-sweep_command.run_quietly = lambda request, hardware: run_quietly(
-    replace(request, entry="stub_worker:run_rank", predicts=False), hardware)
+sweep_command.run_quietly = lambda request, hardware, screen: run_quietly(
+    replace(request, entry="stub_worker:run_rank", predicts=False), hardware, screen)
 raise SystemExit(hydra_app.main(sys.argv[1:]))
 """
 

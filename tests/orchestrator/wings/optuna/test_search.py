@@ -78,7 +78,7 @@ def test_a_value_is_typed_with_few_digits_and_inside_its_range(value: float, one
         ("optimizer.lr=1e-5..", "expected a range with a number at both ends      fix: optimizer.lr=1e-5..1e-3"),
         ("optimizer.lr=..1e-3", "expected a range with a number at both ends"),
         ("optimizer.lr=a..b", "expected a range with a number at both ends"),
-        ("optimizer.lr=1e-3..1e-5", "smaller number to a larger one      fix: optimizer.lr=1e-5..1e-3"),
+        ("optimizer.lr=1e-3..1e-5", "expected the smaller number first      fix: optimizer.lr=1e-5..1e-3"),
         ("optimizer.lr=1e-5..1e-3 n=0", "n=0: expected a whole number of trials, 1 or more      fix: n=20"),
         ("optimizer.lr=1e-5..1e-3 at_once=x", "at_once=x: expected a whole number of trials"),
         ("zero=stage2", "nothing to search: give a range or a list of values"),
