@@ -66,7 +66,7 @@ def tell_torchrun(text: str) -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": one_line(text), "extraInfo": {"timestamp": f"{time.time():.0f}"}}
         with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": message}))
+            Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def one_line(text: str) -> str:
