@@ -352,6 +352,13 @@ def test_a_tokenizer_with_code_in_its_folder_is_refused_without_impossible_advic
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("text", ['{"broken', '{"version": "1.0", "model": {}}'])
+def test_a_tokenizer_that_cannot_be_read_is_one_error(text: str, tmp_path: Path) -> None:
+    for name, content in {"config": '{"model_type": "llama"}', "tokenizer": text}.items():
+        (tmp_path / f"{name}.json").write_text(content)
+    assert "expected the files of a tokenizer" in run_alone(_refusal_of_code, tmp_path)
+
+
 def test_the_tokenizer_of_the_folder_and_all_its_templates_go_beside_exported_weights(tmp_path: Path) -> None:
     folder, out = tmp_path / "model", tmp_path / "out"
     (folder / "additional_chat_templates").mkdir(parents=True)
