@@ -20,7 +20,7 @@ from orchestrator.planning.points import judged
 from orchestrator.planning.rules.scene import Scene, here
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
-from orchestrator.text.paths import DEFAULT_OUTPUT, program, shown
+from orchestrator.text.paths import DEFAULT_OUTPUT, expanded, program, shown
 from orchestrator.text.streams import complain
 from orchestrator.wings.foreign.findings import Fate, KeyFinding
 from orchestrator.wings.foreign.importing import DEFAULT, Imported, Line, imported
@@ -39,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
     asked, words = parser().parse_known_args(argv)
     path, words = _path(asked.file, words)
     settings = _settings(names.spelled(words, None))
+    if settings.get("model.path", "null") != "null":  # the file is used from other folders too
+        settings["model.path"] = str(expanded(settings["model.path"]).absolute())
     if path is None and asked.args is None:
         raise Refusal([f"expected FILE or --args      example: {program()} import ds_config.json"])
     try:

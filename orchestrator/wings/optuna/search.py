@@ -138,6 +138,10 @@ class Search:
         order = "higher" if higher_first else "lower"
         self._screen.say(f"{many(self._line.trials, 'trial')} by {self._line.by}, {order} first", "bold")
         self._screen.rows([Row(one.key, one.described()) for one in self._line.searched])
+        if not higher_first and any(one.key.startswith("batch.") for one in self._line.searched):
+            self._screen.warn(
+                f"trials with more tokens a step have an easier {self._line.by}: search the batch by=tokens_per_second"
+            )
         self._earlier = self._recorded()
         if self._earlier:
             self._screen.say(f"continues after {many(len(self._earlier), 'trial')}")

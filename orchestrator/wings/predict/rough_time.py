@@ -166,6 +166,19 @@ def host_of(config: RunConfig) -> HostPeaks | None:
     return HostPeaks(link * GIGA, memory * GIGA / ranks, of_drives)
 
 
+def lacking(config: RunConfig) -> list[str]:
+    """The settings of the described hardware that are not known, and without which a step has no time."""
+    resources = config.resources
+    used = {
+        "memory_gb_per_s": True,
+        "link_gb_per_s": resources.ranks > resources.nodes,
+        "network_gb_per_s": resources.nodes > 1,
+        "host_link_gb_per_s": offloads(config),
+        "host_memory_gb_per_s": offloads(config),
+    }
+    return [f"hardware.{name}" for name, is_used in used.items() if is_used and getattr(config.hardware, name) is None]
+
+
 def offloads(config: RunConfig) -> bool:
     """Whether parameters or states of the optimizer are outside of the device."""
     return config.offload.params is not Tier.DEVICE or config.offload.optimizer is not Tier.DEVICE

@@ -21,6 +21,7 @@ from orchestrator.wings.kinds.kind import sample_of
 from orchestrator.wings.predict.choice import Candidate
 from orchestrator.wings.predict.fit_rows import RECOMPUTED, Fit, order_key
 from orchestrator.wings.predict.fit_words import Length, length_text
+from orchestrator.wings.predict.rough_time import lacking
 from orchestrator.wings.predict.speed import Speed, speed_of
 from orchestrator.wings.predict.step import with_micro
 from zero_runtime.predict.timing.data_sheet import LONGEST, SHORTEST
@@ -89,7 +90,7 @@ def _unknown(rows: Sequence[Candidate]) -> str:
     if outside:
         return f"no speed is known: no published run is known for {', '.join(sorted(outside))}"
     if rows[0].config.hardware.is_described:
-        return "no speed is known: the data sheet lacks a number that it needs"
+        return f"no speed is known: the data sheet lacks {' and '.join(lacking(rows[0].config)) or 'a number'}"
     return f"no speed is known: {program()} calibrate measures it here"
 
 

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator.compose.folders import config_folders, option_file
 from orchestrator.config.pretrained import CONFIG
 from orchestrator.config.strict import Refusal
 from orchestrator.text.paths import expanded
@@ -14,22 +15,30 @@ from orchestrator.text.paths import expanded
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # an organisation and a model, as the hub spells them
 
 
-def spelled(words: Sequence[str]) -> list[str]:
-    """The words, with `model=PATH` and `model=NAME` as the settings of a local folder. Refusal: a name of the hub whose
-    files are not here; nothing is downloaded."""
-    return [other for word in words for other in _spelled(word)]
+def spelled(words: Sequence[str], folder: str | None = None) -> list[str]:
+    """The words, with `model=PATH` and `model=NAME` as the settings of a local folder, which may be a plain name if no
+    option has it. folder: that of --config-dir. Refusal: a name of the hub whose files are not here; nothing is
+    downloaded."""
+    return [other for word in words for other in _spelled(word, folder)]
 
 
-def _spelled(word: str) -> list[str]:
+def _spelled(word: str, folder: str | None) -> list[str]:
     key, _, value = word.partition("=")
-    if key not in ("model", "model.path") or "/" not in value or "," in value:
+    if key not in ("model", "model.path") or "," in value:
         return [word]
     path = expanded(value)
+    if "/" not in value and (key != "model" or not _is_plain_folder(path, folder)):
+        return [word]
     if path.name == CONFIG and path.is_file():
         path = path.parent
     elif HUB_NAME.fullmatch(value) and not path.exists():
         path = cached(value)
     return [*(["model=pretrained"] if key == "model" else []), f"model.path={path}"]
+
+
+def _is_plain_folder(path: Path, folder: str | None) -> bool:
+    """Whether a model of this name is in the working directory, and no option is called so."""
+    return (path / CONFIG).is_file() and option_file(f"model/{path}", config_folders(folder)) is None
 
 
 def in_cache(name: str, revision: str | None = None) -> Path | None:

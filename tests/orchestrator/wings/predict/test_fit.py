@@ -429,7 +429,9 @@ def test_choose_orders_by_size_and_walks_on_to_drives(
     assert cli.main(["choose", *small]) == 0
     told = capsys.readouterr().out
     assert re.search(r"^take +stage1, micro-batch ", told, re.MULTILINE)
-    assert "because no speed is known: the data sheet lacks a number that it needs; no run has confirmed it" in told
+    assert (
+        "because no speed is known: the data sheet lacks hardware.host_memory_gb_per_s; no run has confirmed it" in told
+    )
     assert re.search(r"^measure .* choose model=llama_tiny recompute=none,full loss=full resources", told, re.MULTILINE)
     fits_of = command.fits_of
 

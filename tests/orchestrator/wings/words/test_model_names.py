@@ -44,6 +44,15 @@ def test_a_folder_and_its_config_file_are_the_same_model(snapshot: Path) -> None
     assert spelled([f"model={snapshot}"]) == spelled([f"model={snapshot}/config.json"]) == meant
 
 
+def test_a_plain_name_is_a_folder_unless_an_option_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "gpt2"):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    assert spelled(["model=mine"]) == ["model=pretrained", "model.path=mine"]
+    assert spelled(["model=gpt2", "model=other"]) == ["model=gpt2", "model=other"]
+
+
 def test_a_model_that_is_not_in_the_cache_is_refused_with_the_line_that_fetches_it(snapshot: Path) -> None:
     with pytest.raises(Refusal, match=r"hf download meta-llama/Llama-3-8B   or, for fit alone: .* config\.json"):
         composed(arguments.split(["model=meta-llama/Llama-3-8B"]))
