@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from orchestrator.config.strict import Refusal, type_of
-from orchestrator.text.paths import program
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})")
@@ -37,13 +34,6 @@ class Searched:
     @property
     def is_log(self) -> bool:
         return 0 < LOG_FROM * self.low <= self.high
-
-    @property
-    def count(self) -> float:
-        """How many values it can have."""
-        if self.values:
-            return len(self.values)
-        return self.high - self.low + 1 if self.is_whole else math.inf
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -96,9 +86,7 @@ def read(words: Sequence[str], types: Mapping[str, Any]) -> SearchLine:
             raise Refusal([told])
     if not searched:
         raise Refusal([NOTHING])
-    line = SearchLine(tuple(searched.values()), tuple(fixed), int(own["n"]), int(own["at_once"]), own["by"])
-    _check_count(line)
-    return line
+    return SearchLine(tuple(searched.values()), tuple(fixed), int(own["n"]), int(own["at_once"]), own["by"])
 
 
 def _searched(word: str, hint: Any) -> Searched | None:
@@ -117,13 +105,3 @@ def _searched(word: str, hint: Any) -> Searched | None:
         raise Refusal([f"{word}: expected the smaller number first      fix: {key}={last}..{first}"])
     is_whole = type_of(hint)[0] is not float and all(re.fullmatch(r"[-+]?\d+", end) for end in (first, last))
     return Searched(key, (), low, high, is_whole)
-
-
-def _check_count(line: SearchLine) -> None:
-    """Refusal: a sweep runs every combination, with no more trials."""
-    there = math.prod(one.count for one in line.searched)
-    if there <= line.trials:
-        values = [one.values or map(str, range(int(one.low), int(one.high) + 1)) for one in line.searched]
-        lists = [f"{one.key}={','.join(texts)}" for one, texts in zip(line.searched, values, strict=True)]
-        sweep = f"{program()} {shlex.join(['-m', *line.fixed, *lists])}"
-        raise Refusal([f"n={line.trials}: a sweep runs all of the {there:g} combinations      fix: {sweep}"])
