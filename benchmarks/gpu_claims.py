@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 UNREACHED = (2, 4, 5)  # no device; pytest: wrong usage, no test selected
 LARGE = ["--layers", "24", "--width", "1024", "--heads", "16", "--vocab", "50304", "--seq", "1024", "--micro", "8"]
 MEASURED = "it ends and writes its figures, with which nothing can be compared yet"
+FITS = "rows that fit calls fitting run to their end on one GPU, with peaks within 3 % of the predicted ones"
 ENGINES = "on {} no engine's row of sweeps=engines fails; their work is counted and their losses are compared"
 
 
@@ -143,5 +144,6 @@ CLAIMS = (
     Claim("stages-fp32", MEASURED, script("stages.py", "--precision", "fp32", *LARGE), 1200.0, timed=True),
     Claim("engines-one", ENGINES.format("one GPU"), script("gpu_engines.py", "--ranks", "1"), 1200.0, timed=True),
     Claim("engines", ENGINES.format("all GPUs"), script("gpu_engines.py"), 1200.0, 2, timed=True),
+    Claim("fits", FITS, script("gpu_fits.py"), 900.0, timed=True),  # it fills the GPU
     Claim("host-offload", MEASURED, script("host_offload.py"), 1200.0, timed=True),
 )

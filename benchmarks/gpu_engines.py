@@ -27,13 +27,21 @@ NEEDED = {
 }
 
 
+def lacks_packages(extra: str, *more: str) -> bool:
+    """Whether packages of the program are missing here, and those of `more`; it says which, and what to install."""
+    needed = NEEDED | {name: name for name in more}
+    missing = [name for name, module in needed.items() if find_spec(module) is None]
+    if missing:
+        print(f"expected the program's packages, found no {', '.join(missing)}: pip install -e '.[{extra}]'")
+    return bool(missing)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="null", help="the number of GPUs (default: all)")
     parser.add_argument("words", nargs="*", help="settings, such as model=llama_1b batch.seq=2048")
     args = parser.parse_args()
-    if missing := [name for name, module in NEEDED.items() if find_spec(module) is None]:
-        print(f"expected the program's packages, found no {', '.join(missing)}: pip install -e '.[deepspeed]'")
+    if lacks_packages("deepspeed"):
         return 2
     places = ["resources.device=cuda", f"resources.ranks={args.ranks}", "tracking=none"]
     words = [sys.executable, "run.py", "sweeps=engines", *places, "output=outputs/gpu_engines", *args.words]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -107,7 +107,7 @@ class _Kind(nn.Module):
     def own_names(self, stored: Sequence[str]) -> list[str]:
         """The names in this class of the tensors of a file, which transformers renames when it reads one."""
         renamings = [one for one in get_model_conversion_mapping(cast(Any, self)) if isinstance(one, WeightRenaming)]
-        return [apply_renamings(name, renamings) for name in stored]
+        return [functools.reduce(lambda name, one: one.rename_source_key(name)[0], renamings, name) for name in stored]
 
 
 class _Masked(_Kind):
