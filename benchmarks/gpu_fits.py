@@ -97,12 +97,16 @@ def program(*words: str) -> Any:
 
 
 def fitting(words: Sequence[str], labels: Sequence[str]) -> Iterator[Row]:
-    """The rows of `fit` with these labels that fit."""
+    """The rows of `fit` with these labels that fit, each with the micro-batch of the words or with its largest."""
     for row in program("fit", "--json", *words, *COMMON)["rows"]:
-        if row["fits"] == "yes" and row["label"] in labels:
+        if row["label"] not in labels or not row["micro"]:
+            continue
+        micro = f"batch.micro={row['micro']}"
+        if "reserved_bytes" not in row:  # reserved bytes are predicted at a micro-batch that is asked for
+            yield from fitting((*words, micro), [row["label"]])
+        elif row["fits"] == "yes":
             own = [word for word in row["overrides"] if not word.startswith(("hardware=", "batch.micro="))]
-            micro, peak, reserved = row["micro"], row["peak_bytes"], row["reserved_bytes"]
-            yield Row(row["label"], (*own, f"batch.micro={micro}"), micro, peak, reserved)
+            yield Row(row["label"], (*own, micro), row["micro"], row["peak_bytes"], row["reserved_bytes"])
 
 
 def with_run(row: Row) -> Row:
