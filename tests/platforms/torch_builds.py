@@ -3,7 +3,8 @@
 `torch-cpu`: a build without CUDA. PyPI has none for Linux: pip's options that lead to one are the value of
 ZLAB_CPU_TORCH, such as `--index-url` and the address of torch's own index of CPU builds, or `--no-index --find-links`
 and a folder of wheels. `torch-lowest` and `torch-highest`: the ends of the range in pyproject.toml, from where pip
-installs, whatever constraints it has. They are gigabytes, and are made only if they are asked for by name.
+installs, whatever constraints it has; with the lowest torch comes the lowest transformers. They are gigabytes, and are
+made only if they are asked for by name.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CPU = "ZLAB_CPU_TORCH"
 LIMIT_S = 900.0  # of a download
-REQUIREMENT = re.compile(r'"torch>=([\d.]+),<([\d.]+)"')
+REQUIREMENT = r'"{}>=([\d.]+),<([\d.]+)"'
 
 
 class LeftOutError(Exception):
@@ -48,9 +49,9 @@ def cpu(folder: Path) -> str:
 
 
 def lowest(folder: Path) -> str:
-    """The interpreter of an environment with the lowest version of the range."""
+    """The interpreter of an environment with the lowest version of the range, and the lowest transformers."""
     python = beside(folder)
-    pip(python, "install", f"torch=={_range()[0]}")
+    pip(python, "install", *(f"{package}=={_range(package)[0]}" for package in ("torch", "transformers")))
     return python
 
 
@@ -67,10 +68,11 @@ def highest(folder: Path) -> str:
     return python
 
 
-def _range() -> tuple[str, str]:
-    """The lowest version that pyproject.toml allows, and the one above all of them."""
-    found = REQUIREMENT.search((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert found is not None, f"pyproject.toml: expected {REQUIREMENT.pattern}"
+def _range(package: str = "torch") -> tuple[str, str]:
+    """The lowest version of a package that pyproject.toml allows, and the one above all of them."""
+    wanted = REQUIREMENT.format(package)
+    found = re.search(wanted, (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert found is not None, f"pyproject.toml: expected {wanted}"
     return found[1], found[2]
 
 
