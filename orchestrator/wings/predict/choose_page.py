@@ -19,6 +19,7 @@ from orchestrator.wings.predict import choice, take
 from orchestrator.wings.predict.choice import Candidate, ShortRun
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.fit_words import Length, length_text, machine
+from orchestrator.wings.predict.speed import interval
 from orchestrator.wings.predict.step import MICRO
 from orchestrator.wings.predict.take import Taken
 from orchestrator.wings.profile import costs
@@ -115,7 +116,7 @@ def _taken_rows(outcome: Outcome, length: Length | None) -> list[Row]:
         found = take.rows(outcome.choice)
         found[-1] = found[-1]._replace(text=f"{found[-1].text}; no run has confirmed it")
     speed_of_best = outcome.speed(outcome.best)
-    ends = take.interval(outcome.best.speed) if speed_of_best is None else (speed_of_best, speed_of_best)
+    ends = interval(outcome.best.speed) if speed_of_best is None else (speed_of_best, speed_of_best)
     if length is not None:
         found.append(Row("job", length_text(length, outcome.best.config, ends)))
     return found

@@ -203,9 +203,11 @@ def test_the_surplus_is_that_of_the_real_step_and_not_of_the_configured_optimize
     """The slow update of a configuration is not taken for one of the real step, which would hide its surplus."""
     config = config_of_line(f"{LINE} zero=stage0 optimizer=adamw8bit")
     know(config, micro4=(1.0, 5 * 1.0 + 0.4))
-    own, _ = [job for job in speed.jobs(config) if job.kind == "update"]
+    own, anchors = [job for job in speed.jobs(config) if job.kind == "update"]
     assert own.config.optimizer.rule.kind == "adamw8bit"
-    speed.store("here", [(own, {"points": [[0.0, 7.0]]})])
+    speed.forget([own.config], "here")
+    know(config, without="update", micro4=(1.0, 5 * 1.0 + 0.4))
+    speed.store("here", [(own, {"points": [[0.0, 7.0]]}), (anchors, {"points": [[0.0, 0.0]]})])
     assert total(config, 4) == pytest.approx(5 * 1.0 + 7.0 + 0.4)
 
 
