@@ -111,7 +111,7 @@ def _taken_rows(outcome: Outcome, length: Length | None) -> list[Row]:
         if (second := outcome.choice.second) is not None and outcome.measured:
             found.append(Row("second", f"{take.described(second)}: {_behind(outcome, second)}"))
         if len(outcome.measured) > 1:
-            found.append(Row("decided", DECIDED[min(len(outcome.tied), 2)]))
+            found.append(Row("decided", _decided(outcome)))
     else:
         found = take.rows(outcome.choice)
         found[-1] = found[-1]._replace(text=f"{found[-1].text}; no run has confirmed it")
@@ -120,6 +120,13 @@ def _taken_rows(outcome: Outcome, length: Length | None) -> list[Row]:
     if length is not None:
         found.append(Row("job", length_text(length, outcome.best.config, ends)))
     return found
+
+
+def _decided(outcome: Outcome) -> str:
+    """What decided between the short runs."""
+    text, second = DECIDED[min(len(outcome.tied), 2)], outcome.choice.second
+    overlap = second is not None and second.label in outcome.tied and choice.is_tie(second, outcome.best)
+    return f"{text}; the ranges of the predictions overlap, too" if overlap else text
 
 
 def _learning(outcome: Outcome, words: Sequence[str]) -> list[Row]:

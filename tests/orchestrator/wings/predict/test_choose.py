@@ -235,6 +235,9 @@ def test_choose_breaks_ties_of_its_runs_by_the_prediction(
         r"^take +stage2, micro-batch 2, .*the fastest by prediction of 3 that tie in 4 short runs", out, re.MULTILINE
     )
     assert re.search(r"^second +stage1, micro-batch 2, .* a tie, 8.20 tokens/s measured$", out, re.MULTILINE)
+    assert re.search(
+        r"^decided +the prediction, .* apart; the ranges of the predictions overlap, too$", out, re.MULTILINE
+    )
     assert "learning " not in out  # the batch is the one that was given
 
 
