@@ -165,7 +165,8 @@ def compared(name: str, line: str, rounds: int, final: int | None) -> list[Compa
     found = [point for point in points if isinstance(point, Point)]
     configs = [point.config for point in found]
     memories = Memories(memory_cache.answers(configs, configs))
-    jobs = speed.missing(configs, hardware_name(configs[0]), fresh=True)
+    speed.forget(configs, hardware_name(configs[0]))
+    jobs = speed.missing(configs, hardware_name(configs[0]))
     rows: list[Compared] = []
 
     def decide(measured: Sequence[Round]) -> Final:
@@ -192,6 +193,7 @@ def _rows(
     known = [memories.of(point.config) for point in points]
     predicted: list[list[Speed]] = [[] for _ in points]
     for answers, _ in measured:
+        speed.forget([point.config for point in points], hardware)  # each round predicts alone
         speed.store(hardware, [(job, answers[job.key]) for job in jobs])
         for point, memory, speeds in zip(points, known, predicted, strict=True):
             one = None if memory is None else speed_of(memory, hardware)

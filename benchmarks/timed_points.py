@@ -117,7 +117,7 @@ def rank_main(
         others = [job.plain() for job in jobs if job.key not in beside]
         measured = []
         for _ in range(rounds):
-            answers = Calibration(device, watch, lambda _job: None).answers(others, math.inf)
+            answers = Calibration(device, watch, lambda _job, _answer: None).answers(others, math.inf)
             turns = _turns(points, list(beside.values()), repeated)
             measured.append(Round(answers | {key: one.answer() for key, one in beside.items()}, turns))
         if rank == 0:

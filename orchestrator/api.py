@@ -87,7 +87,7 @@ class SweepPlan(list[Planned]):
         return [
             {
                 "label": point.label,
-                "decision": sweep_table.word(point.decision),
+                "decision": sweep_table.word(point.decision, "to run"),
                 "reason": point.reason,
                 **{f"{name}_bytes": point.predicted.get(name) for name in sizes},
                 "overrides": " ".join(point.overrides),

@@ -111,13 +111,15 @@ class ActivationCensus:
         self._there.clear()
 
 
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of their distinct storages."""
+    return _count_new(tensors, set())
+
+
 def _count_new(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
-    total = 0
-    for storage in _storages(tensors):
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            total += storage.nbytes()
-    return total
+    new = {one._cdata: one.nbytes() for one in _storages(tensors) if one._cdata not in seen}
+    seen.update(new)
+    return sum(new.values())
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:

@@ -4,14 +4,13 @@ program."""
 from __future__ import annotations
 
 import json
-import os
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.commands.named_sweep import find_sweep, standings_now
-from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshold, verb_parser, with_flags
+from orchestrator.commands.verb_parser import VerbParser, add_json, add_output, add_threshold, verb_parser, with_flags
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INCOMPLETE, OK
 from orchestrator.records.record_file import BadRecord, require_json
@@ -21,7 +20,6 @@ from orchestrator.report import changes, extras
 from orchestrator.report.changes import Changes, Measured
 from orchestrator.report.entry import Entry
 from orchestrator.report.screen import Screen
-from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT
 
 LAST = "last"
 
@@ -68,7 +66,7 @@ def parser() -> VerbParser:
         help="compare points of one sweep that differ in this setting or group alone, each with the first of them",
     )
     add_threshold(parser)
-    parser.add_argument("--output", default=os.environ.get(OUTPUT, DEFAULT_OUTPUT), help="default: outputs")
+    add_output(parser)
     add_json(parser)
     return parser
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,13 @@ def run(
     entry: str,
     asked: Mapping[str, Any],
     told: Callable[[str], None],
-    on_events: Callable[[int], None],
+    on_events: Callable[[Sequence[dict[str, Any]]], None],
     *,
     limit_s: float,
 ) -> dict[str, Any]:
     """The result.json of ranks that run `entry`. Call it from the main thread; it waits for free slots.
 
-    asked: documents that the ranks read, by file name. on_events: called with the number of new events. RanksFailed if
+    asked: documents that the ranks read, by file name. on_events: called with the new events. RanksFailed if
     a rank fails, OSError if they could not meet. However it ends, none of their processes is left.
     """
     check_meeting_place(os.environ)
@@ -60,11 +60,11 @@ def run(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _await(watch: Watch, paths: AttemptPaths, on_events: Callable[[int], None]) -> None:
+def _await(watch: Watch, paths: AttemptPaths, on_events: Callable[[Sequence[dict[str, Any]]], None]) -> None:
     tail = EventTail(paths.metrics)
     while True:
         verdict = watch.look()
-        if new := len(tail.read_new()):
+        if new := tail.read_new():
             on_events(new)
         if verdict is not None:
             break

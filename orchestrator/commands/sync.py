@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from orchestrator.commands.named_sweep import find_sweep, standings_now
-from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser, with_flags
+from orchestrator.commands.verb_parser import VerbParser, add_json, add_output, verb_parser, with_flags
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, OK
 from orchestrator.launch.verdict import end_of
 from orchestrator.records.run_record import tracker_log_path
 from orchestrator.records.sweep_record import SweepPaths, is_on_cluster
-from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, shown
+from orchestrator.text.paths import shown
 from orchestrator.text.units import many
 from orchestrator.tracking.feed import start_sync
 
@@ -41,8 +40,7 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> VerbParser:
     parser = verb_parser("sync", "Writes to MLflow what it lacks of the records. A second time nothing is missing.")
     parser.add_argument("sweep", nargs="?", default="", help="default: all sweeps and single runs of the folder")
-    default = os.environ.get(OUTPUT, DEFAULT_OUTPUT)
-    parser.add_argument("--output", default=default, help=f"the folder of the runs; default: {default}")
+    add_output(parser)
     parser.add_argument("--uri", default="", help="the store to write to; default: that of each run's configuration")
     add_json(parser)
     return parser

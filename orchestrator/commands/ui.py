@@ -19,7 +19,7 @@ import psutil
 
 from orchestrator.commands import sync
 from orchestrator.commands.named_sweep import find_sweep
-from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.commands.verb_parser import VerbParser, add_json, add_output, verb_parser, with_flags
 from orchestrator.config.schema import from_dict
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, OK
@@ -30,7 +30,7 @@ from orchestrator.records.record_file import BadRecord
 from orchestrator.records.run_record import artifacts_path, store_path
 from orchestrator.records.sweep_record import SweepPaths, all_sweeps, plan_of
 from orchestrator.report.screen import Screen
-from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
+from orchestrator.text.paths import program, shown
 from orchestrator.tracking import chart_page, names, schema_version
 from orchestrator.tracking.feed import complete_left_behind, mlflow_environment, store_uri
 
@@ -54,16 +54,15 @@ class Page(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """The exit code of `zlab ui`. Returns when the server has ended."""
-    asked = parser().parse_args(argv)
+    asked = parser().parse_args(with_flags(argv))
     sweep = find_sweep(asked.output, asked.sweep) if asked.sweep else None
     return serve(Path(asked.output), asked.port, sweep, asked.host)
 
 
 def parser() -> VerbParser:
     parser = verb_parser("ui", "The page of a sweep in MLflow: speed, memory, loss and settings of its points.")
-    default = os.environ.get(OUTPUT, DEFAULT_OUTPUT)
     parser.add_argument("sweep", nargs="?", default="", help="last, or the name of a sweep; default: all pages")
-    parser.add_argument("--output", default=default, help=f"the folder of the runs; default: {default}")
+    add_output(parser)
     parser.add_argument("--port", type=int, default=None, help=f"default: the first free one from {FIRST_PORT}")
     parser.add_argument(
         "--host",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from orchestrator.config.strict import Refusal
-from orchestrator.text.paths import program
+from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program
 
 THRESHOLD = 0.05
 
@@ -42,6 +43,12 @@ def verb_parser(name: str, text: str) -> VerbParser:
 def with_flags(argv: Sequence[str]) -> list[str]:
     """The words of a verb without settings, with output=FOLDER, as a run takes it, as the flag --output=FOLDER."""
     return [f"--{word}" if word.startswith("output=") else word for word in argv]
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Adds --output, for a verb that reads an output folder."""
+    default = os.environ.get(OUTPUT, DEFAULT_OUTPUT)
+    parser.add_argument("--output", default=default, help=f"the folder of the runs; default: {default}")
 
 
 def add_json(parser: argparse.ArgumentParser, why_not: str = "") -> None:

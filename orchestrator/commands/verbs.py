@@ -17,7 +17,7 @@ from pathlib import Path
 
 from orchestrator import wings
 from orchestrator.commands.named_sweep import find_sweep, standings_now
-from orchestrator.commands.verb_parser import VerbParser, add_json, add_threshold, with_flags
+from orchestrator.commands.verb_parser import VerbParser, add_json, add_output, add_threshold, with_flags
 from orchestrator.compose import arguments
 from orchestrator.config.near import did_you_mean
 from orchestrator.config.strict import Refusal
@@ -32,7 +32,7 @@ from orchestrator.records.sweep_record import Standing, SweepPaths
 from orchestrator.report import comparison, ranking, sweep_table
 from orchestrator.report.progress import step_line
 from orchestrator.report.summary import Row
-from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown, verb
+from orchestrator.text.paths import program, shown, verb
 from orchestrator.text.streams import complain
 from orchestrator.text.units import many, size
 from orchestrator.tracking.feed import complete_left_behind
@@ -58,7 +58,7 @@ def parser() -> VerbParser:
     def add(name: str, verb: Callable[[argparse.Namespace], int], text: str, no_json: str = "") -> VerbParser:
         command = verbs.add_parser(name, help=text, description=text)
         command.set_defaults(verb=verb)
-        command.add_argument("--output", default=os.environ.get(OUTPUT, DEFAULT_OUTPUT), help="default: outputs")
+        add_output(command)
         if name != "list":
             command.add_argument("sweep", nargs="?", default="last", help="default: last")
         add_json(command, no_json)

@@ -57,12 +57,12 @@ def _plan_row(point: Planned) -> tuple[str, ...]:
     known = point.predicted.get("activations")
     sizes = [point.predicted.get(name) for name in (*STATES, "needed")]
     *states, needed = map(size, sizes)
-    return (point.label, word(point.decision), *states, size(known["kept"]) if known else ABSENT, needed)
+    return (point.label, word(point.decision, "to run"), *states, size(known["kept"]) if known else ABSENT, needed)
 
 
-def word(state: RunState) -> str:
-    """The text for a decision."""
-    return "to run" if state is RunState.queued else state.value
+def word(state: RunState, queued: str = "queued") -> str:
+    """The text for a state or a decision in tables and reports. Records, --json and csv files have `state.value`."""
+    return {RunState.queued: queued, RunState.cached: "reused"}.get(state, state.value)
 
 
 def plan_rows(planned: Sequence[Planned]) -> list[Row]:
@@ -76,7 +76,7 @@ def plan_rows(planned: Sequence[Planned]) -> list[Row]:
         names = ", ".join(point.label for point in points[:NAMED])
         names += f" and {len(points) - NAMED} more" if len(points) > NAMED else ""
         reason = f": {next(iter(reasons))}" if len(reasons) == 1 else ""
-        rows.append(Row(word(state), f"{len(points)}   {names}{reason}"))
+        rows.append(Row(word(state, "to run"), f"{len(points)}   {names}{reason}"))
         rows += _reason_rows(points) if len(reasons) > 1 else []
     needless = [f"{point.label}: {text}" for point in planned if (text := point.predicted.get("offload_needless"))]
     rows += [Row("note", text) for text in needless[:NAMED]]
@@ -133,7 +133,7 @@ def standing_row(point: Standing) -> tuple[str, ...]:
     peak = size(ranking.peak_bytes(result)) if result else ABSENT
     notes = (f"job {point.job}" if point.job else "", reason(point) if running is None else running.text)
     note = ", ".join(filter(None, notes))
-    return (point.label, point.state.value, ",".join(point.slots) or ABSENT, size(states), peak, speed, note)
+    return (point.label, word(point.state), ",".join(point.slots) or ABSENT, size(states), peak, speed, note)
 
 
 def progress_of(point: Standing) -> StepProgress | None:
@@ -169,7 +169,7 @@ def shortened(message: str) -> str:
 def counts(standings: Sequence[Standing]) -> str:
     """The number of points in each state, such as "2 ok, 1 oom, 1 running, 2 queued"."""
     numbers = Counter(point.state for point in standings)
-    return ", ".join(f"{numbers[state]} {state.value}" for state in RunState if state in numbers) or "no points"
+    return ", ".join(f"{numbers[state]} {word(state)}" for state in RunState if state in numbers) or "no points"
 
 
 def next_row(sweep: SweepPaths, standings: Sequence[Standing], *, runs: bool) -> Row:

@@ -117,7 +117,7 @@ def open_run(store: MlflowStore, paths: AttemptPaths, named: RunNames, tags: Map
     run = store.run_of(named.experiment, attempt, searched_by=names.POINT)
     if run is None:
         more = {key: value for key, value in ((names.KEPT, named.kept), (names.COLOUR, named.colour)) if value}
-        label = f"{named.label} (kept)" if named.kept else named.label
+        label = f"{named.label} (reused)" if named.kept else named.label
         run = store.create_run(named.experiment, label, {**tags, **attempt, **more})
     store.log_params(run, {**named.varied, **names.params(read_or_warn(paths.config) or {})})
     return FollowedRun(store, run, paths)

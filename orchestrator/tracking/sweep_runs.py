@@ -14,7 +14,7 @@ from orchestrator.records.record_shapes import STATE, SWEEP
 from orchestrator.records.run_record import AttemptPaths, settle
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, standings
-from orchestrator.report import comparison, ranking
+from orchestrator.report import comparison, ranking, sweep_table
 from orchestrator.tracking import chart_page, names
 from orchestrator.tracking.followed_run import FollowedRun, RunNames, is_complete, open_run
 from orchestrator.tracking.store import MlflowStore
@@ -98,7 +98,7 @@ class SweepRuns:
     def _facts(self) -> dict[str, str]:
         record = read_or_warn(self._sweep.sweep, SWEEP) or {}
         ranked = comparison.ranked(self._sweep)
-        counts = Counter(row.entry.state for row in ranked)
+        counts = Counter(sweep_table.word(RunState(row.entry.state)) for row in ranked)
         best = {
             name: ", ".join(row.entry.label for row in rows if row.place == 1)
             for name, rows in ranking.by_table(ranked).items()

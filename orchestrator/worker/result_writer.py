@@ -19,6 +19,7 @@ from orchestrator.worker.result import RunFacts, combined
 from orchestrator.worker.saving import Reached, Saving
 from orchestrator.worker.setup import TrainingSetup, refuse_different_data
 from orchestrator.workloads.data import TokenData
+from zero_runtime.census import storage_bytes
 from zero_runtime.step_report import StepReport
 
 
@@ -119,6 +120,8 @@ class ResultWriter:
         assert readings.census is not None
         local = {
             **asdict(readings.census),
+            # Slots of a scratch file are first needed in an update, and the census may be before the first one.
+            "host": max(readings.census.host, storage_bytes(self.facts.accounts.held().host)),
             "activations_bytes": readings.activations_bytes,
             "activations_host_bytes": 0 if self._kept is None else self._kept.nbytes,
             **(readings.peaks or measure.peaks(self._runtime.device)),

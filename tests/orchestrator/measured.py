@@ -13,10 +13,11 @@ UPDATE_S = 1e-6  # for an element: a rank with a shard is faster
 
 
 class Measured:
-    """Takes the place of ranks that measure; notes the kinds of the jobs."""
+    """Takes the place of ranks that measure; notes the kinds of the jobs. factor: of all times."""
 
     def __init__(self) -> None:
         self.kinds: list[str] = []
+        self.factor = 1.0
 
     def __call__(self, jobs: Sequence[TimingJob], hardware: str, told: Callable[[str], None], **_: Any) -> int:
         self.kinds += [job.kind for job in jobs]
@@ -27,14 +28,14 @@ class Measured:
         if job.kind == "links":
             return {}
         if job.kind != "segments":
-            return {"points": [[0.0, 0.0], [1.0, UPDATE_S if job.kind == "update" else 0.0]]}
+            return {"points": [[0.0, 0.0], [1.0, self.factor * UPDATE_S if job.kind == "update" else 0.0]]}
         trace = next(value for key, value in self._traces(job).items())
         marks = [[kind, unit] for _, kind, unit in trace["linear"]["trace"]["marks"]]
         found: dict[tuple[int, int], int] = {}
         for kind, unit in marks:
             found[kind, unit] = found.get((kind, unit), 0) + 1
-        table = [[kind, unit, [SEGMENT_S] * count] for (kind, unit), count in found.items()]
-        table.append([4, -1, [SEGMENT_S]])  # the end of the backward
+        table = [[kind, unit, [self.factor * SEGMENT_S] * count] for (kind, unit), count in found.items()]
+        table.append([4, -1, [self.factor * SEGMENT_S]])  # the end of the backward
         nothing = {"seconds": 0.0, "marks": [], "units": [], "segments": [0.0]}  # a real step without a surplus
         return {"table": table, "anchor": nothing}
 

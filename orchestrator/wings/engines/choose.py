@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from orchestrator import wings
 from orchestrator.commands.experiment_file import write_experiment
@@ -32,9 +33,10 @@ from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program, shown
 from orchestrator.text.streams import complain
-from orchestrator.text.units import ABSENT, digits, many, size
+from orchestrator.text.units import digits, many, size
 from orchestrator.wings.engines.equality import REFERENCE
 from orchestrator.wings.engines.places import AT_ITS_LIMIT, AT_SAME_BATCH
+from orchestrator.wings.predict import choose_page
 from orchestrator.wings.predict.point_prediction import PointPrediction
 from orchestrator.wings.predict.prediction import Predictions
 
@@ -166,15 +168,43 @@ def _show(
     folder = Path(next(iter(chosen.values())).point.config.output).absolute() / "chosen"
     files = {name: write_experiment(folder, one.point.overrides, name) for name, one in chosen.items()}
     if as_json:
-        picked = {name: {"label": one.point.label, "overrides": one.point.overrides} for name, one in chosen.items()}
-        table = [dict(zip(HEADER, row, strict=True)) for row in rows]
-        print(json.dumps({"chosen": picked, "config_dir": str(folder), "experiments": files, "rows": table}))
+        print(json.dumps(_document(tables, chosen, folder, files), ensure_ascii=False))
         return
     screen.console.print()
     screen.table(Table(HEADER, tuple(rows), names=2, texts=("because",)))
     said = [Row(name, f"{one.kind}, {one.point.label}, micro-batch {one.micro}") for name, one in chosen.items()]
     command = [program(), shlex.join(["--config-dir", shown(folder), f"experiment={next(reversed(files.values()))}"])]
     screen.closing([*said, Row("next", " ".join(command))])
+
+
+def _document(
+    tables: Mapping[str, tuple[Sequence[EnginePoint], Sequence[Ranked]]],
+    chosen: Mapping[str, EnginePoint],
+    folder: Path,
+    files: Mapping[str, str],
+) -> dict[str, Any]:
+    """That of `choose --json` for the last table, whose winner is the next command, with the rows of all tables and the
+    winner of each."""
+    name, best = list(chosen.items())[-1]
+    placed = {row.entry.label: row.place for row in tables[name][1] if row.place is not None}
+    second = next((label for label in placed if label != best.point.label), None)
+    tied = [label for label, place in placed.items() if place == 1]
+    rows = [
+        {"table": table, "engine": one.kind, "needs_bytes_per_rank": one.needed}
+        | choose_page.row_document(one.point.config, one.point.label, one.point.overrides, None, _speed(one, ranked))
+        for table, (tried, ranked) in tables.items()
+        for one in tried
+    ]
+    winners = {table: {"chosen": one.point.label, "experiment": files[table]} for table, one in chosen.items()}
+    ends = (best.point.label, second, tied)
+    found = choose_page.document(best.point.config, ends, choose_page.FASTEST, (folder, files[name]), rows)
+    return {**found, "tables": winners}
+
+
+def _speed(one: EnginePoint, ranked: Sequence[Ranked]) -> float | None:
+    """The measured tokens per second; None if its run has no result."""
+    results = [row.entry.result for row in ranked if row.entry.label == one.point.label and row.entry.result]
+    return ranking.METRICS[ranking.DEFAULT_METRIC].read(results[0]) if results else None
 
 
 def _rows(
@@ -184,12 +214,9 @@ def _rows(
     found: list[tuple[str, ...]] = []
     for one in tried:
         row = by_label.get(one.point.label)
-        speed = None
-        if row is not None and row.entry.result is not None:
-            speed = ranking.METRICS[ranking.DEFAULT_METRIC].read(row.entry.result)
         why = "chosen" if one is chosen else ""
         if row is not None and one is not chosen:
             why = row.apart or ("a tie" if row.tied or row.place == 1 else row.entry.message)
-        cells = (str(one.micro), digits(speed) if speed else ABSENT, size(one.needed), why)
+        cells = (str(one.micro), digits(_speed(one, ranked)), size(one.needed), why)
         found.append((name, one.point.label, *cells))
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from orchestrator import wings
 from orchestrator.commands import named_sweep, verbs
-from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.commands.verb_parser import VerbParser, add_json, add_output, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.engine import EngineKind
@@ -25,7 +24,7 @@ from orchestrator.records import sweep_record
 from orchestrator.records.record_file import require_json
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row
-from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
+from orchestrator.text.paths import program, shown
 from orchestrator.wings.foreign import ddp_export, deepspeed_export, deepspeed_loop, fsdp2_export, launcher_export
 from orchestrator.wings.foreign.exported import Exported, refuse
 from orchestrator.wings.foreign.importing import OURS
@@ -73,7 +72,7 @@ def parser() -> VerbParser:
     parser.add_argument("--to", choices=tuple(WRITERS), help="default: the engine of the point")
     parser.add_argument("--out", metavar="FOLDER", help="default: OUTPUT/exported/POINT-STACK")
     parser.add_argument("--sweep", default="last", help="the sweep of a label; default: last")
-    parser.add_argument("--output", default=os.environ.get(OUTPUT, DEFAULT_OUTPUT), help="default: outputs")
+    add_output(parser)
     add_json(parser)
     return parser
 

@@ -176,7 +176,7 @@ class Search:
             if values in self._earlier and trial.state is RunState.cached:
                 continue
             value = f"{self._line.by} {trial.values[0]:,.6g}" if trial.values else sweep_table.shortened(trial.message)
-            self._screen.say(f"trial {number}: {trial.label}: {trial.state.value}: {value}{self._best()}")
+            self._screen.say(f"trial {number}: {trial.label}: {sweep_table.word(trial.state)}: {value}{self._best()}")
 
     def _best(self) -> str:
         values = [trial.values[0] for trial in self._known.values() if trial.values and math.isfinite(trial.values[0])]

@@ -62,7 +62,7 @@ def page(name: str, points: Sequence[ReportPoint], figures: Sequence[Figure], fa
     from markupsafe import Markup
 
     rows = [point.ranked for point in points]
-    states = Counter(point.entry.state for point in points)
+    states = Counter(page_table.state_of(point) for point in points)
     common, details = page_details.details(points)
     command, columns = facts.get("command"), page_table.columns(points, settings_of(points))
     metric = rows[0].metric if rows else ranking.DEFAULT_METRIC

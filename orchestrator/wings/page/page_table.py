@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from orchestrator.report import extras, ranking
+from orchestrator.records.run_state import RunState
+from orchestrator.report import extras, ranking, sweep_table
 from orchestrator.report.extras import ExtraColumn
 from orchestrator.report.varied import Varied
 from orchestrator.text.units import ABSENT, change_text, difference, digits, loss, size
@@ -76,13 +77,18 @@ def _measured_at(point: ReportPoint) -> Cell:
     return when, ", ".join([time.strftime("%Y-%m-%d %H:%M", time.localtime(when)), *reused])
 
 
+def state_of(point: ReportPoint) -> str:
+    """The word for the state of a point."""
+    return sweep_table.word(RunState(point.entry.state))
+
+
 def columns(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> list[Column]:
     """All columns, in their order. Those of wings only where some point has one."""
     best = ranking.fastest([point.ranked for point in points])
     found = [
         Column("place", _place),
         Column("point", lambda point: (point.label, point.label), number=False),
-        Column("state", lambda point: (point.entry.state, point.entry.state), number=False),
+        Column("state", lambda point: (state_of(point), state_of(point)), number=False),
         *(Column(setting.name, _setting(setting), number=False) for setting in settings),
         Column("tokens/s", _speed, falls=True),
         Column("range", _range),

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from orchestrator.commands import rank_job
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.cluster import ClusterKind
+from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Refusal
-from orchestrator.exit_codes import FAILED, OK
+from orchestrator.exit_codes import FAILED, INTERRUPTED, OK
 from orchestrator.planning.point import Point
 from orchestrator.planning.points import judged
 from orchestrator.planning.rules.scene import here
@@ -36,11 +36,9 @@ AXES = {"zero": "stage0,stage1,stage2,stage3"}
 FLAGS = ("--multirun", "--config-dir", "--max-points")  # that a line of calibrate may have; all others start runs
 HEADER = ("point", "tokens/s", "rounds", "step ms", "model", "waiting", "copies", "update", "other")
 ENTRY = "orchestrator.wings.predict.calibrate_rank:run_rank"
-ROUNDS = 3  # each with ranks of its own: what differs between two starts is in the range
 BUDGET_S = 100.0  # of measuring; the start of the ranks takes the rest of two minutes
 LIMIT_S = 600.0
-Predictions = dict[str, PointPrediction]
-Spans = dict[str, tuple[float, float]]
+GOES_ON = "what was measured is kept"
 Tell = Callable[[str], None]
 
 
@@ -55,15 +53,19 @@ def main(argv: Sequence[str]) -> int:
     refuse_evaluations(points, "calibrate measures")
     screen = Screen(make_console(on_stderr=asked.json))
     try:
-        predictions, spans = predicted(points, screen, fresh=asked.fresh, quiet=asked.json)
+        predictions = predicted(points, screen, fresh=asked.fresh, quiet=asked.json)
     except CalibrationError as error:
         complain(f"error: nothing was measured: {error}")
         return FAILED
+    except KeyboardInterrupt:
+        again = shlex.join(["calibrate", *(word for word in argv if word != "--fresh")])
+        screen.closing([Row("next", f"{program()} {again}     ({GOES_ON})")])
+        return INTERRUPTED
     if asked.json:
-        found = [_document(point, predictions.get(point.label), spans.get(point.label)) for point in points]
+        found = [_document(point, predictions.get(point.label)) for point in points]
         print(json.dumps(found, ensure_ascii=False))
     else:
-        rows = [_row(point.label, predictions.get(point.label), spans.get(point.label)) for point in points]
+        rows = [_row(point.label, predictions.get(point.label)) for point in points]
         screen.table(Table(HEADER, tuple(rows)))
         screen.closing([Row("next", f"{program()} {shlex.join(['-m', *words, *_axes(words), '--plan'])}")])
     return OK if any(one.speed for one in predictions.values()) else FAILED
@@ -103,80 +105,45 @@ def _axes(words: Sequence[str], axes: Mapping[str, str] = AXES) -> list[str]:
     return [f"{group}={options}" for group, options in axes.items() if group not in names(words)]
 
 
-class Rounds(NamedTuple):
-    """What the rounds have measured. answers: by key, of each round. speeds: by label, tokens per second that each
-    round alone predicts. shares: of the cores, that other processes took. done: jobs of the first round."""
-
-    answers: dict[str, list[Any]]
-    speeds: dict[str, list[float]]
-    shares: list[float]
-    done: int
-
-
-def predicted(points: Sequence[Point], screen: Screen, *, fresh: bool, quiet: bool) -> tuple[Predictions, Spans]:
-    """The predictions of the points by label, after what they need and is not known was measured; and the least and the
-    most tokens per second that single rounds predict, empty if nothing was measured."""
-    with screen.passing(quiet=quiet) as tell:
-        return _predicted(points, screen, tell, fresh=fresh)
-
-
-def _predicted(points: Sequence[Point], screen: Screen, tell: Tell | None, *, fresh: bool) -> tuple[Predictions, Spans]:
+def predicted(points: Sequence[Point], screen: Screen, *, fresh: bool, quiet: bool) -> dict[str, PointPrediction]:
+    """The predictions of the points by label, after what they need and is not known was measured, with `fresh` all."""
     configs, name = [point.config for point in points], hardware_name(points[0].config)
-    jobs = speed.missing(configs, name, fresh=fresh)
+    if fresh:
+        speed.forget(configs, name)
+    in_rounds(configs, name, screen, quiet=quiet)
+    with screen.passing(quiet=quiet) as tell:
+        return prediction.predictions(points, tell)
+
+
+def in_rounds(configs: Sequence[RunConfig], name: str, screen: Screen, *, quiet: bool = False) -> None:
+    """Measures what predictions of these configurations lack, a round after the other: at least one, and up to
+    speed.ROUNDS as the time allows. Says what was measured, and warns of load. Each answer is kept when it is there, so
+    that after an interruption the same call goes on. name: of the hardware. CalibrationError if ranks fail."""
+    began, shares = time.monotonic(), [0.0]
+    jobs = left = speed.missing(configs, name)
+    rounds = parts = 0
+    with screen.passing(quiet=quiet) as tell:
+        # As long as the rounds so far, another one must not take too long.
+        while left and (past_s := time.monotonic() - began) * (rounds + 1) <= BUDGET_S * max(rounds, 1):
+            found = measure(left, name, tell or (lambda _text: None), budget_s=BUDGET_S - past_s, on_load=shares.append)
+            parts = max(parts, found)
+            if found < len(left):
+                break
+            rounds, left = rounds + 1, speed.missing(configs, name)
     if not jobs:
-        return prediction.predictions(points, tell), {}
-    began = time.monotonic()
-    found = _in_rounds(points, jobs, name, tell)
-    speed.store(name, [(job, typical(found.answers[job.key])) for job in jobs if job.key in found.answers])
-    what = f"{many(found.done, 'part')} of a step in {many(max(map(len, found.answers.values()), default=0), 'round')}"
-    left = f"; the time did not suffice for {len(jobs) - found.done} more" if found.done < len(jobs) else ""
-    screen.say(f"measured {what}, {time.monotonic() - began:.0f} s{left}")
-    if (share := max(found.shares, default=0.0)) >= NOTABLE_SHARE:
-        screen.warn(f"other processes took up to {share:.0%} of the cores while this was measured")
-    spans = {label: (min(one), max(one)) for label, one in found.speeds.items()}
-    return prediction.predictions(points, tell), spans
+        return
+    what = f"{many(parts, 'part')} of a step in {many(max(rounds, 1), 'round')}"
+    more = f"; the time did not suffice for {len(jobs) - parts} more" if rounds == 0 else ""
+    screen.say(f"measured {what}, {time.monotonic() - began:.0f} s{more}")
+    if max(shares) >= NOTABLE_SHARE:
+        screen.warn(f"other processes took up to {max(shares):.0%} of the cores while this was measured")
 
 
-def _in_rounds(points: Sequence[Point], jobs: Sequence[TimingJob], name: str, tell: Tell | None) -> Rounds:
-    """Measures the jobs up to ROUNDS times, and at least once; a round that the time does not suffice for is not
-    used."""
-    began, found = time.monotonic(), Rounds({}, {}, [], 0)
-    for number in range(ROUNDS):
-        past_s = time.monotonic() - began
-        if past_s * (number + 1) > BUDGET_S * max(number, 1):  # as the rounds so far, another one takes too long
-            break
-        done = measure(jobs, name, tell or (lambda _: None), budget_s=BUDGET_S - past_s, on_load=found.shares.append)
-        if number == 0:
-            found = found._replace(done=done)
-        elif done < len(jobs):
-            break
-        for job in jobs:
-            if (answer := speed.stored(name, job.key)) is not None:
-                found.answers.setdefault(job.key, []).append(answer)
-        for label, one in prediction.predictions(points, tell).items():
-            if one.speed is not None:
-                found.speeds.setdefault(label, []).append(one.speed.tokens_per_second)
-        if done < len(jobs):
-            break
-    return found
-
-
-def typical(answers: Sequence[Any]) -> Any:
-    """The answers of several rounds as one: the median of each measured number. Where the rounds do not have numbers at
-    the same places (dict keys, lengths of lists), the last round's."""
-    last = answers[-1]
-    if isinstance(last, dict) and all(isinstance(one, dict) and one.keys() == last.keys() for one in answers):
-        return {key: typical([one[key] for one in answers]) for key in last}
-    if isinstance(last, list) and all(isinstance(one, list) and len(one) == len(last) for one in answers):
-        return [typical(list(ones)) for ones in zip(*answers, strict=True)]
-    return statistics.median(answers) if all(isinstance(one, float) for one in answers) else last
-
-
-def _row(label: str, found: PointPrediction | None, span: tuple[float, float] | None) -> tuple[str, ...]:
+def _row(label: str, found: PointPrediction | None) -> tuple[str, ...]:
     if found is None or found.speed is None:
         return (label, *[ABSENT] * (len(HEADER) - 1))
     step = found.speed.time
-    rounds = ABSENT if span is None else "-".join(dict.fromkeys(map(digits, span)))
+    rounds = ABSENT if found.speed.within is None else found.speed.text
     parts = (
         step.model_s,
         step.exposed_s + step.slowed_s + step.control_s,
@@ -188,9 +155,14 @@ def _row(label: str, found: PointPrediction | None, span: tuple[float, float] | 
     return (label, digits(found.speed.tokens_per_second), rounds, *in_ms)
 
 
-def _document(point: Point, found: PointPrediction | None, span: tuple[float, float] | None) -> dict[str, Any]:
-    known = None if found is None or found.speed is None else found.speed.to_dict()
-    return {"label": point.label, "overrides": list(point.overrides), "speed": known, "rounds": span}
+def _document(point: Point, found: PointPrediction | None) -> dict[str, Any]:
+    known = None if found is None else found.speed
+    return {
+        "label": point.label,
+        "overrides": list(point.overrides),
+        "speed": known and known.to_dict(),
+        "rounds": known and known.within,
+    }
 
 
 def measure(
@@ -200,38 +172,28 @@ def measure(
     budget_s: float = BUDGET_S,
     on_load: Callable[[float], None] = lambda _share: None,
 ) -> int:
-    """Measures the jobs, with one start of ranks for each number of ranks and threads. Keeps the answers; returns how
-    many there are. on_load: called with the share of the cores that other processes took. Call it from the main
-    thread."""
+    """Measures the jobs, with one start of ranks for each number of ranks and threads. Keeps each answer when it is
+    there; returns how many there are. on_load: called with the share of the cores that other processes took. Call it
+    from the main thread."""
+    by_key, done = {job.key: job for job in jobs}, 0
+
+    def on_events(events: Sequence[dict[str, Any]]) -> None:
+        nonlocal done
+        speed.store(hardware, [(by_key[event["key"]], event["answer"]) for event in events])
+        done += len(events)
+        told(f"measured {done} of {len(jobs)}")
+
     groups: dict[str, list[TimingJob]] = {}
     for job in jobs:
         groups.setdefault(json.dumps(speed.place_of(job.config), sort_keys=True), []).append(job)
-    done = 0
     for group in groups.values():
         began = time.monotonic()
-        answers = _measured(group, told, budget_s, on_load)
-        speed.store(hardware, [(job, answers[job.key]) for job in group if job.key in answers])
-        done += len(answers)
+        asked = {"calibration.json": {"budget_s": budget_s, "jobs": [job.plain() for job in group]}}
+        try:
+            found = rank_job.run(group[0].config, ENTRY, asked, told, on_events, limit_s=LIMIT_S)
+        except rank_job.RanksFailed as error:
+            raise CalibrationError(str(error)) from None
+        if found["others_share"] is not None:
+            on_load(found["others_share"])
         budget_s -= time.monotonic() - began
     return done
-
-
-def _measured(
-    group: Sequence[TimingJob], told: Callable[[str], None], budget_s: float, on_load: Callable[[float], None]
-) -> dict[str, Any]:
-    count, measured = len(group), 0
-
-    def on_events(events: int) -> None:
-        nonlocal measured
-        measured += events
-        told(f"measured {measured} of {count}")
-
-    asked = {"budget_s": budget_s, "jobs": [job.plain() for job in group]}
-    try:
-        found = rank_job.run(group[0].config, ENTRY, {"calibration.json": asked}, told, on_events, limit_s=LIMIT_S)
-    except rank_job.RanksFailed as error:
-        raise CalibrationError(str(error)) from None
-    if found["others_share"] is not None:
-        on_load(found["others_share"])
-    answers: dict[str, Any] = found["answers"]
-    return answers

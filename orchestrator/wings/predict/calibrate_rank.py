@@ -44,20 +44,20 @@ Answer = Any
 
 
 def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
-    """Measures what calibration.json asks for; rank 0 writes an event for each answer, and result.json at the end."""
+    """Measures what calibration.json asks for; rank 0 writes an event with each answer, and result.json at the end."""
     asked = require_json(attempt.root / "calibration.json")
     config = from_dict(require_json(attempt.config))
     device = prepare_process(config, rank.local_rank)
     with world_of(attempt, config, rank, device) as watch:
 
-        def tell(job: dict[str, Any]) -> None:
-            event = {"event": "measured", "time": time.time(), "key": job["key"], "kind": job["kind"]}
+        def tell(job: dict[str, Any], answer: Answer) -> None:
+            event = {"event": "measured", "time": time.time(), "key": job["key"], "answer": answer}
             append_event(attempt.metrics, event)
 
         calibration = Calibration(device, watch, tell)
-        answers = calibration.answers(asked["jobs"], asked["budget_s"])
+        calibration.answers(asked["jobs"], asked["budget_s"])
         if rank.rank == 0:
-            write_json_atomic(attempt.result, {"answers": answers, "others_share": calibration.others_share})
+            write_json_atomic(attempt.result, {"others_share": calibration.others_share})
 
 
 class ShortModel(NamedTuple):
@@ -181,14 +181,17 @@ class SegmentTurns:
 
 
 class Calibration:
-    """The measurements of one rank, each together with all other ranks. told: called on rank 0 after each job.
+    """The measurements of one rank, each together with all other ranks. told: called on rank 0 with each job and its
+    answer.
 
     others_share: the share of the cores that other processes took during the last `answers`; None if it is not known.
     """
 
     others_share: float | None = None
 
-    def __init__(self, device: torch.device, watch: RankWatch | None, told: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, device: torch.device, watch: RankWatch | None, told: Callable[[dict[str, Any], Answer], None]
+    ) -> None:
         self._device, self._watch, self._told = device, watch, told
         self._collectives = Collectives(1, PhaseClock(device), watch)
         self._repeated = Repeated(self._collectives, device)
@@ -203,7 +206,7 @@ class Calibration:
             self._collectives.journal.begin("start")  # in which ranks may be slow
             found[job["key"]] = measures[job["kind"]](from_dict(job["config"]))
             if self._collectives.rank == 0:
-                self._told(job)
+                self._told(job, found[job["key"]])
         self.others_share = others_share(self._collectives.gather_objects(load.end()))
         self._collectives.free()
         return found

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from orchestrator.config.schema import LossKind, RunConfig
 from orchestrator.text.units import size
 from orchestrator.wings.predict.fit_rows import RECOMPUTED, Fit
-from orchestrator.wings.predict.speed import Speed, speed_of
+from orchestrator.wings.predict.speed import Speed, interval, speed_of
 from orchestrator.wings.predict.step import with_micro
 from zero_runtime.predict.timing.step_time import StepSeconds
 
@@ -139,7 +139,13 @@ def reason(one: Candidate, best: Candidate) -> str:
         return "as fast by prediction"
     mine, theirs = (_per_token(each) for each in (one, best))
     name = max(PARTS, key=lambda part: mine[part] - theirs[part])
-    return f"{slower:.1%} slower: {PARTS[name]}"
+    return f"{slower:.1%} slower{', a tie' if is_tie(one, best) else ''}: {PARTS[name]}"
+
+
+def is_tie(one: Candidate, best: Candidate) -> bool:
+    """Whether the range of a candidate's predicted speed reaches that of a faster one."""
+    ends = [interval(each.speed) for each in (one, best)]
+    return ends[0] is not None and ends[1] is not None and ends[0][1] >= ends[1][0]
 
 
 def _per_token(one: Candidate) -> dict[str, float]:

@@ -28,7 +28,7 @@ from orchestrator.report.summary import Row
 from orchestrator.text.paths import program
 from orchestrator.text.streams import complain
 from orchestrator.text.units import many
-from orchestrator.wings.predict import calibrate, choice, fit, fit_rows, speed, take
+from orchestrator.wings.predict import calibrate, choice, fit, fit_rows, take
 from orchestrator.wings.predict.choice import Candidate, ShortRun
 from orchestrator.wings.predict.choose_page import FASTEST, SMALLEST, ChoosePage, Outcome
 from orchestrator.wings.predict.fit_rows import Fit
@@ -79,6 +79,9 @@ def main(argv: Sequence[str]) -> int:
     except calibrate.CalibrationError as error:
         complain(f"error: nothing was measured: {error}")
         return FAILED
+    except KeyboardInterrupt:
+        screen.closing([_again(argv, calibrate.GOES_ON)])
+        return INTERRUPTED
     is_smallest, runs_here = asked.order == SMALLEST, _runs_here(fitting) and asked.runs
     finalists = ranked[: min(asked.runs, 1)] if is_smallest else choice.shortlist(ranked, asked.runs)
     measured: dict[str, ShortRun] = {}
@@ -213,10 +216,7 @@ def _gains(ranked: Sequence[Candidate], micros: Sequence[int]) -> bool:
 def _measured(found: Sequence[Candidate], name: str, screen: Screen) -> list[Candidate]:
     if any(_on_cluster(one.fit) and not one.config.hardware.is_described for one in found):
         return list(found)  # what was measured here is not the speed of the cluster's nodes
-    local = [one.config for one in found if not one.config.hardware.is_described]
-    jobs = sorted(speed.missing(local, name), key=lambda job: job.config.batch.micro if job.kind == "segments" else 0)
-    if jobs:
-        calibrate.measure(jobs, name, lambda text: screen.say(text, "dim"))
+    calibrate.in_rounds([one.config for one in found], name, screen)
     return choice.with_speeds(found, name)
 
 
@@ -238,14 +238,17 @@ def _short_runs(
             request.cluster.look(earlier)  # the records of jobs that have ended meanwhile: no one else reads them
     screen.say(f"confirming {many(len(points), 'candidate')} by short runs", "bold")
     code, sweep = swept(request, scene.hardware, ResultsOnly(screen.console))
-    again = f"{program()} {shlex.join(['choose', *typed])}"
     if code == INTERRUPTED:
-        screen.closing([Row("next", f"{again}     (runs that have ended are not repeated)")])
+        screen.closing([_again(typed, "runs that have ended are not repeated")])
         return INTERRUPTED, sweep
     if request.on_cluster and sweep is not None and cluster_of(sweep).runs(sweep):
-        screen.closing([Row("next", f"{again}     (chooses when the jobs have ended)")])
+        screen.closing([_again(typed, "chooses when the jobs have ended")])
         return INCOMPLETE, sweep
     return None, sweep
+
+
+def _again(typed: Sequence[str], why: str) -> Row:
+    return Row("next", f"{program()} {shlex.join(['choose', *typed])}     ({why})")
 
 
 def _results(finalists: Sequence[Candidate], sweep: SweepPaths | None) -> tuple[dict[str, ShortRun], tuple[str, ...]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from orchestrator.commands.experiment_file import write_experiment
-from orchestrator.config.schema import to_dict
+from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program, shown
@@ -19,6 +19,7 @@ from orchestrator.wings.predict import choice, take
 from orchestrator.wings.predict.choice import Candidate, ShortRun
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.fit_words import Length, length_text, machine
+from orchestrator.wings.predict.speed import Speed, interval
 from orchestrator.wings.predict.step import MICRO
 from orchestrator.wings.predict.take import Taken
 from orchestrator.wings.profile import costs
@@ -110,15 +111,22 @@ def _taken_rows(outcome: Outcome, length: Length | None) -> list[Row]:
         if (second := outcome.choice.second) is not None and outcome.measured:
             found.append(Row("second", f"{take.described(second)}: {_behind(outcome, second)}"))
         if len(outcome.measured) > 1:
-            found.append(Row("decided", DECIDED[min(len(outcome.tied), 2)]))
+            found.append(Row("decided", _decided(outcome)))
     else:
         found = take.rows(outcome.choice)
         found[-1] = found[-1]._replace(text=f"{found[-1].text}; no run has confirmed it")
     speed_of_best = outcome.speed(outcome.best)
-    ends = take.interval(outcome.best.speed) if speed_of_best is None else (speed_of_best, speed_of_best)
+    ends = interval(outcome.best.speed) if speed_of_best is None else (speed_of_best, speed_of_best)
     if length is not None:
         found.append(Row("job", length_text(length, outcome.best.config, ends)))
     return found
+
+
+def _decided(outcome: Outcome) -> str:
+    """What decided between the short runs."""
+    text, second = DECIDED[min(len(outcome.tied), 2)], outcome.choice.second
+    overlap = second is not None and second.label in outcome.tied and choice.is_tie(second, outcome.best)
+    return f"{text}; the ranges of the predictions overlap, too" if overlap else text
 
 
 def _learning(outcome: Outcome, words: Sequence[str]) -> list[Row]:
@@ -194,24 +202,41 @@ def _with_costs(table: Table, rows: Sequence[Candidate]) -> Table:
 
 
 def _document(outcome: Outcome, rows: Sequence[Candidate], folder: Path, name: str) -> dict[str, Any]:
-    listed = [
-        {
-            "machine": machine(one.config),
-            "label": one.label,
-            "overrides": list(one.overrides),
-            "micro": one.micro,
-            "predicted": None if one.speed is None else one.speed.to_dict(),
-            "measured_tokens_per_second": outcome.speed(one),
-        }
-        for one in rows
-    ]
+    listed = [row_document(one.config, one.label, one.overrides, one.speed, outcome.speed(one)) for one in rows]
     order = SMALLEST if outcome.is_smallest else FASTEST
     second = outcome.choice.second
-    known = {
-        "model": outcome.best.config.model.name,
-        "chosen": outcome.best.label,
-        "second": second and second.label,
-        "tied": list(outcome.tied),
-        "order": order,
+    ends = (outcome.best.label, None if second is None else second.label, outcome.tied)
+    return document(outcome.best.config, ends, order, (folder, name), listed)
+
+
+def row_document(
+    config: RunConfig,
+    label: str,
+    overrides: Sequence[str],
+    predicted: Speed | None,
+    measured: float | None,
+) -> dict[str, Any]:
+    """A row of `document`. measured: tokens per second."""
+    return {
+        "machine": machine(config),
+        "label": label,
+        "overrides": list(overrides),
+        "micro": config.batch.micro,
+        "predicted": predicted.to_dict() if predicted else None,
+        "measured_tokens_per_second": measured,
     }
-    return {**known, "config_dir": str(folder), "experiment": name, "rows": listed}
+
+
+def document(
+    config: RunConfig,
+    ends: tuple[str, str | None, Sequence[str]],
+    order: str,
+    written: tuple[Path, str],
+    rows: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """What `choose --json` prints, with other engines too: docs/speed.md has the keys. ends: the labels of the chosen
+    row, the second, and those that tie; written: the folder and the name of the experiment."""
+    chosen, second, tied = ends
+    known = {"model": config.model.name, "chosen": chosen, "second": second, "tied": list(tied), "order": order}
+    folder, name = written
+    return {**known, "config_dir": str(folder), "experiment": name, "rows": rows}

@@ -7,7 +7,8 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from zero_runtime.state_bytes import UnitSize
 # Variables that decide which kernels compute, or how memory is handed out.
 CHOOSING = ("ZLAB_KERNELS", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "GLIBC_TUNABLES")
 ROUGH, NOT_SHOWN = "~", "outside"
+ROUNDS = 3  # of measuring, each with ranks of its own: what differs between two starts is in the range
 ANCHOR_STAGE = 2  # of the real step that is measured next to the segments: each unit is gathered and reduced once
 
 
@@ -59,18 +61,44 @@ def _folder(hardware: str) -> str:
     return f"times-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def stored(hardware: str, key: str) -> Any | None:
-    """The measured answer; None if there is none."""
-    return read_cached(_folder(hardware), key)
+def _rounds(hardware: str, key: str) -> list[Any]:
+    found: dict[str, list[Any]] = read_cached(_folder(hardware), key) or {"rounds": []}
+    return found["rounds"]
+
+
+def stored(hardware: str, key: str, number: int | None = None) -> Any | None:
+    """The answer that all rounds together have measured, or that of one round (from 0); None if there is none."""
+    if number is None:
+        return (read_cached(_folder(hardware), key) or {}).get("typical")
+    rounds = _rounds(hardware, key)
+    return rounds[number] if number < len(rounds) else None
 
 
 def store(hardware: str, measured: Iterable[tuple[TimingJob, Any]]) -> None:
-    """Keeps measured answers."""
+    """Keeps measured answers, each as one more round of its job."""
     for job, answer in measured:
-        write_cached(_folder(hardware), job.key, answer)
+        rounds = [*_rounds(hardware, job.key), answer]
+        write_cached(_folder(hardware), job.key, {"rounds": rounds, "typical": typical(rounds)})
         if job.kind == "segments":
-            known = set(stored(hardware, _micros_key(job.config)) or ())
+            known = read_cached(_folder(hardware), _micros_key(job.config)) or ()
             write_cached(_folder(hardware), _micros_key(job.config), sorted({*known, job.config.batch.micro}))
+
+
+def forget(configs: Iterable[RunConfig], hardware: str) -> None:
+    """What was measured for these configurations does not count any longer."""
+    for job in _wanted(configs):
+        write_cached(_folder(hardware), job.key, {"rounds": [], "typical": None})
+
+
+def typical(answers: Sequence[Any]) -> Any:
+    """The answers of several rounds as one: the median of each measured number. Where the rounds do not have numbers at
+    the same places (dict keys, lengths of lists), the last round's."""
+    last = answers[-1]
+    if isinstance(last, dict) and all(isinstance(one, dict) and one.keys() == last.keys() for one in answers):
+        return {key: typical([one[key] for one in answers]) for key in last}
+    if isinstance(last, list) and all(isinstance(one, list) and len(one) == len(last) for one in answers):
+        return [typical(list(ones)) for ones in zip(*answers, strict=True)]
+    return statistics.median(answers) if all(isinstance(one, float) for one in answers) else last
 
 
 def jobs(config: RunConfig) -> list[TimingJob]:
@@ -147,16 +175,22 @@ def _key(kind: str, parts: Mapping[str, Any]) -> str:
     return f"{kind}-" + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def missing(configs: Iterable[RunConfig], hardware: str, *, fresh: bool = False) -> list[TimingJob]:
-    """What was not measured yet for these configurations, each once, the cheapest kinds first. fresh: all of it.
+def missing(configs: Iterable[RunConfig], hardware: str) -> list[TimingJob]:
+    """What the next round has to measure for these configurations: each job once that has the fewest rounds, the
+    cheapest kinds and small micro-batches first; empty if all have ROUNDS."""
+    wanted = _wanted(configs)
+    done = {job.key: len(_rounds(hardware, job.key)) for job in wanted}
+    least = min(done.values(), default=ROUNDS)
+    return [job for job in wanted if done[job.key] == least < ROUNDS]
 
-    Nothing is measured for described hardware, nor with tensor or sequence parallelism.
-    """
+
+def _wanted(configs: Iterable[RunConfig]) -> list[TimingJob]:
+    """The jobs of configurations. Nothing is measured for described hardware, nor with tensor or sequence
+    parallelism."""
     local = [config for config in configs if not config.hardware.is_described and config.parallel.group == 1]
     wanted = {job.key: job for config in local for job in jobs(config)}
     order = ("copies", "links", "update", "segments")
-    left = [job for job in wanted.values() if fresh or stored(hardware, job.key) is None]
-    return sorted(left, key=lambda job: order.index(job.kind))
+    return sorted(wanted.values(), key=lambda job: (order.index(job.kind), job.config.batch.micro))
 
 
 @dataclass(frozen=True)
@@ -164,9 +198,9 @@ class Speed:
     """The predicted time of a step, and tokens per second of all ranks.
 
     rough: estimated from a data sheet. mfu: model FLOPs utilization, see `model_flops`, of the peak on the data sheet;
-    None without one. within: the least and the most tokens per second, between which 80 % of published runs are that
-    were not used for the estimate; None without an estimate, and for what no published run has. outside: why the
-    estimate is not to be shown, only to be ordered by; empty if it is.
+    None without one. within: the least and the most tokens per second that single rounds of measuring predict, or of an
+    estimate those between which 80 % of published runs are that were not used for it; None with one round, and for what
+    no published run has. outside: why the estimate is not to be shown, only to be ordered by; empty if it is.
     """
 
     time: StepSeconds
@@ -187,10 +221,10 @@ class Speed:
         known."""
         if self.outside:
             return NOT_SHOWN
+        ends = self.within or (self.tokens_per_second,)
         if not self.rough:
-            return digits(self.tokens_per_second)
-        ends = dict.fromkeys(float(f"{end:.2g}") for end in self.within or [self.tokens_per_second])
-        return ROUGH + "-".join(f"{end:,.0f}" for end in ends)
+            return "-".join(dict.fromkeys(map(digits, ends)))
+        return ROUGH + "-".join(f"{end:,.0f}" for end in dict.fromkeys(float(f"{end:.2g}") for end in ends))
 
     @property
     def mfu_text(self) -> str:
@@ -213,6 +247,16 @@ class Speed:
         return {**known, "mfu": self.mfu, **asdict(self.time), **shown}
 
 
+def interval(speed: Speed | None) -> tuple[float, float] | None:
+    """The least and the most tokens per second that a row may have; None if its speed is not known."""
+    if speed is None or speed.outside:
+        return None
+    if speed.within is not None:
+        return speed.within
+    tokens = speed.tokens_per_second
+    return (tokens / LONGEST, tokens / SHORTEST) if speed.rough else (tokens, tokens)
+
+
 def speed_of(memory: ConfigMemory, hardware: str) -> Speed | None:
     """The predicted speed of a configuration, on this machine or on its described hardware.
 
@@ -222,8 +266,7 @@ def speed_of(memory: ConfigMemory, hardware: str) -> Speed | None:
     """
     config = memory.config
     if not config.hardware.is_described:
-        time = _measured_time(memory, hardware) if config.parallel.group == 1 else None
-        return None if time is None else Speed(time, _tokens(config) / time.total_s)
+        return _measured_speed(memory, hardware) if config.parallel.group == 1 else None
     found, peak = rough_time(memory), peak_flops_per_s(config)
     if found is None or peak is None:
         return None
@@ -245,16 +288,25 @@ def model_flops(memory: ConfigMemory) -> int:
     return operations * _tokens(memory.config)
 
 
-def _measured_time(memory: ConfigMemory, hardware: str) -> StepSeconds | None:
+def _measured_speed(memory: ConfigMemory, hardware: str) -> Speed | None:
+    time, tokens = _measured_time(memory, hardware), _tokens(memory.config)
+    if time is None:
+        return None
+    alone = [tokens / one.total_s for number in range(ROUNDS) if (one := _measured_time(memory, hardware, number))]
+    return Speed(time, tokens / time.total_s, within=(min(alone), max(alone)) if len(alone) > 1 else None)
+
+
+def _measured_time(memory: ConfigMemory, hardware: str, number: int | None = None) -> StepSeconds | None:
+    """From the answers of all rounds, or of one of them alone."""
     config = memory.config
     part = memory.part(config.batch.micro)
     if part is None or config.offload.params is Tier.NVME:
         return None
-    answers = {job.key: stored(hardware, job.key) for job in jobs(config) if job.kind != "segments"}
+    answers = {job.key: stored(hardware, job.key, number) for job in jobs(config) if job.kind != "segments"}
     if any(answer is None for answer in answers.values()):
         return None
     costs, of_anchor = (_costs(one, answers) for one in (config, anchored(config)))
-    measured = _segments_at(config, hardware, of_anchor)
+    measured = _segments_at(config, hardware, of_anchor, number)
     if measured is None:
         return None
     table, costs = measured[0], replace(costs, surplus_s=measured[1])
@@ -265,19 +317,21 @@ def _measured_time(memory: ConfigMemory, hardware: str) -> StepSeconds | None:
     return step_time(trace, memory.units, memory.rules, segments, costs, prefetch=config.zero.prefetch)
 
 
-def _segments_at(config: RunConfig, hardware: str, of_anchor: StepCosts) -> tuple[SegmentTable[float], float] | None:
+def _segments_at(
+    config: RunConfig, hardware: str, of_anchor: StepCosts, number: int | None
+) -> tuple[SegmentTable[float], float] | None:
     """The seconds of the segments, and `StepCosts.surplus_s`: measured at this micro-batch, or on a straight line
     between two others. of_anchor: the costs of the anchor's step."""
 
     def measured(micro: int) -> tuple[SegmentTable[float], float] | None:
-        found = stored(hardware, _segments(config, micro).key)
+        found = stored(hardware, _segments(config, micro).key, number)
         return None if found is None else (SegmentTable.of_plain(found["table"]), _surplus_s(config, found, of_anchor))
 
     micro = config.batch.micro
     exact = measured(micro)
     if exact is not None:
         return exact
-    known = stored(hardware, _micros_key(config)) or []
+    known = read_cached(_folder(hardware), _micros_key(config)) or []
     below, above = [one for one in known if one < micro], [one for one in known if one > micro]
     low, high = (measured(below[-1]), measured(above[0])) if below and above else (None, None)
     if low is None or high is None:

@@ -22,9 +22,8 @@ from orchestrator.wings.predict.choice import Candidate
 from orchestrator.wings.predict.fit_rows import RECOMPUTED, Fit, order_key
 from orchestrator.wings.predict.fit_words import Length, length_text
 from orchestrator.wings.predict.rough_time import lacking
-from orchestrator.wings.predict.speed import Speed, speed_of
+from orchestrator.wings.predict.speed import interval, speed_of
 from orchestrator.wings.predict.step import with_micro
-from zero_runtime.predict.timing.data_sheet import LONGEST, SHORTEST
 
 AGAIN = {"by_operation": "computes cheap operations again", "every_nth": "computes some blocks again"}
 WORK = "no offload first, then no recomputation, less to send, a larger micro-batch"
@@ -38,16 +37,6 @@ class Taken(NamedTuple):
     second: Candidate | None
     by_speed: bool
     why_not: str = ""
-
-
-def interval(speed: Speed | None) -> tuple[float, float] | None:
-    """The least and the most tokens per second that a row may have; None if its speed is not known."""
-    if speed is None or speed.outside:
-        return None
-    if speed.within is not None:
-        return speed.within
-    tokens = speed.tokens_per_second
-    return (tokens / LONGEST, tokens / SHORTEST) if speed.rough else (tokens, tokens)
 
 
 def of_fits(fits: Sequence[Fit], hardware: str) -> Taken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,6 +74,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(counting_child, "start_process", WarmShapes)
     monkeypatch.setattr(calibrate, "measure", Measured())
+    monkeypatch.setattr(calibrate, "BUDGET_S", math.inf)
     return Asking(tmp_path, monkeypatch, capsys)
 
 

@@ -16,6 +16,8 @@ def test_the_output_folder_of_a_verb_is_given_as_a_flag_or_as_a_run_takes_it(
     for words in (["--output", str(tmp_path)], [f"--output={tmp_path}"], [f"output={tmp_path}"]):
         assert verbs.main(["list", *words]) == 0
         assert capsys.readouterr().out.startswith(f"no sweeps in '{tmp_path}'")
+        assert cli.main(["ui", *words]) == 2  # there is no store to show
+        assert f"there is no {tmp_path}/mlflow.db" in capsys.readouterr().err
 
 
 def test_another_setting_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,7 +90,7 @@ def test_a_kept_answer_is_a_marked_copy_with_the_label_that_it_has_in_this_sweep
     assert done(output, sweep)[sweep.name].added == 2
     runs = {key: run for key, run in contents(client_of(output)).items() if key.startswith(f"zlab/{sweep.name}: mb4")}
     ((key, run),) = runs.items()
-    assert f"zlab/{sweep.name}: mb4 (kept)" in key
+    assert f"zlab/{sweep.name}: mb4 (reused)" in key
     assert len(run["tags"][names.KEPT]) == len("2026-11-23")
     assert run["params"]["batch.micro"] == "2" or run["params"]["batch.micro"] == "4"
     assert run["metrics"]["tokens_per_second"]

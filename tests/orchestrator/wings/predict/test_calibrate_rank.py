@@ -41,7 +41,7 @@ def quick() -> None:
 def answered(jobs: list[dict[str, Any]], budget_s: float) -> tuple[dict[str, Any], list[str], float | None]:
     quick()
     told: list[str] = []
-    calibration = calibrate.Calibration(torch.device("cpu"), None, lambda job: told.append(job["kind"]))
+    calibration = calibrate.Calibration(torch.device("cpu"), None, lambda job, _answer: told.append(job["kind"]))
     return calibration.answers(jobs, budget_s), told, calibration.others_share
 
 

@@ -81,6 +81,9 @@ def test_the_reason_is_the_part_that_takes_the_most_additional_time_for_a_token(
     # A token takes as long in the model as before; waiting is no longer spread over as many.
     small = timed(Candidate(row("b", "zero=stage2"), 1), model_s=1.0, exposed_s=1.0, update_s=0.5)
     assert choice.reason(small, best) == "55.0% slower: waiting for collectives"
+    assert small.speed is not None
+    reaching = replace(small, speed=replace(small.speed, within=(1.0, best.tokens_per_second)))
+    assert choice.reason(reaching, best) == "55.0% slower, a tie: waiting for collectives"
     assert choice.reason(best, best) == "the fastest by prediction"
     assert choice.reason(timed(Candidate(best.fit, 8), model_s=9.0), best) == "as fast by prediction"
     assert choice.reason(Candidate(best.fit, 1), best) == "not predicted"
@@ -203,9 +206,11 @@ def test_the_surplus_is_that_of_the_real_step_and_not_of_the_configured_optimize
     """The slow update of a configuration is not taken for one of the real step, which would hide its surplus."""
     config = config_of_line(f"{LINE} zero=stage0 optimizer=adamw8bit")
     know(config, micro4=(1.0, 5 * 1.0 + 0.4))
-    own, _ = [job for job in speed.jobs(config) if job.kind == "update"]
+    own, anchors = [job for job in speed.jobs(config) if job.kind == "update"]
     assert own.config.optimizer.rule.kind == "adamw8bit"
-    speed.store("here", [(own, {"points": [[0.0, 7.0]]})])
+    speed.forget([own.config], "here")
+    know(config, without="update", micro4=(1.0, 5 * 1.0 + 0.4))
+    speed.store("here", [(own, {"points": [[0.0, 7.0]]}), (anchors, {"points": [[0.0, 0.0]]})])
     assert total(config, 4) == pytest.approx(5 * 1.0 + 7.0 + 0.4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ from orchestrator.compose.line import composed
 from orchestrator.machine import hardware
 from orchestrator.report.entry import Entry
 from orchestrator.report.ranking import Ranked, rank
-from orchestrator.wings.predict import calibrate, choose, counting_child
+from orchestrator.wings.predict import calibrate, choose, counting_child, speed
+from orchestrator.wings.predict.speed import TimingJob
 
 TEXT = (
     "model=llama_tiny model.config.num_hidden_layers=2 model.config.hidden_size=32 model.config.intermediate_size=48 "
@@ -42,6 +44,9 @@ def measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(counting_child, "start_process", WarmShapes)
     monkeypatch.setattr(calibrate, "measure", found)
+    monkeypatch.setattr(
+        calibrate, "BUDGET_S", math.inf
+    )  # made-up answers wait for counts, and these for other processes
     return found
 
 
@@ -80,22 +85,22 @@ def test_calibrate_measures_once_and_shows_the_speed_of_each_point(
     by_label = {row["label"]: row["speed"]["tokens_per_second"] for row in rows}
     assert by_label["stage0"] < by_label["stage1"] == by_label["stage2"]  # a rank of stage 0 updates everything
     # Links without shards and with; copies, the update and the segments serve all stages.
-    assert measured.kinds == calibrate.ROUNDS * ["copies", "links", "links", "update", "segments"]
+    assert measured.kinds == speed.ROUNDS * ["copies", "links", "links", "update", "segments"]
     assert all(row["rounds"] == [row["speed"]["tokens_per_second"]] * 2 for row in rows)  # made-up rounds are equal
     measured.kinds.clear()
     assert cli.main(["calibrate", *LINE, "batch.micro=2"]) == 0
     assert measured.kinds == []
     assert "tokens/s" in capsys.readouterr().out
     assert cli.main(["calibrate", *LINE, "batch.micro=2", "--fresh", "--json"]) == 0
-    assert len(measured.kinds) == calibrate.ROUNDS * 5
+    assert len(measured.kinds) == speed.ROUNDS * 5
 
 
 def test_rounds_become_the_median_of_each_number_and_load_is_warned_of(
     measured: Measured, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second, third = ({"points": [[0.0, one], [8.0, 2 * one]], "units": [3]} for one in (5.0, 1.0, 2.0))
-    assert calibrate.typical([first, second, third]) == {"points": [[0.0, 2.0], [8.0, 4.0]], "units": [3]}
-    assert calibrate.typical([first, {"points": []}]) == {"points": []}  # other places: the last
+    assert speed.typical([first, second, third]) == {"points": [[0.0, 2.0], [8.0, 4.0]], "units": [3]}
+    assert speed.typical([first, {"points": []}]) == {"points": []}  # other places: the last
     shares = iter((0.01, 0.4, 0.02))
 
     def loaded(*words: Any, on_load: Callable[[float], None], **_: Any) -> int:
@@ -107,6 +112,49 @@ def test_rounds_become_the_median_of_each_number_and_load_is_warned_of(
     out = capsys.readouterr().out
     assert "measured 4 parts of a step in 3 rounds, " in out
     assert "warning: other processes took up to 40% of the cores while this was measured" in out
+
+
+@pytest.mark.parametrize("verb", ["calibrate", "choose"])
+def test_an_interrupted_calibration_goes_on_where_it_was_and_has_its_range(
+    measured: Measured,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    verb: str,
+) -> None:
+    line = [verb, *PLAIN, "zero=stage1", "batch.micro=2", f"output={tmp_path}", *["--runs=0"] * (verb == "choose")]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept, factors = measured.kinds, iter((2.0, 4.0))
+
+    def torn(jobs: Sequence[TimingJob], *words: Any, **_: Any) -> int:
+        """Ctrl-C in the second round, when two of its four parts are there."""
+        measured.factor = 1.0 if len(kept) < len(jobs) else 2.0
+        measured(jobs if len(kept) < len(jobs) else jobs[:2], *words)
+        if len(kept) > len(jobs):
+            raise KeyboardInterrupt
+        return len(jobs)
+
+    def whole(jobs: Sequence[TimingJob], *words: Any, **_: Any) -> int:
+        measured.factor = next(factors)
+        return measured(jobs, *words)
+
+    monkeypatch.setattr(calibrate, "measure", torn)
+    assert cli.main(line) == 130
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].endswith(f" {' '.join(line)}     (what was measured is kept)")
+    assert kept == ["copies", "links", "update", "segments", "copies", "links"]
+    kept.clear()
+    monkeypatch.setattr(calibrate, "measure", whole)
+    assert cli.main([*line, "--json"]) == 0
+    assert kept == ["update", "segments", "copies", "links", "update", "segments"]
+    found = json.loads(capsys.readouterr().out)
+    speed_of = found[0]["speed"] if verb == "calibrate" else found["rows"][0]["predicted"]
+    # All parts of the made-up step that take time are those of the rounds 1, 2 and 4 times as slow.
+    low, high = speed_of["tokens_per_second_within"]
+    assert (high / speed_of["tokens_per_second"], speed_of["tokens_per_second"] / low) == pytest.approx((2.0, 2.0))
+    assert cli.main(line) == 0
+    assert len(kept) == 6, "nothing is measured again"
+    assert speed_of["text"] in capsys.readouterr().out
 
 
 def test_a_plan_shows_the_speed_of_what_was_measured(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,6 +235,9 @@ def test_choose_breaks_ties_of_its_runs_by_the_prediction(
         r"^take +stage2, micro-batch 2, .*the fastest by prediction of 3 that tie in 4 short runs", out, re.MULTILINE
     )
     assert re.search(r"^second +stage1, micro-batch 2, .* a tie, 8.20 tokens/s measured$", out, re.MULTILINE)
+    assert re.search(
+        r"^decided +the prediction, .* apart; the ranges of the predictions overlap, too$", out, re.MULTILINE
+    )
     assert "learning " not in out  # the batch is the one that was given
 
 
