@@ -123,7 +123,7 @@ def test_where_nothing_fits_the_nearest_row_is_named_with_its_reason(say: Say) -
 def test_rows_that_do_not_fit_are_shown_on_request_at_a_micro_batch_of_one(say: Say) -> None:
     code, out, err = say(*LINE, "resources.ranks=1", "hardware.memory_mib=500", "--all")
     assert (code, err) == (1, "")
-    assert "at the largest micro-batch that fits, or at 1" in out
+    assert "at the largest micro-batch whose tensors fit, or at 1" in out
     rows = [line.split() for line in out.splitlines() if line.startswith("stage")]
     assert len(rows) == 18
     assert all(row[1].startswith(("-", "0-")) for row in rows)  # 0-6: 6 if libraries take the least of their range
@@ -396,7 +396,10 @@ def test_a_price_adds_the_cost_of_a_billion_tokens_at_the_estimated_speed(say: S
 
 def test_two_gpus_over_pcie_show_no_speed_and_no_cost(say: Say) -> None:
     out = say(*TWO, "hardware.price_per_hour=1.5", "hardware.currency=USD").out
-    assert "outside: no published run is known for GPUs that exchange data over PCIe alone" in out
+    assert (
+        "outside: no speed is estimated, because no published run is known for GPUs that exchange data over PCIe alone"
+        in out
+    )
     assert "1B tokens" not in out
     assert "~" not in out
 
