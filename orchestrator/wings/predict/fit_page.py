@@ -374,7 +374,7 @@ def _words(fits: Sequence[Fit]) -> list[Row]:
 
 
 def _can_be_planned(config: RunConfig) -> bool:
-    """Whether `--plan` takes the model: for described GPUs config.json suffices, for this machine weights are needed."""
+    """Whether `--plan` takes the model: for described GPUs a config.json suffices, this machine needs weights."""
     return pretrained.problem(config.model, needs_weights=not config.hardware.is_described) is None
 
 

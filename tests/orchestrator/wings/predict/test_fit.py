@@ -87,6 +87,8 @@ def test_the_table_shows_the_best_rows_and_counts_the_others(say: Say) -> None:
     assert "not shown" in out
     assert "plan " in out
     assert "--explain stage1" in out
+    assert "\nlength   128 tokens are the default; for your own length: batch.seq=" in out
+    assert "tokens are the default" not in say(*TWO, "batch.seq=128").out
     assert f"\ntake     stage1, micro-batch {HIGHEST}, " in out
     assert f"\nsecond   stage2, micro-batch {HIGHEST}, " in out
     assert "\ndecided  the least work " in out
@@ -98,6 +100,10 @@ def test_all_rows_are_shown_on_request_with_labels_that_differ(say: Say) -> None
     # 4 stages x 2 x recompute, each in GPU memory and with offload of the optimizer; parameters in stage 3 alone
     assert len(labels) == len(set(labels)) == 18
     assert {"stage0", "stage3-full", "stage3-optimizer_param_cpu-full"} <= set(labels)
+    told = [
+        line.split()[0] for line in out.splitlines() if line.startswith(("by_operation ", "full ", "tiled ", "sent "))
+    ]
+    assert told == ["full", "sent"]  # the words of these rows alone
     assert "not shown" not in out
 
 
