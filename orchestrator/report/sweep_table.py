@@ -180,7 +180,7 @@ def next_row(sweep: SweepPaths, standings: Sequence[Standing], *, runs: bool) ->
     if runs:
         return Row("next", verb("watch", sweep.root))
     if left:
-        return Row("next", f"{verb('resume', sweep.root)}     ({many(len(left), 'point')} left)")
+        return Row("next", f"{verb('resume', sweep.root)}     # {many(len(left), 'point')} left")
     if failed:
         return Row("next", f"{verb('retry', sweep.root)} --retry {','.join(failed)}")
     from orchestrator.report import comparison  # imported here: it draws, and the screen needs this file at its start

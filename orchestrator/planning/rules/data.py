@@ -67,8 +67,8 @@ def kind_of_model_allows(scene: Scene, model: Model, *groups: Any) -> Broken | N
 
 
 def weights_are_there(scene: Scene, model: Model) -> Broken | None:
-    is_assumed = scene.plan_only and scene.node.is_described  # a plan for GPUs that are not here, which runs nothing
-    return pretrained.problem(model, needs_weights=scene.needs_weights and not is_assumed)
+    # A plan for described GPUs runs nothing, also where they are those of this machine.
+    return pretrained.problem(model, needs_weights=scene.needs_weights and not (scene.plan_only and scene.found))
 
 
 def tokenizer_is_there(scene: Scene, model: Model, data: Data) -> Broken | None:

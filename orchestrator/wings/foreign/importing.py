@@ -112,7 +112,7 @@ def _unanswered(filled: Mapping[str, AutoValue], line: Line, words: Mapping[str,
     if not asked or line.args is not None or "precision" in line.settings or words["precision"] != "fp32":
         return ()
     name = _SECTIONS[asked[0].partition(".")[0]]
-    fix = f"--args '--{name} ...', the arguments of your script   or   precision={name}"
+    fix = f"--args='--{name} ...', the arguments of your script   or   precision={name}"
     return (f'{" and ".join(asked)} "auto" is off without the script\'s arguments: trains in fp32      fix: {fix}',)
 
 

@@ -81,17 +81,17 @@ def test_rows_of_deepspeed_get_the_keys_that_mean_nothing_to_the_others(
     [
         ([], True),
         (["precision=bf16"], False),
-        (["--args", "--bf16"], False),
-        (["--args", "--learning_rate 1e-5"], False),
+        (["--args=--bf16"], False),
+        (["--args=--seed 1"], False),
     ],
 )
 def test_a_precision_that_nothing_answers_is_warned_of(
     words: list[str], warns: bool, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path(file).write_text(json.dumps({**CONTENT, "bf16": {"enabled": "auto"}}))
+    Path(file).write_text(json.dumps({"train_batch_size": "auto", "bf16": {"enabled": "auto"}}))
     assert cli.main(["import", file, "model=llama_tiny", *words]) == 0
     told = capsys.readouterr().err
-    assert ('warning: bf16.enabled "auto" is off' in told and "fix: --args '--bf16 ...'" in told) is warns
+    assert ('warning: bf16.enabled "auto" is off' in told and "fix: --args='--bf16 ...'" in told) is warns
 
 
 def test_a_model_may_be_a_path(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
