@@ -62,5 +62,5 @@ def next_rows(point: Point, attempt: Attempt) -> list[Row]:
     )
     return [
         *rows,
-        Row("" if rows else "next", f"{summary.run_command(point.overrides)} --prune off     (runs it anyway)"),
+        Row("" if rows else "next", f"{summary.run_command(point.overrides)} --prune off     # runs it anyway"),
     ]

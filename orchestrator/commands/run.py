@@ -200,4 +200,4 @@ def next_rows(point: Point, attempt: Attempt) -> list[Row]:
         place = wings.load(wings.PLACE_TO_MEND)(attempt.message)
         return [Row("next", f"correct {place}, then type the command again" if place else again)]
     goes_on = point.config.checkpoint.resume == "auto" and any(attempt.paths.checkpoints.glob("step-*"))
-    return [Row("next", f"{again}     (resumes from its last checkpoint)")] if goes_on else []
+    return [Row("next", f"{again}     # resumes from its last checkpoint")] if goes_on else []

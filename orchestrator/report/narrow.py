@@ -18,8 +18,8 @@ class Narrowed(NamedTuple):
     fits: bool = True
 
 
-def narrowed(table: Table, width: int | None) -> Narrowed:
-    """The table with as many columns as fit into `width` characters; None: all.
+def narrowed(table: Table, width: int) -> Narrowed:
+    """The table with as many columns as fit into `width` characters.
 
     Columns are left out in the order of `table.drops`, then from the right. Those of `table.kept`, the names and the
     first number stay; names that are too long wrap.
@@ -28,19 +28,18 @@ def narrowed(table: Table, width: int | None) -> Narrowed:
     order = [table.header.index(name) for name in table.drops if name in table.header]
     order += [at for at in reversed(range(table.names + 1, len(table.header))) if at not in order]
     for at in order:
-        if width is None or _needed(table, kept) <= width:
+        if _needed(table, kept) <= width:
             break
         if table.header[at] not in table.kept:
             kept.remove(at)
     header, *rows = (tuple(row[at] for at in kept) for row in (table.header, *table.rows))
     left_out = tuple(name for at, name in enumerate(table.header) if at not in kept)
-    fits = width is None or _needed(table, kept) <= width
-    return Narrowed(table._replace(header=header, rows=tuple(rows)), left_out, fits)
+    return Narrowed(table._replace(header=header, rows=tuple(rows)), left_out, fits=_needed(table, kept) <= width)
 
 
 def left_out_text(left_out: tuple[str, ...], width: int) -> str:
     """The line under a table that lacks columns."""
-    return f"left out at {width} columns: {', '.join(left_out)}; `| cat` shows all"
+    return f"left out at {width} columns: {', '.join(left_out)}; `| cat` without COLUMNS shows all"
 
 
 def _needed(table: Table, columns: list[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import deque
@@ -30,9 +31,9 @@ PLAIN_EVERY_S = 2.0
 
 
 def make_console(*, on_stderr: bool = False) -> Console:
-    """A console for stdout or stderr. Output that is not a terminal is never cut or wrapped, whatever COLUMNS says."""
+    """A console for stdout or stderr. Output that is not a terminal is cut and wrapped only where COLUMNS is set."""
     console = Console(stderr=on_stderr, highlight=False)
-    if not console.file.isatty():
+    if not console.file.isatty() and not os.environ.get("COLUMNS", "").isdigit():
         console.width = PLAIN_WIDTH
     return console
 
@@ -78,8 +79,7 @@ class Screen:
 
     def drawn(self, table: Table, styles: Sequence[str] = ()) -> Group:
         """The table, with the line about columns that were left out. styles: one for each row, or none."""
-        width = self.console.width
-        found = narrowed(table, width if self.console.is_terminal else None)
+        found = narrowed(table, width := self.console.width)
         line = [Text(left_out_text(found.left_out, width), style="dim")] if found.left_out else []
         return Group(_table(found.table, styles, wraps_names=not found.fits), *line)
 

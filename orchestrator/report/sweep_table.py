@@ -80,9 +80,10 @@ def plan_rows(planned: Sequence[Planned]) -> list[Row]:
         rows += _reason_rows(points) if len(reasons) > 1 else []
     needless = [f"{point.label}: {text}" for point in planned if (text := point.predicted.get("offload_needless"))]
     rows += [Row("note", text) for text in needless[:NAMED]]
-    for key, what in (("unknown", "the memory"), ("activations_unknown", "activations")):
-        unknown = Counter(point.predicted[key] for point in planned if point.predicted.get(key))
-        rows += [Row("unknown", f"{what} of {many(count, 'point')}: {text}") for text, count in unknown.items()]
+    for key, what in (("unknown", "the memory"), ("activations_unknown", "activations"), ("attention", "attention")):
+        told = Counter(point.predicted[key] for point in planned if point.predicted.get(key))
+        name = "note" if key == "attention" else "unknown"
+        rows += [Row(name, f"{what} of {many(count, 'point')}: {text}") for text, count in told.items()]
     return rows
 
 
@@ -179,7 +180,7 @@ def next_row(sweep: SweepPaths, standings: Sequence[Standing], *, runs: bool) ->
     if runs:
         return Row("next", verb("watch", sweep.root))
     if left:
-        return Row("next", f"{verb('resume', sweep.root)}     ({many(len(left), 'point')} left)")
+        return Row("next", f"{verb('resume', sweep.root)}     # {many(len(left), 'point')} left")
     if failed:
         return Row("next", f"{verb('retry', sweep.root)} --retry {','.join(failed)}")
     from orchestrator.report import comparison  # imported here: it draws, and the screen needs this file at its start

@@ -53,18 +53,18 @@ def program() -> str:
     """
     called = Path(sys.argv[0])
     if called.name == ZLAB:
-        return _typed(STARTED_IN / called, ZLAB)
-    interpreter = _typed(Path(sys.executable), "python")
+        return name_or_path(STARTED_IN / called, ZLAB)
+    interpreter = name_or_path(Path(sys.executable), "python")
     if called.name == SCRIPT:
         script = called if Path.cwd() == STARTED_IN else STARTED_IN / called
     elif (CODE / SCRIPT).is_file():
         script = CODE / SCRIPT
     else:  # a program of the user's own, with zero-lab installed
-        return _typed(Path(sys.executable).with_name(ZLAB), ZLAB)
+        return name_or_path(Path(sys.executable).with_name(ZLAB), ZLAB)
     return f"{interpreter} {shlex.quote(SCRIPT if Path.cwd() / script == Path.cwd() / SCRIPT else str(script))}"
 
 
-def _typed(wanted: Path, name: str) -> str:
+def name_or_path(wanted: Path, name: str) -> str:
     """`name` if the shell finds `wanted` under that name, as in an activated environment; else the path of `wanted`."""
     known = Path(shutil.which(name) or os.devnull)
     # The folders must be equal too, since the python of every environment is a link to the same interpreter.

@@ -106,7 +106,8 @@ class ResultWriter:
         """Notes how far a training came that went to its end."""
         samples = progress.samples
         self._training = {
-            "epochs": samples / self._data.train_samples,
+            # Those that were asked for: a last step is filled up from the next pass.
+            "epochs": min(samples / self._data.train_samples, self._config.train.epochs or math.inf),
             "tokens": samples * self._config.batch.seq,
             "learned_tokens": self._data.learned_tokens(samples),
             "validations": len(saving.validations),

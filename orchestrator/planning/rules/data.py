@@ -67,7 +67,8 @@ def kind_of_model_allows(scene: Scene, model: Model, *groups: Any) -> Broken | N
 
 
 def weights_are_there(scene: Scene, model: Model) -> Broken | None:
-    return pretrained.problem(model, needs_weights=scene.needs_weights)
+    # A plan for described GPUs runs nothing, also where they are those of this machine.
+    return pretrained.problem(model, needs_weights=scene.needs_weights and not (scene.plan_only and scene.found))
 
 
 def tokenizer_is_there(scene: Scene, model: Model, data: Data) -> Broken | None:

@@ -32,6 +32,7 @@ from zero_runtime.errors import PlanError
 
 FOLDER = "imported"
 VALUE_SHOWN = 34
+ENGINES = "zero,deepspeed,fsdp2"  # that the proposed sweep compares
 
 
 def main(argv: Sequence[str]) -> int:
@@ -123,6 +124,7 @@ def _show(
     result: Imported, words: Sequence[str], problems: Sequence[str], folder: Path, name: str, *, as_json: bool
 ) -> None:
     line = f"{program()} {shlex.join(['--config-dir', shown(folder), f'experiment={name}'])}"
+    sweep = f"{line} -m engine={ENGINES} measure=standard {shlex.join(result.native)}".rstrip()
     if as_json:
         document = {
             "source": result.source,
@@ -131,7 +133,9 @@ def _show(
             "words": list(words),
             "ranks": result.ranks,
             "keys": [one._asdict() | {"fate": one.fate.value} for one in result.keys],
+            "native": list(result.native),
             "notes": list(result.notes),
+            "warnings": list(result.warnings),
             "silently": list(result.silent),
             "problems_here": list(problems),
         }
@@ -143,15 +147,18 @@ def _show(
     idle = [f"{one.key} ({one.value})" if one.value.startswith("auto =") else one.key for one in idle_keys]
     if idle:
         screen.say(f"without effect here: {', '.join(idle)}")
+    if result.native:
+        screen.say("of these, engine=deepspeed has those of zero_optimization in the line `engines`")
     if any(one.note.endswith(DEFAULT) for one in acting):
         screen.say(f"{DEFAULT}: the default of TrainingArguments; --args gives the arguments of your script")
     for note in result.notes:
         screen.say(f"note: {note}")
     for text in result.silent:
         screen.say(f"not said there: {text}")
-    for problem in problems:
-        complain(f"warning: not on this machine: {problem}")
-    screen.closing([Row("file", shown(folder / "experiment" / f"{name}.yaml")), Row("next", line)])
+    for warning in (*result.warnings, *(f"not on this machine: {problem}" for problem in problems)):
+        complain(f"warning: {warning}")
+    file = shown(folder / "experiment" / f"{name}.yaml")
+    screen.closing([Row("file", file), Row("next", line), Row("engines", sweep)])
 
 
 def _cells(one: KeyFinding) -> tuple[str, str, str, str]:

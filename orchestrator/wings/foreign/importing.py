@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.config.strict import Refusal
 from orchestrator.text.units import many
 from orchestrator.wings.foreign import dropin_words, training_arguments
-from orchestrator.wings.foreign.findings import Fate, Foreign, KeyFinding
+from orchestrator.wings.foreign.findings import Fate, Foreign, KeyFinding, as_word
 from orchestrator.wings.foreign.meanings import UNSAID, settings_of
 from orchestrator.wings.foreign.silently import silent_effects
 from orchestrator.wings.foreign.training_arguments import TypedArguments
@@ -18,7 +18,7 @@ from zero_runtime.deepspeed.auto import AutoValue, AutoValues, auto_values, mism
 from zero_runtime.deepspeed.config import DropinConfig, examine
 from zero_runtime.deepspeed.keys import HOMES
 from zero_runtime.deepspeed.parallel_section import SEQUENCE, batch_ranks
-from zero_runtime.deepspeed.schema import Reader
+from zero_runtime.deepspeed.schema import AUTO, Reader
 
 OURS = "_zero_lab"  # the section of an exported file with the words that DeepSpeed has no keys for
 DEFAULT = "by default"
@@ -30,12 +30,15 @@ _CLIPPED = '"auto" clips at 1.0, the default of max_grad_norm, unless --max_grad
 
 @dataclass(frozen=True)
 class Imported:
-    """The words that run the point, what became of each key, and sentences for the user."""
+    """The words that run the point, what became of each key, and sentences for the user. native: settings that only
+    points of engine=deepspeed read."""
 
     source: str
     words: dict[str, str]
+    native: tuple[str, ...]
     keys: tuple[KeyFinding, ...]
     notes: tuple[str, ...]
+    warnings: tuple[str, ...]
     silent: tuple[str, ...]
     ranks: int
 
@@ -90,7 +93,27 @@ def imported(found: Foreign, line: Line) -> Imported:
     clips = filled.get("gradient_clipping")
     if clips is not None and clips.value == 1.0 and (args is None or "max_grad_norm" not in args.given):
         silent.insert(0, _CLIPPED)
-    return Imported(found.source, words, tuple(keys), tuple(notes), tuple(silent), ranks)
+    native = _native(known, reader) if found.engine == "DeepSpeed" else ()
+    warnings = _unanswered(filled, line, words)
+    return Imported(found.source, words, native, tuple(keys), tuple(notes), warnings, tuple(silent), ranks)
+
+
+def _native(known: Mapping[str, Any], reader: Reader) -> tuple[str, ...]:
+    """The keys of zero_optimization that have no effect here, as settings of DeepSpeed's own rows: buckets, overlap and
+    the like. Without its sections, of which the group offload makes those that are needed."""
+    keys = {f"zero_optimization.{key}": value for key, value in (known.get("zero_optimization") or {}).items()}
+    tuned = {path: value for path, value in keys.items() if path in reader.idle and value not in (None, AUTO)}
+    return tuple(f"engine.deepspeed.{path}={as_word(value)}" for path, value in tuned.items())
+
+
+def _unanswered(filled: Mapping[str, AutoValue], line: Line, words: Mapping[str, str]) -> tuple[str, ...]:
+    """That a precision is off because nothing answers its "auto"."""
+    asked = [path for path in filled if path.endswith(".enabled") and path.partition(".")[0] in _SECTIONS]
+    if not asked or line.args is not None or "precision" in line.settings or words["precision"] != "fp32":
+        return ()
+    name = _SECTIONS[asked[0].partition(".")[0]]
+    fix = f"--args='--{name} ...', the arguments of your script   or   precision={name}"
+    return (f'{" and ".join(asked)} "auto" is off without the script\'s arguments: trains in fp32      fix: {fix}',)
 
 
 def _with_values(names: Sequence[str], words: Mapping[str, str]) -> tuple[str, ...]:

@@ -186,4 +186,4 @@ def _next(config: RunConfig, asked: GenerationLine) -> str:
     model = ["model=pretrained"] if config.model.path is not None else []
     kept = [word for word in asked.words if not word.startswith(("measure", "data"))]
     stage = [] if "zero" in names(kept) else ["zero=stage3"]
-    return f"{program()} {shlex.join([*model, *kept, *stage, *words])}      the loss on held-out text"
+    return f"{program()} {shlex.join([*model, *kept, *stage, *words])}      # the loss on held-out text"

@@ -194,7 +194,7 @@ class Search:
     def stopped(self, command: str) -> None:
         """Says after an interrupt how far the search is, and how it continues."""
         standings = [] if self.sweep is None else sweep_record.standings(self.sweep)
-        self._screen.closing([Row("stopped", sweep_table.counts(standings)), Row("next", f"{command}     (continues)")])
+        self._screen.closing([Row("stopped", sweep_table.counts(standings)), Row("next", f"{command}     # continues")])
 
     def conclude(self, *, as_json: bool) -> int:
         """Shows all trials, the best first, and the command that runs the best one for longer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ from orchestrator.wings.predict.fit_page import Columns, FitPage, named
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.fit_words import TOKENS, Length, document, job_of, with_folder
 from orchestrator.wings.predict.memory_cache import activations_key, units_key
-from orchestrator.wings.predict.prediction import gpu_bytes_here, overhead_of
+from orchestrator.wings.predict.prediction import attention_note, gpu_bytes_here, overhead_of
 from orchestrator.wings.predict.rough_time import offloads, without_offload
 from orchestrator.wings.predict.step import MICRO, given_micro
 from orchestrator.wings.predict.target import Target, target_of
@@ -56,6 +56,20 @@ FLAGS = ("--multirun", "--plan", "--config-dir", "--max-points")  # that a line 
 OWN_KEYS = {
     "batch.global_size": "it varies with the micro-batch      fix: batch.accumulation=N, or give batch.micro too",
 }
+# The end of `fit --help`; PROGRAM is replaced by how this program is started.
+SETTINGS = """\
+settings, as of a run; what is left open of zero, offload, recompute and loss is
+tried, all else has a run's default (--help WORD: what a setting means):
+  model=NAME       an option of conf/model, a FOLDER with a config.json (weights
+                   are not needed), or a name of the hub that is in its cache
+  hardware=2xNAME  two GPUs of a preset (--help hardware); 2xNAME,8xNAME: a table
+                   over machines
+  batch.seq=N      tokens of a sequence; 128 if it is not given
+  batch.micro=N    whether this micro-batch fits; the largest if it is not given
+  adapter=lora     trains adapters alone, with precision.weights=int4 beside a
+                   model in 4 bits
+
+example: PROGRAM fit model=llama2_7b hardware=8xa100_80gb batch.seq=4096"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -129,14 +143,16 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None, jo
 def parser() -> VerbParser:
     parser = verb_parser(
         "fit",
-        "Which stage, offload, recomputation and loss fit onto which GPUs, and with how large a micro-batch: predicted "
-        "without a GPU, and without a run. A group or setting that is given is kept, the others are tried.",
+        "Which stage, offload, recomputation and loss fit onto which GPUs, and with how\n"
+        "large a micro-batch: predicted without a GPU, and without a run.",
     )
     parser.usage = (
-        f"{program()} fit [-h] [group=option | key=value ...] [--all] [--explain ROW [--steps]] "
-        "[--table ranks=1,2,4,8] [--table tp=1,2,4] [--table sp=1,2,4] [--as ENGINE] [--estimator P,L] [--json]"
+        f"{program()} fit [-h] [group=option | key=value ...]\n"
+        "  [--all] [--explain ROW [--steps]] [--table ranks=1,2,4,8]\n"
+        "  [--table tp=1,2,4] [--table sp=1,2,4] [--as ENGINE] [--estimator P,L] [--json]"
     )
-    parser.epilog = f"example: {program()} fit model=llama2_7b hardware=a100_80gb resources.ranks=8 batch.seq=4096"
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.epilog = SETTINGS.replace("PROGRAM", program())
     parser.add_argument("--all", action="store_true", help="every row, also those that another row makes needless")
     parser.add_argument("--explain", metavar="ROW", help="the arithmetic of one row of the table, by its label")
     parser.add_argument(
@@ -276,8 +292,8 @@ def answers_for(points: Sequence[Point], *, quiet: bool) -> dict[str, Answer]:
     problems = dict.fromkeys(answer["problem"] for answer in answers.values() if "problem" in answer)
     if problems:
         raise Refusal(list(problems))
-    if not quiet and any(answer.get("attention") == "eager" for answer in answers.values()):
-        complain("note: the model has no attention of torch (sdpa): its own keeps the scores of all pairs of tokens")
+    if not quiet and (note := next(filter(None, map(attention_note, answers.values())), "")):
+        complain(f"note: {note}")
     return answers
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from orchestrator.config import pretrained
 from orchestrator.config.hardware import GpuNode
 from orchestrator.config.lossy import lossy_words
-from orchestrator.config.schema import Device, to_dict
+from orchestrator.config.schema import Batch, Device, RunConfig, to_dict
 from orchestrator.config.strict import Refusal, nearest
 from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
@@ -24,12 +24,24 @@ from orchestrator.wings.predict.fit_words import Length
 from orchestrator.wings.predict.moments import all_moments
 from orchestrator.wings.predict.prediction import hardware_name
 from orchestrator.wings.predict.speed import NOT_SHOWN, ROUGH, Speed
+from orchestrator.wings.predict.step import with_micro
 from orchestrator.wings.profile import costs
+from orchestrator.wings.words.machine_names import values
 
 # How a count of torch differs from the tensors that are counted here (device_overhead.py).
 WORKSPACES = "of tensors; torch.cuda.max_memory_allocated also counts cuBLAS's workspaces, 64 MiB on Hopper"
 # Columns in the order in which a narrow terminal leaves them out.
-DROPPED = ("tokens", "images", "activations", "states", "reserved", "MFU", "largest part", "closed form", "what exists")
+DROPPED = (
+    "tokens/step",
+    "images/step",
+    "activations",
+    "states",
+    "reserved",
+    "MFU",
+    "largest part",
+    "closed form",
+    "what exists",
+)
 MACHINES = ("resources.ranks=", "resources.nodes=", "parallel.tp=", "parallel.sp=")
 COLUMNS = {
     "ranks": "the number of ranks",
@@ -40,6 +52,12 @@ FEW = 12  # rows at a given micro-batch that are all shown
 VERDICTS = {
     "tight": "the tensors fit; with all that torch's allocator reserves for them they do not",
     "perhaps": "if CUDA, cuBLAS and NCCL take the least of their range",
+}
+# What options do, by the words for them in a row's label.
+IN_LABELS = {
+    "by_operation": "cheap operations are computed again in the backward (recompute=by_operation)",
+    "full": "every block is computed again in the backward (recompute=full)",
+    "tiled": "the loss is computed for some tokens at a time (loss=tiled)",
 }
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
@@ -79,13 +97,13 @@ class FitPage:
         if shown:
             unit = _unit(max(one.peak.total for one in shown))
             or_one = ", or at 1" if any(not one.micro for one in shown) else ""
-            at = "at the given micro-batch" if given else f"at the largest micro-batch that fits{or_one}"
+            at = "at the given micro-batch" if given else f"at the largest micro-batch whose tensors fit{or_one}"
             self._say(f"bytes of one rank in {unit[0]}, {at}")
             table = _table(shown, unit)
             self._screen.table(table)
             for note in [*_notes(shown), *_host_notes(shown)]:
                 self._screen.say(note)
-            self._screen.rows([Row(f"fits {one}", VERDICTS[one]) for one in VERDICTS if one in _verdicts(shown)])
+            self._screen.rows(_words(shown))
         self._close(fits, best, shown)
 
     def by_number(self, fits: Sequence[Fit], over: Columns, *, show_all: bool) -> None:
@@ -190,8 +208,7 @@ class FitPage:
         self._propose_run(best, explained)
 
     def _propose_run(self, best: Sequence[Fit], rows: Sequence[Row] = ()) -> None:
-        # A folder without weights suffices here, but not for a run.
-        runs = [one for one in best[:1] if one.micro and pretrained.problem(one.config.model) is None]
+        runs = [one for one in best[:1] if one.micro and _can_be_planned(one.config)]
         plans = [Row("plan", f"{program()} {shlex.join([*_settings(one), *self._flags, '--plan'])}") for one in runs]
         self._screen.closing([*rows, *plans])
 
@@ -246,7 +263,7 @@ def _head(one: Fit, beside: Sequence[Fit] = (), *, over_ranks: bool = False) -> 
     accumulation = config.batch.accumulation
     precision += f", {accumulation} micro-batches a step" if accumulation > 1 else ""
     where = node.name if node.is_described else "this machine"
-    on_cpu = config.resources.device is Device.cpu
+    on_cpu, is_open = config.resources.device is Device.cpu, "batch.seq" not in values(one.overrides)
     at = "" if over_ranks else f"{many(config.resources.ranks, 'rank')} on {many(config.resources.nodes, 'node')}, "
     taken = f"; CUDA, cuBLAS and NCCL take {size(one.overhead.least)} to {size(one.overhead.most)}"
     memory = "" if over_ranks and on_cpu else f"{size(one.limit_bytes)} for a rank"
@@ -254,6 +271,8 @@ def _head(one: Fit, beside: Sequence[Fit] = (), *, over_ranks: bool = False) -> 
         Row("model", f"{model}; {precision}"),
         Row("machine", f"{where}: {at}{memory}{taken if one.overhead.most and not over_ranks else ''}"),
     ]
+    if is_open and config.batch.seq == Batch().seq and not sample_of(config).is_image:
+        rows.append(Row("length", f"{config.batch.seq} tokens are the default; for your own length: batch.seq=2048"))
     rows += _lossy(beside or [one])
     if on_cpu and not node.is_described:
         rows.append(Row("note", "these are CPU ranks; name a GPU to see what fits there: hardware=a100_80gb"))
@@ -270,10 +289,9 @@ def _unit(largest: int) -> tuple[str, int]:
 
 
 def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
-    header: tuple[str, ...] = ("row", "micro", "fits", "tokens", "tokens/s", "MFU", "at rest", "peak", "states")
+    counted = "images/step" if sample_of(fits[0].config).is_image else "tokens/step"
+    header: tuple[str, ...] = ("row", "micro", "fits", counted, "tokens/s", "MFU", "at rest", "peak", "states")
     header += ("activations", "reserved", "host", "of node", "scratch", "sent", "largest part")
-    if sample_of(fits[0].config).is_image:
-        header = (*header[:3], "images", *header[4:])
     configs = [to_dict(one.config) for one in fits]
     cost = costs.column_name({price.currency for config in configs if (price := costs.price_of(config))})
     header = (*header[:6], cost, *header[6:])
@@ -286,7 +304,7 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
             one.label,
             _micro(one),
             one.verdict if one.given else ABSENT,
-            f"{one.tokens:,}" if one.micro else ABSENT,
+            take.amount(with_micro(one.config, one.micro)).partition(" ")[0] if one.micro else ABSENT,
             ABSENT if (speed := one.speed(hardware_name(one.config))) is None else speed.text,
             ABSENT if speed is None else speed.mfu_text,
             _cost(config, speed),
@@ -327,7 +345,8 @@ def _notes(fits: Sequence[Fit]) -> list[str]:
         notes.append("MFU: at the middle of the range, 6 FLOP for each parameter and token, of the peak")
     if any(one.within is None and not one.outside for one in speeds):
         notes.append(f"{ROUGH} without a range: no published run has an offload, so it only orders such rows")
-    notes += [f"{NOT_SHOWN}: no published run is known for {why}" for why in {one.outside for one in speeds} - {""}]
+    unlike = {one.outside for one in speeds} - {""}
+    notes += [f"{NOT_SHOWN}: no speed is estimated, because no published run is known for {why}" for why in unlike]
     return [*notes, "see docs/speed.md"] if notes else []
 
 
@@ -341,8 +360,22 @@ def _host_notes(fits: Sequence[Fit]) -> list[str]:
     return [f"{why}      fix: hardware.host_memory_gib=N, what a node has"]
 
 
-def _verdicts(fits: Sequence[Fit]) -> set[str]:
-    return {one.verdict for one in fits if one.given}
+def _words(fits: Sequence[Fit]) -> list[Row]:
+    """What the words of the table mean that need it."""
+    labelled = {part for one in fits for part in one.label.split("-")}
+    found = [Row(word, text) for word, text in IN_LABELS.items() if word in labelled]
+    if any(one.sent_bytes for one in fits):
+        found.append(Row("sent", "what one rank sends to the others in a step"))
+    verdicts = {one.verdict for one in fits if one.given}
+    found += [Row(f"fits {one}", text) for one, text in VERDICTS.items() if one in verdicts]
+    if tight := sum(one.verdict == "tight" and not one.given for one in fits):
+        found.append(Row("reserved", f"in {many(tight, 'row')} {VERDICTS['tight']}; `take` has a smaller micro-batch"))
+    return found
+
+
+def _can_be_planned(config: RunConfig) -> bool:
+    """Whether `--plan` takes the model: for described GPUs a config.json suffices, this machine needs weights."""
+    return pretrained.problem(config.model, needs_weights=not config.hardware.is_described) is None
 
 
 def _micro(one: Fit) -> str:

@@ -126,11 +126,6 @@ class Fit:
         return f"micro-batch 1 uses {used} of {size(self.limit_bytes)} without it, and {fitting}"
 
     @property
-    def tokens(self) -> int:
-        """Tokens of one micro-batch of a rank; 0 if none fits."""
-        return self.micro * self.config.batch.seq
-
-    @property
     def binds(self) -> str:
         """The largest part of the peak, in words."""
         name, _ = max(parts(self.peak), key=lambda part: part[1])

@@ -37,7 +37,8 @@ class PointPrediction:
     they were searched for (`advised`). host_bytes: of a rank's host memory in a step. outside: the moments outside of
     steps that the run meets. on_host: the ranks compute in host memory. ranks_per_node, host_limit_bytes: ranks of a
     node, and the host memory for them; None if it is not known, or is what the ranks compute in. without_offload: bytes
-    of the same point without its offload, with the most that libraries take; None without an offload.
+    of the same point without its offload, with the most that libraries take; None without an offload. attention: what
+    is to be said of the model's; empty for torch's.
     """
 
     states: StateBytes
@@ -56,6 +57,7 @@ class PointPrediction:
     ranks_per_node: int = 1
     host_limit_bytes: int | None = None
     without_offload: int | None = None
+    attention: str = ""
 
     @property
     def needless(self) -> str:
@@ -126,6 +128,7 @@ class PointPrediction:
             **({"speed": self.speed.to_dict()} if self.speed is not None else {}),
             "limit": self.limit_bytes,
             **({"offload_needless": self.needless} if self.needless else {}),
+            **({"attention": self.attention} if self.attention else {}),
             "ranks_share": self.ranks_share,
             **({"device_overhead": asdict(self.overhead)} if self.overhead.most else {}),
         }
@@ -190,8 +193,8 @@ def expected(prediction: PointPrediction) -> str:
     assert moment is not None
     # Apart, because the peak that the run shows beside it is that of the device's tensors.
     copies = f" and {size(moment.host)} of copies in host memory" if prediction.on_host and moment.host else ""
-    needless = f"; {prediction.needless}" if prediction.needless else ""
-    return f"a peak of {size(moment.device)} of tensors a rank{copies}, {_at(moment)}{libraries}{room}{needless}"
+    notes = "".join(f"; {text}" for text in (prediction.needless, prediction.attention) if text)
+    return f"a peak of {size(moment.device)} of tensors a rank{copies}, {_at(moment)}{libraries}{room}{notes}"
 
 
 def _overhead_text(overhead: DeviceOverhead) -> str:

@@ -34,6 +34,7 @@ from zero_runtime.predict.memory.activation_count import ActivationBytes
 from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
 from zero_runtime.state_bytes import StateBytes, total_state_bytes
 
+EAGER = "the model has no attention of torch (sdpa): its own (eager) keeps the scores of all pairs of tokens"
 ADVISED = 4  # most points for which remedies are searched: each needs further counts
 
 
@@ -199,7 +200,13 @@ def _prediction(
         ranks_per_node=target.ranks_per_node,
         host_limit_bytes=target.host_bytes if on_gpus else None,
         without_offload=_without_offload(config, memories) if on_gpus and offloads(config) else None,
+        attention=attention_note(shapes),
     )
+
+
+def attention_note(shapes: Answer) -> str:
+    """What is to be said of a model's attention; empty for torch's. shapes: the answer about its units."""
+    return EAGER if shapes.get("attention") == "eager" else ""
 
 
 def _without_offload(config: RunConfig, memories: Memories) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from orchestrator.config.schema import Device, LossKind
+from orchestrator.config.schema import Device, LossKind, RunConfig
 from orchestrator.report.summary import Row
 from orchestrator.text.paths import program
 from orchestrator.text.units import size
@@ -140,10 +140,14 @@ def decided(choice: Taken) -> str:
 
 def described(one: Candidate) -> str:
     """The row with its micro-batch, the tokens or images of a step, and its speed."""
-    amount = sample_of(one.config).amount(one.config.batch.global_size)
     speed = "" if one.speed is None or one.speed.outside else f", {one.speed.text} tokens/s"
     room = f" (with {one.tight_at} torch's allocator lacks room)" if one.tight_at else ""
-    return f"{one.fit.label}, micro-batch {one.micro}{room}, {amount} a step{speed}"
+    return f"{one.fit.label}, micro-batch {one.micro}{room}, {amount(one.config)} a step{speed}"
+
+
+def amount(config: RunConfig) -> str:
+    """The tokens or images of a step of all ranks, such as "4,096 tokens"."""
+    return sample_of(config).amount(config.batch.global_size)
 
 
 def rows(choice: Taken, job: Length | None = None) -> list[Row]:

@@ -24,7 +24,7 @@ Which ZeRO stage, precision, offload and batch is the fastest that fits?
   torchrun --nproc-per-node 2 run.py zero=stage3   joins processes
 
 Verbs (PROGRAM VERB --help)
-  fit model=NAME hardware=NAME     what fits, and why; needs no GPU
+  fit model=FOLDER hardware=2xNAME what fits, and why; no GPU, no weights
   choose model=NAME                the fastest that fits, with a few short runs
   search optimizer.lr=1e-5..1e-3   the best values, which Optuna proposes
   calibrate                        measures what predicted speeds need

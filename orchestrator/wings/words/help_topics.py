@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,5 +131,5 @@ class Topics:
 
 
 def width_of_terminal() -> int:
-    """The characters of a line: those of the terminal, at most 120; 120 in a pipe."""
-    return min(shutil.get_terminal_size().columns, help_page.WIDTH) if sys.stdout.isatty() else help_page.WIDTH
+    """The characters of a line: COLUMNS or those of the terminal, at most 120; 120 in a pipe without COLUMNS."""
+    return min(shutil.get_terminal_size((help_page.WIDTH, 1)).columns, help_page.WIDTH)

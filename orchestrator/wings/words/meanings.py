@@ -36,7 +36,7 @@ DECIDES = {
     "checkpoint": "saving during training, retention, resuming ([checkpoints.md](checkpoints.md))",
     "resources": "device, ranks, nodes, threads, time limit",
     "comm": "how CPU ranks communicate: reading each other's memory, or gloo ([runtime.md](runtime.md#cpu-ranks))",
-    "hardware": "the GPUs that `--plan` assumes ([sweeps.md](sweeps.md#a-plan-for-hardware-that-is-not-here))",
+    "hardware": "the GPUs that `fit` and `--plan` assume, `2xNAME` is two of them ([fit.md](fit.md#several-machines))",
     "cluster": "where jobs run ([slurm.md](slurm.md))",
     "measure": "warm-up steps, measured steps, validation batches",
     "train": "with `measure=train`: where training ends, validation, the best checkpoint ([training.md](training.md))",

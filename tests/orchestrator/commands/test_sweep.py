@@ -422,7 +422,7 @@ def test_verbs_work_from_another_terminal(tmp_path: Path, capsys: pytest.Capture
         told = json.loads(capsys.readouterr().out)
         assert (len(told["points"]), told["rank_by"], told["running"]) == (6, "tokens_per_second", False)
     assert verbs.main(["status", *there]) == comparison.INCOMPLETE
-    assert "points left)" in capsys.readouterr().out
+    assert "points left" in capsys.readouterr().out
 
 
 def test_resume_runs_a_sweep_in_the_folder_where_it_was_typed_and_names_it(

@@ -204,7 +204,7 @@ def test_a_stopped_run_prints_how_to_resume_if_it_saved_a_checkpoint(tmp_path: P
     assert study.next_rows(point, attempt) == []
     (attempt.paths.checkpoints / "step-00000005").mkdir(parents=True)
     (row,) = study.next_rows(point, attempt)
-    assert row.text.endswith("(resumes from its last checkpoint)")
+    assert row.text.endswith("     # resumes from its last checkpoint")
 
 
 @pytest.mark.full

@@ -109,13 +109,15 @@ def test_on_a_terminal_the_bar_shows_step_loss_speed_and_memory() -> None:
     assert "6/6 loss 5.9400 9,406 tokens/s rss 512 MiB" in squeezed(out)
 
 
-def test_a_table_in_a_pipe_has_its_full_width_whatever_columns_is_set_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_in_a_pipe_has_its_full_width_unless_columns_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     row = tuple(f"a long cell with number {number}" for number in range(12))
-    for columns in ("40", ""):
+    for columns, shown in (("60", 2), ("", 12), ("many", 12)):
         monkeypatch.setenv("COLUMNS", columns)
         monkeypatch.setattr("sys.stdout", out := io.StringIO())
         Screen(make_console()).table(Table(row, (row,)))
-        assert [line.split("  ") for line in map(str.rstrip, out.getvalue().splitlines())] == [list(row)] * 2
+        lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        assert [line.split("  ") for line in lines[:2]] == [list(row[:shown])] * 2
+        assert (len(lines) > 2) is (shown < 12)  # what was left out is said
 
 
 def test_steps_before_a_resume_are_not_shown_as_steps_of_the_resumed_run() -> None:
@@ -278,7 +280,7 @@ def test_a_table_on_a_narrow_terminal_names_the_columns_that_it_leaves_out_and_c
         assert "stage3-recompute_full" in lines[1]
         assert "12,345" in lines[1]
         assert "…" not in out.getvalue()
-        left_out = "left out at 70 columns: states/rank; `| cat` shows all"
+        left_out = "left out at 70 columns: states/rank; `| cat` without COLUMNS shows all"
         assert (left_out in out.getvalue()) == (width == 70)
 
 

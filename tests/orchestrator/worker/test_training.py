@@ -149,7 +149,7 @@ def test_fine_tuning_counts_the_responses_of_all_ranks_and_nothing_else(tmp_path
     steps = -(-samples // 40)
     assert (samples, result["steps"]) == (64 - len(held), steps)
     training = result["training"]
-    assert training["epochs"] == pytest.approx(4 * steps / samples)
+    assert training["epochs"] == 0.1 < 4 * steps / samples  # as asked for: the last step is filled up
     assert training["tokens"] == 4 * steps * 48
     assert 0 < training["learned_tokens"] < training["tokens"] / 2
     assert len(training["examples"]) == 2

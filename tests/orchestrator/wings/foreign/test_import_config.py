@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,43 @@ def test_the_document_has_the_words_each_keys_fate_and_a_file_that_runs(
     (point,), problems = checked_points(composed(arguments.split(line)), here())
     assert problems == []
     assert (point.config.zero.stage, point.config.optimizer.lr, point.config.batch.micro) == (3, 2e-4, 2)
+
+
+def test_rows_of_deepspeed_get_the_keys_that_mean_nothing_to_the_others(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned = {"stage": 3, "overlap_comm": True, "reduce_bucket_size": 4096, "stage3_max_live_parameters": "auto"}
+    Path(file).write_text(json.dumps({**CONTENT, "zero_optimization": {**tuned, "offload_param": {"device": "none"}}}))
+    assert cli.main(["import", file, "model=llama_tiny", "resources.ranks=2", "resources.device=cpu"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("engines "))
+    words = shlex.split(line)
+    own = [word for word in words if word.startswith("engine.deepspeed.")]
+    assert own == [
+        f"engine.deepspeed.zero_optimization.{one}" for one in ("overlap_comm=true", "reduce_bucket_size=4096")
+    ]
+    points, problems = checked_points(composed(arguments.split(words[words.index("--config-dir") :])), here())
+    assert problems == []
+    native = {str(point.config.engine.kind): point.config.engine.native for point in points}
+    assert native["deepspeed"] == {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 4096}}
+    assert not any(native[kind] for kind in ("zero", "fsdp2", "plain"))
+
+
+@pytest.mark.parametrize(
+    ("words", "warns"),
+    [
+        ([], True),
+        (["precision=bf16"], False),
+        (["--args=--bf16"], False),
+        (["--args=--seed 1"], False),
+    ],
+)
+def test_a_precision_that_nothing_answers_is_warned_of(
+    words: list[str], warns: bool, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(file).write_text(json.dumps({"train_batch_size": "auto", "bf16": {"enabled": "auto"}}))
+    assert cli.main(["import", file, "model=llama_tiny", *words]) == 0
+    told = capsys.readouterr().err
+    assert ('warning: bf16.enabled "auto" is off' in told and "fix: --args='--bf16 ...'" in told) is warns
 
 
 def test_a_model_may_be_a_path(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

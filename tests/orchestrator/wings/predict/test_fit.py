@@ -87,6 +87,8 @@ def test_the_table_shows_the_best_rows_and_counts_the_others(say: Say) -> None:
     assert "not shown" in out
     assert "plan " in out
     assert "--explain stage1" in out
+    assert "\nlength   128 tokens are the default; for your own length: batch.seq=" in out
+    assert "tokens are the default" not in say(*TWO, "batch.seq=128").out
     assert f"\ntake     stage1, micro-batch {HIGHEST}, " in out
     assert f"\nsecond   stage2, micro-batch {HIGHEST}, " in out
     assert "\ndecided  the least work " in out
@@ -98,6 +100,10 @@ def test_all_rows_are_shown_on_request_with_labels_that_differ(say: Say) -> None
     # 4 stages x 2 x recompute, each in GPU memory and with offload of the optimizer; parameters in stage 3 alone
     assert len(labels) == len(set(labels)) == 18
     assert {"stage0", "stage3-full", "stage3-optimizer_param_cpu-full"} <= set(labels)
+    told = [
+        line.split()[0] for line in out.splitlines() if line.startswith(("by_operation ", "full ", "tiled ", "sent "))
+    ]
+    assert told == ["full", "sent"]  # the words of these rows alone
     assert "not shown" not in out
 
 
@@ -123,7 +129,7 @@ def test_where_nothing_fits_the_nearest_row_is_named_with_its_reason(say: Say) -
 def test_rows_that_do_not_fit_are_shown_on_request_at_a_micro_batch_of_one(say: Say) -> None:
     code, out, err = say(*LINE, "resources.ranks=1", "hardware.memory_mib=500", "--all")
     assert (code, err) == (1, "")
-    assert "at the largest micro-batch that fits, or at 1" in out
+    assert "at the largest micro-batch whose tensors fit, or at 1" in out
     rows = [line.split() for line in out.splitlines() if line.startswith("stage")]
     assert len(rows) == 18
     assert all(row[1].startswith(("-", "0-")) for row in rows)  # 0-6: 6 if libraries take the least of their range
@@ -396,7 +402,10 @@ def test_a_price_adds_the_cost_of_a_billion_tokens_at_the_estimated_speed(say: S
 
 def test_two_gpus_over_pcie_show_no_speed_and_no_cost(say: Say) -> None:
     out = say(*TWO, "hardware.price_per_hour=1.5", "hardware.currency=USD").out
-    assert "outside: no published run is known for GPUs that exchange data over PCIe alone" in out
+    assert (
+        "outside: no speed is estimated, because no published run is known for GPUs that exchange data over PCIe alone"
+        in out
+    )
     assert "1B tokens" not in out
     assert "~" not in out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,15 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from orchestrator.compose import arguments
+from orchestrator.compose.line import composed
 from orchestrator.config.strict import Refusal
+from orchestrator.planning.points import judged
+from orchestrator.planning.rules.scene import here
 from orchestrator.report.narrow import Narrowed, narrowed
 from orchestrator.report.summary import Table
 from orchestrator.wings.predict import fit as command
-from orchestrator.wings.predict import fit_words
+from orchestrator.wings.predict import fit_page, fit_words
 from orchestrator.wings.predict.fit_page import DROPPED
 
 
@@ -25,6 +30,12 @@ def test_a_config_json_suffices_for_a_model(tmp_path: Path) -> None:
         assert overrides == ["model=pretrained", f"model.path={tmp_path}"]
     points = command._points([*overrides, "hardware=a10"], None)
     assert points[0].config.model.model_type == "llama"
+    # The plan that fit proposes takes it; a plan for this machine, and a run, need weights.
+    for words, needs in ((["hardware=a10", "--plan"], False), (["--plan"], True), (["resources.ranks=1"], True)):
+        scene = replace(here(), plan_only="--plan" in words)
+        _, problems = judged(composed(arguments.split([*overrides, *words])), scene)
+        assert any("must hold model.safetensors" in problem for problem in problems) is needs
+    assert fit_page._can_be_planned(points[0].config)
     assert fit_words.with_folder("model=llama2_7b") == ["model=llama2_7b"]
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(Refusal, match="model_type"):
@@ -71,12 +82,12 @@ def test_ranks_on_a_cpu_have_no_offload_to_host_memory() -> None:
 
 def test_a_narrow_terminal_loses_columns_before_it_cuts_names() -> None:
     table = Table(
-        ("row", "micro", "tokens", "activations", "largest part"),
+        ("row", "micro", "tokens/step", "activations", "largest part"),
         (("stage1", "2", "8,192", "48.7", "blocks"),),
         drops=DROPPED,
     )
-    assert narrowed(table, None) == narrowed(table, 80) == Narrowed(table)
+    assert narrowed(table, 10_000) == narrowed(table, 80) == Narrowed(table)
     assert narrowed(table, 42).table.header == ("row", "micro", "activations", "largest part")
     assert narrowed(table, 20).fits
     assert not narrowed(table, 1).fits
-    assert narrowed(table, 20).left_out == ("tokens", "activations", "largest part")
+    assert narrowed(table, 20).left_out == ("tokens/step", "activations", "largest part")

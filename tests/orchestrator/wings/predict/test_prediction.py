@@ -262,6 +262,16 @@ def test_activations_that_cannot_be_counted_are_reported_with_the_reason_and_not
     assert row[1].startswith("activations of 1 point: ValueError: loss=tiled: expected CohereForCausalLM")
 
 
+def test_a_run_and_a_plan_say_that_a_model_has_no_attention_of_torch(tmp_path: Path) -> None:
+    (point,) = points("zero=stage1 resources.ranks=2")
+    for attention, said in (("sdpa", ""), ("eager", prediction.EAGER)):
+        found = PointPrediction(STATES, None, peak=LARGE, attention=prediction.attention_note({"attention": attention}))
+        assert (prediction.EAGER in point_prediction.expected(found)) is bool(said)
+        planned = decision.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: found.brief()})
+        notes = [text for name, text in sweep_table.plan_rows(planned) if name == "note"]
+        assert notes == [f"attention of 1 point: {said}"] * bool(said)
+
+
 def test_the_cache_folder_is_private_to_the_user(cache: None) -> None:
     assert cache_file(memory_cache.folder(), "key").parent.stat().st_mode & 0o077 == 0
 
