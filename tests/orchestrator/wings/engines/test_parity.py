@@ -3,7 +3,7 @@
 The loop is that of harness.engine_trainee, which no engine shares. It runs in three orders of summation, and once in
 fp64, which is exact next to them: how far the three are from it is plain PyTorch's own error. An engine is one more
 order, so its errors come from the same distribution. Each distance is a norm of many errors (of a parameter's elements,
-or the largest of all steps), which varies little from order to order; three times the largest of three is beyond it, and
+or the largest of a step), which varies little from order to order; three times the largest of three is beyond it, and
 far below what the seeded faults change.
 """
 
