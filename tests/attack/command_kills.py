@@ -140,15 +140,17 @@ class StartedForks:
 
 def preload() -> None:
     """Imports what the processes of a command import."""
+    import matplotlib.figure
     import transformers.models.llama.modeling_llama
 
     from orchestrator import cli
     from orchestrator.commands import run, sweep
     from orchestrator.launch import controller, local_executor
+    from orchestrator.wings.page import files
     from orchestrator.wings.predict import shapes
     from orchestrator.worker import train
 
-    assert all((transformers, cli, run, sweep, controller, local_executor, shapes, train))
+    assert all((matplotlib, transformers, cli, run, sweep, controller, local_executor, files, shapes, train))
     gc.freeze()  # a collection in a fork would visit all objects of the libraries, and so copy the shared pages
 
 

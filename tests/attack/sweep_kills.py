@@ -22,6 +22,8 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib.figure
+
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / "orchestrator"), str(HERE)]
 
@@ -44,8 +46,10 @@ from orchestrator.records.record_file import require_json  # noqa: E402
 from orchestrator.records.run_record import store_path, tracking_path  # noqa: E402
 from orchestrator.tracking import names  # noqa: E402
 from orchestrator.tracking import process as tracking  # noqa: E402
+from orchestrator.wings.page import files  # noqa: E402
 
-PRELOADED = (stub_worker, controller, local_executor, tracking)
+# What draws the report is imported here too: otherwise each command and each controller would do so for itself.
+PRELOADED = (stub_worker, controller, local_executor, tracking, files, matplotlib.figure)
 POINTS = 3
 # 0: all points measured. 1: a point or the disk failed. 3: not all points run. Also -9: the command was killed.
 CODES = {0, 1, 3}

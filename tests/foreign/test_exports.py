@@ -271,10 +271,18 @@ def test_the_exported_file_for_fsdp2_clips_as_plain_torch() -> None:
         check_clipped_update(one.params, one.expected_params)
 
 
-def trained_by_deepspeed(path: str, stage: int) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
-    """What DeepSpeed's engine says of the exported file, and the parameters after one update of two micro-batches."""
+Updated = tuple[tuple[Any, ...], list[torch.Tensor]]
+
+
+def all_trained_by_deepspeed(paths: dict[int, str]) -> dict[int, Updated]:
+    """By stage; one after the other, so that the ranks import DeepSpeed once."""
     as_launched()
     os.environ["DS_ACCELERATOR"] = "cpu"
+    return {stage: trained_by_deepspeed(path, stage) for stage, path in paths.items()}
+
+
+def trained_by_deepspeed(path: str, stage: int) -> Updated:
+    """What DeepSpeed's engine says of the exported file, and the parameters after one update of two micro-batches."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -287,21 +295,25 @@ def trained_by_deepspeed(path: str, stage: int) -> tuple[tuple[Any, ...], list[t
         engine.zero_optimization_stage(), engine.gradient_clipping(), engine.train_micro_batch_size_per_gpu(),
         engine.gradient_accumulation_steps(), engine.get_lr(), engine.global_steps,
     )  # fmt: skip
-    return said, [safe_get_full_fp32_param(param) if stage else param.detach() for param in model.parameters()]
+    params = [safe_get_full_fp32_param(param) if stage else param.detach() for param in model.parameters()]
+    engine.destroy()
+    return said, params
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_deepspeed_trains_with_the_exported_file_as_plain_torch(stage: int) -> None:
+def test_deepspeed_trains_with_the_exported_file_as_plain_torch_at_every_stage(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed.runtime.config", reason="deepspeed is not installed (extra deepspeed)")
     two = ("precision=fp32", "batch.accumulation=2", "resources.ranks=2", "resources.device=cpu")
-    config = point([f"zero=stage{stage}", *two, *CLIPPED])
-    Path("ds_config.json").write_text(WRITERS["deepspeed"](config, "").files["ds_config.json"])
+    configs = {stage: point([f"zero=stage{stage}", *two, *CLIPPED]) for stage in range(4)}
+    paths = {stage: tmp_path / f"stage{stage}.json" for stage in configs}
+    for stage, config in configs.items():
+        paths[stage].write_text(WRITERS["deepspeed"](config, "").files["ds_config.json"])
     plain = Blocks()
     for rank in range(2):
         for micro in range(2):
             (loss_of(plain, *micro_batch(rank, micro)) / LABELS).backward()
     nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
     torch.optim.SGD(plain.parameters(), lr=LR).step()
-    for said, params in run_ranks(trained_by_deepspeed, 2, str(Path("ds_config.json").absolute()), stage):
-        assert said == (stage, CLIP, config.batch.micro, 2, [LR], 1)
-        check_clipped_update(params, [param.detach() for param in plain.parameters()])
+    for by_stage in run_ranks(all_trained_by_deepspeed, 2, {stage: str(path) for stage, path in paths.items()}):
+        for stage, (said, params) in by_stage.items():
+            assert said == (stage, CLIP, configs[stage].batch.micro, 2, [LR], 1)
+            check_clipped_update(params, [param.detach() for param in plain.parameters()])

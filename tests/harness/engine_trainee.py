@@ -34,7 +34,7 @@ from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.watch.watch import RankWatch
 
-STEPS, RANKS, MICRO, TOKENS, VOCAB, SEED = 20, 2, 2, 12, 61, 5
+RANKS, MICRO, TOKENS, VOCAB, SEED = 2, 2, 12, 61, 5
 RATES = Rates(1e-3)
 RULE = AdamWConfig(beta2=0.95, weight_decay=0.1)
 SIZES = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
@@ -55,6 +55,7 @@ class Work:
     precision: str = "fp32"
     accumulation: int = 1
     clip_norm: float | None = None
+    steps: int = 20
 
     @property
     def dtypes(self) -> Precision:
@@ -186,7 +187,7 @@ def train(row: Row) -> Trace:
     runtime, weights = (_own if row.engine == "zero" else _foreign)(row)
     work, ranks = row.work, dist.get_world_size()
     trace = Trace()
-    for step in range(STEPS):
+    for step in range(work.steps):
         tokens = tokens_of(work, step)
         for micro in range(work.accumulation):
             # One rank computes the micro-batches of both as one.
@@ -301,7 +302,7 @@ def plain(work: Work, order: Order) -> Trace:
         param.data = param.data if param.requires_grad else param.data.to(TORCH_DTYPE[work.precision])
     optimizer = _optimizer(list(masters.values()))
     trace = Trace()
-    for step in range(STEPS):
+    for step in range(work.steps):
         sums, loss = _gradients(work, order, model, named, step, scaler.scale)
         for name, master in masters.items():
             master.grad = sums[name].to(wide) / scaler.scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,6 +88,9 @@ def as_launched() -> None:
 
 def make_trainer(case: TrainerCase, folder: str, model: Any = None, **more: Any) -> Any:
     """A Trainer of `case`, whose checkpoints are in `folder`."""
+    # Where DeepSpeed is installed, accelerate imports it, and so MLflow, to ask whether a model is its engine: three
+    # seconds of each rank. The examples are run with it in sight.
+    sys.modules["deepspeed"] = None  # type: ignore[assignment]  # it is not found
     from zero_runtime.integrations.transformers import Trainer, TrainingArguments
 
     given = {} if case.zero is None else {"deepspeed": {**CONFIG, "zero_optimization": case.zero, **case.config}}

@@ -35,8 +35,7 @@ class Copy:
     def __init__(self, root: Path) -> None:
         self.root, self.touched = root, set[str]()
         for name in ("kernels", "zero_runtime", "orchestrator", "conf", "sweeps"):
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=ignored)
+            shutil.copytree(ROOT / name, root / name, symlinks=True)  # with the bytecode of what is not changed
         shutil.copy2(ROOT / "run.py", root)
 
     def new(self, file: str, text: str) -> None:

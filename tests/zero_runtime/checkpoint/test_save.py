@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.checkpoints import Setting, assert_states, load_into, save_after, train, whole
+from harness.patience import HANG_S
 from harness.ranks import run_ranks
 
 from zero_runtime.checkpoint import tensor_file
@@ -171,10 +172,16 @@ def behind_training(root: Path) -> float:
     """
     gate = threading.Event()
     write = os.write
-    os.write = lambda fd, data: gate.wait(30) and write(fd, data)
-    runtime = HERE.runtime()
+    runtime = HERE.runtime()  # its ranks wake each other by os.write
     train(runtime, HERE.case(), 0, 1)
     states = whole(runtime)
+
+    def held(fd: int, data: Any) -> int:
+        if threading.current_thread().name == "checkpoint-writer":
+            assert gate.wait(HANG_S)
+        return write(fd, data)
+
+    os.write = held
     saver = BackgroundSaver(root)
     path = saver.save(runtime, step=1, trainer={"samples": 1})
     busy = saver.busy

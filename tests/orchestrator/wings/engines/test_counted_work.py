@@ -26,7 +26,7 @@ from orchestrator.wings.engines.equality import LEAST, MULTIPLE, WorkVerdict, bo
 from orchestrator.wings.engines.spread import variants
 from zero_runtime.same_host import probe
 
-STEPS = 8
+STEPS = 4
 LINE = (
     "-m model=llama_tiny data=synthetic tracking=none resources.device=cpu resources.ranks=2 batch.seq=16 "
     "batch.global_size=16 batch.micro=2 output=out "

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from harness.warm_shapes import WarmShapes
 from points import config_of_line
 
 from orchestrator import wings
@@ -25,7 +26,7 @@ from orchestrator.wings.engines import choose
 from orchestrator.wings.engines.choose import EnginePoint
 from orchestrator.wings.engines.contract import Task
 from orchestrator.wings.engines.foreign_runtime import ForeignAccounts, ForeignRuntime
-from orchestrator.wings.predict import shapes
+from orchestrator.wings.predict import counting_child, shapes
 from orchestrator.wings.predict.peer_fit import rules_for
 from orchestrator.wings.predict.point_prediction import PointPrediction
 from orchestrator.wings.predict.prediction import Predictions
@@ -45,7 +46,20 @@ MODEL = (
 LORA = "adapter=lora adapter.rank=3"
 BUCKET = "engine.deepspeed.zero_optimization.reduce_bucket_size=20000"  # a rank keeps it, of whatever size it is
 SMALL_KEPT = "engine.deepspeed.zero_optimization.stage3_param_persistence_threshold=1000"
-CASES = [
+OFFLOADED = "offload.optimizer=cpu"
+SHORT = [
+    ("ddp", "zero=stage0 precision=bf16"),
+    ("ddp", f"zero=stage0 precision=fp32 {LORA}"),
+    ("ddp", "zero=stage0 precision=fp32 optimizer=sgd optimizer.momentum=0.9"),
+    *(("fsdp2", f"zero=stage{stage} precision=bf16") for stage in (1, 3)),
+    ("fsdp2", f"zero=stage2 precision=bf16 {LORA}"),
+    *(("deepspeed", f"zero=stage{stage} precision=bf16") for stage in (0, 3)),
+    ("deepspeed", "zero=stage1 precision=fp32"),
+    ("deepspeed", f"zero=stage2 precision=bf16 {LORA}"),
+    ("deepspeed", f"zero=stage1 precision=bf16 {BUCKET} {OFFLOADED}"),
+    ("deepspeed", f"zero=stage2 precision=bf16 {OFFLOADED} batch.accumulation=2"),
+]
+LONG = [
     *(("ddp", f"zero=stage0 precision={precision}") for precision in ("fp32", "bf16")),
     *(("ddp", f"zero=stage0 precision={precision} {LORA}") for precision in ("fp32", "bf16")),
     ("ddp", "zero=stage0 precision=fp32 engine.ddp.gradient_as_bucket_view=false"),
@@ -60,10 +74,9 @@ CASES = [
     ),
     *(("deepspeed", f"zero=stage{stage} precision=bf16 {LORA}") for stage in (0, 2, 3)),
     *(
-        ("deepspeed", f"zero=stage{stage} precision={precision} offload.optimizer=cpu")
+        ("deepspeed", f"zero=stage{stage} precision={precision} {OFFLOADED}")
         for stage, precision in ((1, "fp32"), (1, f"bf16 {BUCKET}"), (2, "bf16"), (3, "fp32"), (3, "bf16"))
     ),
-    ("deepspeed", "zero=stage2 precision=bf16 offload.optimizer=cpu batch.accumulation=2"),
     ("deepspeed", f"zero=stage3 precision=bf16 {SMALL_KEPT}"),
 ]
 ALONE = [("plain", f"zero=stage0 precision={precision}") for precision in ("fp32", "bf16", f"bf16 {LORA}")]
@@ -122,7 +135,11 @@ def left_over(kind: str, line: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "cases", "ranks"), [("ddp fsdp2", CASES, 2), ("deepspeed", CASES, 2), ("plain", ALONE, 1)]
+    ("kinds", "cases", "ranks"),
+    [
+        *(("ddp fsdp2", SHORT, 2), ("deepspeed", SHORT, 2), ("plain", ALONE, 1)),
+        *(pytest.param(kinds, LONG, 2, marks=pytest.mark.full) for kinds in ("ddp fsdp2", "deepspeed")),
+    ],
 )
 def test_predicted_states_are_the_counted_ones(kinds: str, cases: list[Any], ranks: int) -> None:
     if kinds == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
@@ -144,6 +161,12 @@ def test_predicted_states_are_the_counted_ones(kinds: str, cases: list[Any], ran
 LIMIT = "precision=fp32 batch.global_size=48 batch.at_limit=true batch.seq=64"
 
 
+@pytest.fixture
+def _counts_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting_child, "start_process", WarmShapes)
+
+
+@pytest.mark.usefixtures("_counts_in_a_fork")
 @pytest.mark.parametrize("engine", ["zero", "ddp"])
 def test_the_micro_batch_at_the_limit_is_the_largest_divisor_that_fits(engine: str) -> None:
     words = f"engine={engine} resources.ranks=2 zero=stage0 {LIMIT}"
@@ -161,6 +184,7 @@ def test_the_micro_batch_at_the_limit_is_the_largest_divisor_that_fits(engine: s
     assert (found.micro, found.accumulation, found.global_size) == (expected, 24 // expected, 48)
 
 
+@pytest.mark.usefixtures("_counts_in_a_fork")
 def test_where_nothing_fits_the_point_is_predicted_not_to_fit() -> None:
     line = f"{MODEL} engine=ddp resources.ranks=2 zero=stage0 {LIMIT} resources.memory_mib=1"
     line = line.replace("vocab_size=131", "vocab_size=5000")  # 5 MB of states
