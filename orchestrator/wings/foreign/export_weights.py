@@ -153,6 +153,5 @@ def _generating(out: Path) -> str:
 
 
 def _propose(name: str, out: Path) -> None:
-    print(
-        f"next     {name_or_path(Path(sys.executable), 'python')} -c \"from transformers import {name} as M; M.from_pretrained('{out}')\""
-    )
+    python = name_or_path(Path(sys.executable), "python")
+    print(f"next     {python} -c \"from transformers import {name} as M; M.from_pretrained('{out}')\"")
