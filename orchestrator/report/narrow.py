@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from orchestrator.report.summary import Table
+from orchestrator.text.units import ABSENT
 
 GAP = 2  # characters between columns
 TEXT_WIDTH = 34  # characters that a column of sentences needs at least: they wrap
@@ -21,13 +22,13 @@ class Narrowed(NamedTuple):
 def narrowed(table: Table, width: int) -> Narrowed:
     """The table with as many columns as fit into `width` characters.
 
-    Columns are left out in the order of `table.drops`, then from the right. Those of `table.kept`, the names and the
-    first number stay; names that are too long wrap.
+    Columns are left out in the order of `table.drops`, then from the right, and before all others those that have no
+    value. Those of `table.kept`, the names and the first number stay; names that are too long wrap.
     """
     kept = list(range(len(table.header)))
     order = [table.header.index(name) for name in table.drops if name in table.header]
     order += [at for at in reversed(range(table.names + 1, len(table.header))) if at not in order]
-    for at in order:
+    for at in sorted(order, key=lambda at: any(row[at] != ABSENT for row in table.rows)):
         if _needed(table, kept) <= width:
             break
         if table.header[at] not in table.kept:

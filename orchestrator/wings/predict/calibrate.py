@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         return FAILED
     except KeyboardInterrupt:
         again = shlex.join(["calibrate", *(word for word in argv if word != "--fresh")])
-        screen.closing([Row("next", f"{program()} {again}     ({GOES_ON})")])
+        screen.closing([Row("next", f"{program()} {again}     # {GOES_ON}")])
         return INTERRUPTED
     if asked.json:
         found = [_document(point, predictions.get(point.label)) for point in points]

@@ -248,7 +248,7 @@ def _short_runs(
 
 
 def _again(typed: Sequence[str], why: str) -> Row:
-    return Row("next", f"{program()} {shlex.join(['choose', *typed])}     ({why})")
+    return Row("next", f"{program()} {shlex.join(['choose', *typed])}     # {why}")
 
 
 def _results(finalists: Sequence[Candidate], sweep: SweepPaths | None) -> tuple[dict[str, ShortRun], tuple[str, ...]]:

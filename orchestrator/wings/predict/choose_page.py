@@ -91,7 +91,7 @@ class ChoosePage:
         if outcome.measured or outcome.best.speed is not None or not outcome.best.config.hardware.is_described:
             return []
         words = [word for word in self._words if not word.startswith("hardware")]
-        return [Row("measure", f"{program()} {shlex.join(['choose', *words])}     (on the machine with these GPUs)")]
+        return [Row("measure", f"{program()} {shlex.join(['choose', *words])}     # on the machine with these GPUs")]
 
 
 def _shown(ranked: Sequence[Candidate], finalists: Sequence[Candidate], outcome: Outcome) -> list[Candidate]:

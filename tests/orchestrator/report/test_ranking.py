@@ -361,3 +361,5 @@ def test_the_column_that_sorts_the_rows_is_kept_on_a_narrow_terminal() -> None:
     assert "step ms" in narrowed(ranking.table(rows), 60).table.header
     by_speed = narrowed(ranking.table(ranking.rank([make_entry("a", 100.0)])), 60)
     assert by_speed.left_out == ("step ms", "states/rank", "sent/step", "loss last")
+    table = summary.Table(("point", "tokens/s", "memory", "range"), (("a", "1,000", "32 MiB", "-"),))
+    assert narrowed(table._replace(drops=("memory", "range")), 24).left_out == ("range",)  # it says nothing

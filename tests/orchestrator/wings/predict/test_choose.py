@@ -141,7 +141,7 @@ def test_an_interrupted_calibration_goes_on_where_it_was_and_has_its_range(
     monkeypatch.setattr(calibrate, "measure", torn)
     assert cli.main(line) == 130
     out = capsys.readouterr().out
-    assert out.splitlines()[-1].endswith(f" {' '.join(line)}     (what was measured is kept)")
+    assert out.splitlines()[-1].endswith(f" {' '.join(line)}     # what was measured is kept")
     assert kept == ["copies", "links", "update", "segments", "copies", "links"]
     kept.clear()
     monkeypatch.setattr(calibrate, "measure", whole)
@@ -192,8 +192,8 @@ def test_choose_runs_the_fastest_by_prediction_and_takes_the_fastest_run(
 @pytest.mark.parametrize(
     ("words", "ended", "code", "told"),
     [
-        ((), 130, 130, "(runs that have ended are not repeated)"),
-        (("cluster=slurm", "resources.memory_mib=2000"), 0, 3, "(chooses when the jobs have ended)"),
+        ((), 130, 130, "# runs that have ended are not repeated"),
+        (("cluster=slurm", "resources.memory_mib=2000"), 0, 3, "# chooses when the jobs have ended"),
     ],
 )
 def test_choose_without_its_runs_proposes_its_own_line(
