@@ -68,6 +68,8 @@ def test_what_was_measured_predicts_the_step(tmp_path: Any, monkeypatch: pytest.
     assert found.time.model_s > 0
     assert found.time.control_s > 0
     assert found.tokens_per_second == pytest.approx(2 * 2 * 16 / found.time.total_s)
+    assert speed.missing([config], "here") == jobs  # for the next round
+    speed.store("here", [(job, first[0][job.key]) for job in jobs] * (speed.ROUNDS - 1))
     assert speed.missing([config], "here") == []
     assert speed.missing([config], "elsewhere") == jobs
 
