@@ -29,9 +29,7 @@ def narrowed(table: Table, width: int) -> Narrowed:
     order = [table.header.index(name) for name in table.drops if name in table.header]
     order += [at for at in reversed(range(table.names + 1, len(table.header))) if at not in order]
     for at in sorted(order, key=lambda at: any(row[at] != ABSENT for row in table.rows)):
-        if _needed(table, kept) <= width:
-            break
-        if table.header[at] not in table.kept:
+        if _needed(table, kept) > width and table.header[at] not in table.kept:
             kept.remove(at)
     header, *rows = (tuple(row[at] for at in kept) for row in (table.header, *table.rows))
     left_out = tuple(name for at, name in enumerate(table.header) if at not in kept)
