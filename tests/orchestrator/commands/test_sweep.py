@@ -13,13 +13,11 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import pytest
 from harness.patience import HANG_S, wait_until
-from made_sweep import write_sweep
 from points import STUB
 from rich.console import Console
 from sweep_runs import COMMAND, attempts, left_behind, points, states, the_sweep
@@ -82,16 +80,6 @@ def test_repeating_a_command_keeps_measured_results_and_runs_nothing(
         assert "2 of 3 rows were measured earlier: micro1 measured " in shown
     run(tmp_path, [1, 2], Wishes(fresh=True))
     assert len(attempts(tmp_path)) == 5
-
-
-@pytest.mark.parametrize(("code", "writes"), [(0, False), (1, True), (130, True), (-9, True)])
-def test_a_command_writes_the_report_only_if_its_controller_has_not_ended_well(
-    code: int, writes: bool, tmp_path: Path
-) -> None:
-    sweep = write_sweep(tmp_path, 2)
-    controller = cast(subprocess.Popen[bytes], SimpleNamespace(poll=lambda: code, wait=lambda: code))
-    assert watch(sweep, Screen(Console(file=io.StringIO(), width=300)), controller) == 0
-    assert (sweep.report.exists(), sweep.page.exists()) == (writes, writes)
 
 
 def test_a_failed_point_is_a_row_and_is_retried_only_on_request(
