@@ -327,7 +327,9 @@ def watch(
     if code not in (0, INTERRUPTED):
         reason = "".join(f"{line}; " for line in end_of(sweep.log)[-1:])
         screen.warn(f"the sweep's controller ended early: {reason}see {shown(sweep.log)}")
-    code = watch_sweep.conclude(sweep, screen)
+    # A controller of this command that ended well has written the report, and its warnings were shown: drawing it again
+    # would take a second.
+    code = watch_sweep.conclude(sweep, screen, writes=process is None or code != 0)
     screen.closing(next_rows(sweep))
     return INTERRUPTED if interrupted else code
 

@@ -149,9 +149,11 @@ def ask_at_interrupt(current: list[Standing]) -> Choice:
         print(f"expected d, w, c or Enter, found {answer}")
 
 
-def conclude(sweep: SweepPaths, screen: Screen, *, with_png: bool = False) -> int:
-    """Writes the report, and shows the comparison and the reasons of failures. Returns the exit code of the sweep."""
-    comparison.write(sweep, with_png=with_png)
+def conclude(sweep: SweepPaths, screen: Screen, *, with_png: bool = False, writes: bool = True) -> int:
+    """Writes the report, unless it is written, and shows the comparison and the reasons of failures. Returns the exit
+    code of the sweep."""
+    if writes:
+        comparison.write(sweep, with_png=with_png)
     current = standings(sweep)
     screen.comparison(comparison.ranked(sweep))
     return comparison.exit_code(current)
