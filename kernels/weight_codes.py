@@ -8,8 +8,9 @@ bits share a byte, the first in its low half, each plus 8. A block holds element
 (`FlatLayout.build`), so that the codes are those of any number of ranks.
 
 Values that were read back have the same codes again, bit for bit, so that a checkpoint may hold them as numbers. A bf16
-scale has 8 bits and a code at most 7, so that code * scale is exact in fp32; and bf16 moves the scale by less than
-2^-8, which moves the code of the largest element by less than 127 / 256 < 1/2: it stays L, and gives the scale again.
+scale has 8 bits and a code at most 7, so that code * scale is exact in fp32. bf16 moves the scale by less than 2^-8,
+which moves the code of the largest element by less than 127 / 256 < 1/2: it stays L, and gives the scale again. Codes
+and scales are exact in bf16 too, where their product is rounded once.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import torch
 BLOCK_NUMEL = 64
 SCALE_BYTES = 2
 LEVELS = {8: 127, 4: 7}
-# Elements that are converted at a time, by type of device: they bound the memory that it takes
-# (zero_runtime/predict/messages.py counts it), and change no bits.
+# Elements that are encoded and read back at a time, by type of device: they bound the memory that it takes
+# (zero_runtime/predict/messages.py counts it), and change no bits. A GPU reads more at a time: every gather reads, and
+# the host starts some kernels for each part.
 CHUNK_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}
+READ_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 def record_bytes(bits: int) -> int:
@@ -45,8 +48,8 @@ def encode_weights_(records: torch.Tensor, values: torch.Tensor, bits: int) -> N
 
 
 def decode_weights_(values: torch.Tensor, records: torch.Tensor, bits: int) -> None:
-    """Fill values [n], of any float dtype, from records: code * scale in fp32, rounded once."""
-    size = CHUNK_NUMEL.get(values.device.type, values.numel())
+    """Fill values [n], of any float dtype, from records: code * scale, rounded once."""
+    size = READ_NUMEL.get(values.device.type, values.numel())
     for start in range(0, values.numel(), size):
         part = values[start : start + size]
         first = stored_bytes(start, bits)
@@ -67,10 +70,10 @@ def _encode(records: torch.Tensor, values: torch.Tensor, bits: int) -> None:
 
 
 def _decode(values: torch.Tensor, records: torch.Tensor, bits: int) -> None:
-    stored = records[:, SCALE_BYTES:]
-    if bits == 8:
-        read = stored.view(torch.int8).to(torch.float32)
-    else:
-        read = torch.stack((stored & 15, stored >> 4), 2).view(-1, BLOCK_NUMEL).to(torch.float32).sub_(8)
-    scales = records[:, :SCALE_BYTES].contiguous().view(torch.bfloat16).to(torch.float32)
-    values.view(-1, BLOCK_NUMEL).copy_(read.mul_(scales))
+    codes = records[:, SCALE_BYTES:]
+    if bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), 2).view(-1, BLOCK_NUMEL).sub_(8)  # below 0 as in two's complement
+    scales = records[:, :SCALE_BYTES].contiguous().view(torch.bfloat16)
+    # Codes and scales are exact in bf16 and fp32; fp16 has no exponent for some scales, which multiply in fp32.
+    read = values.view(-1, BLOCK_NUMEL).copy_(codes.view(torch.int8))
+    read.mul_(scales.to(torch.promote_types(values.dtype, scales.dtype)))

@@ -6,8 +6,16 @@ import pytest
 import torch
 from harness.read_back import read_back
 
-from zero_runtime.kernels.weight_codes import BLOCK_NUMEL, CHUNK_NUMEL, LEVELS, decode_weights_, encode_weights_
+from zero_runtime.kernels.weight_codes import (
+    BLOCK_NUMEL,
+    CHUNK_NUMEL,
+    LEVELS,
+    READ_NUMEL,
+    decode_weights_,
+    encode_weights_,
+)
 from zero_runtime.kernels.weight_codes import stored_bytes as bytes_of
+from zero_runtime.predict.messages import READ_BACK_NUMEL
 
 # More than is converted at a time, and not a whole number of times.
 NUMEL = CHUNK_NUMEL["cpu"] + 3 * BLOCK_NUMEL
@@ -37,9 +45,10 @@ def test_values_move_by_half_a_scale_at_most_and_have_the_same_codes_again(kind:
     assert ((blocks - read.double().view_as(blocks)).abs() <= half * (1 + 2.0**-15)).all()
     encode_weights_(again, read, bits)
     assert torch.equal(again, codes)
-    rounded = torch.empty(NUMEL, dtype=torch.bfloat16)
-    decode_weights_(rounded, codes, bits)
-    assert torch.equal(rounded, read.bfloat16())
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = torch.empty(NUMEL, dtype=dtype)
+        decode_weights_(rounded, codes, bits)
+        assert torch.equal(rounded, read.to(dtype))
 
 
 @pytest.mark.parametrize("bits", LEVELS)
@@ -52,3 +61,7 @@ def test_a_number_that_is_not_finite_shows_in_its_block_alone(bad: float, bits: 
     decode_weights_(values, codes, bits)
     assert not values[:BLOCK_NUMEL].isfinite().any()
     assert torch.equal(values[BLOCK_NUMEL:], read_back(torch.ones(BLOCK_NUMEL), LEVELS[bits]))
+
+
+def test_a_prediction_counts_as_many_elements_as_are_read_at_a_time() -> None:
+    assert READ_BACK_NUMEL == READ_NUMEL

@@ -16,9 +16,10 @@ SCALE_BYTES = 4
 # for each of the elements that are converted at a time.
 CONVERTED_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}
 CONVERTED_BYTES = 17  # values in fp32, their padded copy, quotients and codes in fp32, and a mask
-# The same while stored weights are read back, as in kernels/weight_codes.py: codes in fp32 beside those of 4 bits in a
-# byte each, or beside the scales in bf16 and fp32.
-READ_BACK_BYTES = {"int8": 4 + (2 + 4) / 64, "int4": 4 + 1}
+# The same while stored weights are read back, as in kernels/weight_codes.py: the scales in bf16 and fp32, or codes of 4
+# bits in a byte each beside their halves.
+READ_BACK_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 24}
+READ_BACK_BYTES = {"int8": (2 + 4) / 64, "int4": 1 + 1}
 SIGNS_BYTES = 8  # of an element of the unit whose signs are averaged: two tensors of fp32
 
 
@@ -68,6 +69,11 @@ def collective_formula(counts: CollectiveCounts, *, world: int, shard_count: int
     if shard_count == world:
         return f"{within}Ψ·(N-1)/N"
     return f"{within}Ψ·(G-1)/G + {counts.across}Ψ/G·(N/G-1)/(N/G)"
+
+
+def read_back_bytes(numel: int, weights: str, device: str) -> float:
+    """Bytes that reading so many stored weights back takes beside what is read and written."""
+    return min(numel, READ_BACK_NUMEL[device]) * READ_BACK_BYTES[weights]
 
 
 def packed_bytes(numel: int, dtype: str) -> int:

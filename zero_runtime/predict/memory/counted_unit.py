@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
-from zero_runtime.predict.messages import CONVERTED_BYTES, CONVERTED_NUMEL, READ_BACK_BYTES, SIGNS_BYTES, packed_bytes
+from zero_runtime.predict.messages import CONVERTED_BYTES, CONVERTED_NUMEL, SIGNS_BYTES, packed_bytes, read_back_bytes
 from zero_runtime.same_host.sizes import terms_bytes
 from zero_runtime.state_bytes import UnitSize
 from zero_runtime.wire import ERROR_BYTES, EXACT, Wire
@@ -234,11 +234,12 @@ class CountedUnit:
 
     def _convert(self) -> None:
         """Values to codes or back, some at a time."""
-        self._book.free(self._book.allocate(TRANSFERS, min(self._shard, self._at_once) * CONVERTED_BYTES))
+        converted = min(self._shard, CONVERTED_NUMEL[self._device]) * CONVERTED_BYTES
+        self._book.free(self._book.allocate(TRANSFERS, converted))
 
     @property
-    def _at_once(self) -> int:
-        return CONVERTED_NUMEL["cpu" if self._rules.by_messages else "cuda"]
+    def _device(self) -> str:
+        return "cpu" if self._rules.by_messages else "cuda"
 
     def wait_unshard(self) -> None:
         self.unshard()
@@ -253,7 +254,7 @@ class CountedUnit:
             if self._gathered:
                 self._convert()
             if self._precision.weights is not None:
-                read = min(self._numel, self._at_once) * READ_BACK_BYTES[self._precision.weights]
+                read = read_back_bytes(self._numel, self._precision.weights, self._device)
                 self._book.free(self._book.allocate(TRANSFERS, read))
             self._book.free(rounded)
             self._book.free(self._gathering)
