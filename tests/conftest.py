@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(attack_counts)
     if count := config.getoption(slowest_files.OPTION):
         config.pluginmanager.register(slowest_files.SlowestFiles(count))
+    os.environ.pop("COLUMNS", None)  # a worker of xdist has 80, and tables in a pipe would be as narrow
     ranks.prepare_fork_server()
     # Separate slots: other work on this machine neither waits for the tests nor makes them wait.
     os.environ["ZLAB_LOCKS"] = tempfile.mkdtemp(prefix="zlab-locks-")

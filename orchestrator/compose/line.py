@@ -32,8 +32,7 @@ def composed(asked: Arguments) -> Composition:
 
     folder = asked.flags.get("--config-dir")
     problems = [*asked.problems, *_folder_problems(folder)]
-    if any(word.startswith("hardware=") or (word.startswith("model") and "/" in word) for word in asked.overrides):
-        asked.overrides = wings.load(wings.NAMES)(asked.overrides, folder)
+    asked.overrides = wings.load(wings.NAMES)(asked.overrides, folder)
     # Shell completion gets words that are still incomplete, so they are not checked.
     if asked.shows_config or not asked.shows:
         tree = read_tree(folder)

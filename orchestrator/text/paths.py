@@ -54,14 +54,18 @@ def program() -> str:
     called = Path(sys.argv[0])
     if called.name == ZLAB:
         return name_or_path(STARTED_IN / called, ZLAB)
-    interpreter = name_or_path(Path(sys.executable), "python")
     if called.name == SCRIPT:
         script = called if Path.cwd() == STARTED_IN else STARTED_IN / called
     elif (CODE / SCRIPT).is_file():
         script = CODE / SCRIPT
     else:  # a program of the user's own, with zero-lab installed
         return name_or_path(Path(sys.executable).with_name(ZLAB), ZLAB)
-    return f"{interpreter} {shlex.quote(SCRIPT if Path.cwd() / script == Path.cwd() / SCRIPT else str(script))}"
+    return f"{python()} {shlex.quote(SCRIPT if Path.cwd() / script == Path.cwd() / SCRIPT else str(script))}"
+
+
+def python() -> str:
+    """This interpreter, as it is typed."""
+    return name_or_path(Path(sys.executable), "python")
 
 
 def name_or_path(wanted: Path, name: str) -> str:

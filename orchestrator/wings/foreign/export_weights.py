@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED
-from orchestrator.text.paths import name_or_path, program
+from orchestrator.text.paths import program, python
 from orchestrator.text.streams import complain
 from orchestrator.text.units import count, many, size
 from orchestrator.wings.pretrained.companions import write_companions
@@ -153,5 +152,4 @@ def _generating(out: Path) -> str:
 
 
 def _propose(name: str, out: Path) -> None:
-    python = name_or_path(Path(sys.executable), "python")
-    print(f"next     {python} -c \"from transformers import {name} as M; M.from_pretrained('{out}')\"")
+    print(f"next     {python()} -c \"from transformers import {name} as M; M.from_pretrained('{out}')\"")

@@ -101,8 +101,10 @@ def imported(found: Foreign, line: Line) -> Imported:
 def _native(known: Mapping[str, Any], reader: Reader) -> tuple[str, ...]:
     """The keys of zero_optimization that have no effect here, as settings of DeepSpeed's own rows: buckets, overlap and
     the like. Without its sections, of which the group offload makes those that are needed."""
-    keys = {f"zero_optimization.{key}": value for key, value in (known.get("zero_optimization") or {}).items()}
-    tuned = {path: value for path, value in keys.items() if path in reader.idle and value not in (None, AUTO)}
+    section = known.get("zero_optimization")
+    keys = section if isinstance(section, Mapping) else {}  # true in old files
+    named = {f"zero_optimization.{key}": value for key, value in keys.items()}
+    tuned = {path: value for path, value in named.items() if path in reader.idle and value not in (None, AUTO)}
     return tuple(f"engine.deepspeed.{path}={as_word(value)}" for path, value in tuned.items())
 
 
