@@ -283,7 +283,7 @@ def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Scree
         described = sweep_table.hardware_rows(planned)
         rows = [*sweep_table.plan_rows(planned), *described, *request.cluster.cost(_queued_configs(planned))]
         states = {point.decision for point in planned}
-        there = "with these GPUs, " if described else ""
+        there = "with these GPUs and a folder's weights, " if described else ""
         then = f"{there}the same line without --plan runs it" if RunState.queued in states else "nothing is left to run"
         if RunState.pruned in states:
             then += "; --prune off also runs the pruned points"

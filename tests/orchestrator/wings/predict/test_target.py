@@ -125,7 +125,7 @@ def test_a_plan_of_a_sweep_over_hardware_names_each_kind_and_no_slots(
     assert "hardware  a100_80gb, as described: 8 ranks on 1 node of 8 GPUs, 79.1 GiB each (1 point)\n" in told
     assert "          rtx_4090, as described: 1 rank on 1 node of 1 GPU, 23.6 GiB each (1 point)\n" in told
     assert "slots" not in told
-    assert "next      with these GPUs, the same line without --plan runs it\n" in told
+    assert "next      with these GPUs and a folder's weights, the same line without --plan runs it\n" in told
     assert cli.main([*line, "--json"]) == 0
     ids = [point["point"] for point in json.loads(capsys.readouterr().out)]
     assert len(set(ids)) == 2
