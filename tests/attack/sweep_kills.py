@@ -120,7 +120,8 @@ class Scene:
             assert more == [], "the same command made a second sweep"
             standings = sweep_record.standings(sweep)
             assert all(one.state.measured for one in standings), standings
-            assert len(self._results) == len(self.points), "a point was measured twice"
+            twice = [*map(str, sorted(self._results)), self.screen.read_text()]
+            assert len(self._results) == len(self.points), "a point was measured twice: " + "\n".join(twice)
         for path in self._results:
             config = next(one.config for one in self.points if _is_of(path, one))
             found, made = require_json(path), stub_worker.make_result(config, 9412.0 + 100 * config.zero.stage**2)
