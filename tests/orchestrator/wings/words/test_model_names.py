@@ -51,6 +51,7 @@ def test_a_plain_name_is_a_folder_unless_an_option_has_it(tmp_path: Path, monkey
         Path(name, "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     assert spelled(["model=mine"]) == ["model=pretrained", "model.path=mine"]
     assert spelled(["model=gpt2", "model=other"]) == ["model=gpt2", "model=other"]
+    composed(arguments.split(["model=mine"]))  # for a run and a sweep too: else "model has no option 'mine'"
 
 
 def test_a_model_that_is_not_in_the_cache_is_refused_with_the_line_that_fetches_it(snapshot: Path) -> None:
