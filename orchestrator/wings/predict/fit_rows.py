@@ -311,17 +311,20 @@ class _Room:
 
 def order(fits: Sequence[Fit]) -> list[Fit]:
     """The rows that fit first, and among them those whose step has the least to do in addition to the model's own work:
-    copies to the host, then recomputation, then data to send. The larger micro-batch first among equals. The rows of
-    a machine are together."""
+    copies to the host, then recomputation, then data to send. The larger micro-batch first among equals; with an offload
+    before recomputation, because the copies of a step are the same for any micro-batch. The rows of a machine are
+    together."""
     nodes = list(dict.fromkeys(one.config.hardware for one in fits))
     return sorted(fits, key=lambda one: (nodes.index(one.config.hardware), *order_key(one)))
 
 
 def order_key(fit: Fit) -> tuple[Any, ...]:
-    """What `order` sorts by: (fits not, kinds of offload, recomputation, bytes sent, -micro-batch, tiled loss)."""
+    """What `order` sorts by: (fits not, kinds of offload, -micro-batch if there is one, recomputation, bytes sent,
+    -micro-batch, tiled loss)."""
     offloads = (fit.host_bytes > 0) + (fit.scratch_bytes > 0)
     recomputed = RECOMPUTED[str(fit.config.recompute.kind)]
-    return (fit.micro == 0, offloads, recomputed, fit.sent_bytes, -fit.micro, _is_tiled(fit))
+    copied_for = -fit.micro if offloads else 0
+    return (fit.micro == 0, offloads, copied_for, recomputed, fit.sent_bytes, -fit.micro, _is_tiled(fit))
 
 
 def _is_tiled(fit: Fit) -> bool:

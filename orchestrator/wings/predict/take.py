@@ -26,7 +26,7 @@ from orchestrator.wings.predict.speed import interval, speed_of
 from orchestrator.wings.predict.step import with_micro
 
 AGAIN = {"by_operation": "computes cheap operations again", "every_nth": "computes some blocks again"}
-WORK = "no offload first, then no recomputation, less to send, a larger micro-batch"
+WORK = "no offload, or the larger micro-batch with one; then no recomputation, less to send, a larger micro-batch"
 
 
 class Taken(NamedTuple):
@@ -125,8 +125,8 @@ def why_second(choice: Taken) -> str:
     at = next((place for place, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
     sent = f"sends {size(second.fit.sent_bytes)} in a step, the first {size(first.fit.sent_bytes)}"
     fewer = f"its micro-batch is smaller, the first has {first.micro}"
-    reasons = {1: work_text(second.fit), 2: work_text(second.fit), 3: sent, 4: fewer, 5: work_text(second.fit)}
-    return "as much to do" if at is None else reasons[at]
+    reasons = {2: fewer, 4: sent, 5: fewer}
+    return "as much to do" if at is None else reasons.get(at, work_text(second.fit))
 
 
 def decided(choice: Taken) -> str:

@@ -136,6 +136,20 @@ def test_one_row_is_taken_by_speed_where_ranges_tell_and_else_by_the_least_work(
     assert ("slower by prediction" in lines.get("second", "")) == (by_speed and second is not None)
 
 
+def test_with_an_offload_the_larger_micro_batch_is_taken_before_less_recomputation() -> None:
+    """The copies of a step are the same bytes for one sample as for fifteen."""
+    few, many = (
+        row("few", "zero=stage3 offload=optimizer_cpu", 1),
+        row("many", "zero=stage2 offload=optimizer_cpu recompute=full", 15),
+    )
+    offloaded = [Candidate(replace(one, host_bytes=1), one.micro) for one in (few, many)]
+    choice = take.taken(offloaded)
+    assert [one.fit.label for one in (choice.first, choice.second) if one] == ["many", "few"]
+    assert take.why_second(choice) == "its micro-batch is smaller, the first has 15"
+    # Without an offload more recomputation is more work, whatever the micro-batch.
+    assert take.taken([Candidate(one, one.micro) for one in (few, many)]).first.fit.label == "few"
+
+
 # ---- times between measured micro-batches ----------------------------------------------------------------------------
 
 
