@@ -12,7 +12,7 @@ from zero_runtime.state_bytes import (
     StateBytes,
     UnitSize,
     element_bytes,
-    total_state_bytes,
+    model_state_bytes,
 )
 from zero_runtime.state_tier import is_offloaded
 from zero_runtime.wings import OFFLOAD_BYTES, load
@@ -49,7 +49,7 @@ def _sizes_with_precision(runtime: ZeroRuntime) -> list[tuple[UnitSize, MixedPre
 
 def predicted_state_bytes(runtime: ZeroRuntime) -> StateBytes:
     """This rank's bytes of model states as predicted by `state_bytes.py`."""
-    return total_state_bytes(
+    return model_state_bytes(
         runtime.plan,
         _sizes_with_precision(runtime),
         world=runtime.collectives.data_world,

@@ -6,8 +6,8 @@ Bytes are counted between the last backward and the step, when every state exist
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypedDict
 
 from zero_runtime.flat_layout import FlatLayout
@@ -130,38 +130,6 @@ def _param_terms(plan: ZeroPlan, precision: MixedPrecision) -> tuple[Term, ...]:
 
 def model_state_bytes(
     plan: ZeroPlan,
-    precision: MixedPrecision,
-    units: Sequence[UnitSize],
-    *,
-    world: int,
-    micro_batches: int = 1,
-    state_bytes: float = ADAM_BYTES,
-    error_bytes: int = 0,
-    kept_bytes: float = 0.0,
-) -> StateBytes:
-    """Predicted bytes of model states on each rank. Frozen units have parameters only."""
-    of_states = {
-        size: asdict(BytesPerElement.of(plan, precision, micro_batches, size, error_bytes, kept_bytes))
-        for size in {state_bytes, *(unit.state_bytes for unit in units if unit.state_bytes is not None)}
-    }
-    ranks = {partition: plan.ranks_of(partition, world) for partition in Partition}
-    totals = dict.fromkeys(of_states[state_bytes], 0)
-    exact = 0.0
-    for unit in units:
-        components = of_states[state_bytes if unit.state_bytes is None else unit.state_bytes]
-        for component, terms in components.items():
-            if component != "params" and not unit.trainable:
-                continue
-            if unit.is_away(component):
-                continue
-            for size_bytes, partition in terms:
-                totals[component] += round(unit.padded_numel // ranks[partition] * size_bytes)
-                exact += unit.numel * size_bytes / ranks[partition]
-    return StateBytes(**totals, padding=round(sum(totals.values()) - exact))
-
-
-def total_state_bytes(
-    plan: ZeroPlan,
     units: Iterable[tuple[UnitSize, MixedPrecision]],
     *,
     world: int,
@@ -170,24 +138,22 @@ def total_state_bytes(
     error_bytes: int = 0,
     kept_bytes: float = 0.0,
 ) -> StateBytes:
-    """`model_state_bytes` for units of several precisions."""
-    by_kind: dict[MixedPrecision, list[UnitSize]] = {}
-    for size, kind in units:
-        by_kind.setdefault(kind, []).append(size)
-    parts = [
-        model_state_bytes(
-            plan,
-            kind,
-            sizes,
-            world=world,
-            micro_batches=micro_batches,
-            state_bytes=state_bytes,
-            error_bytes=error_bytes,
-            kept_bytes=kept_bytes,
-        )
-        for kind, sizes in by_kind.items()
-    ]
-    return StateBytes(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
+    """Predicted bytes of model states on each rank. Frozen units have parameters only."""
+    ranks = {partition: plan.ranks_of(partition, world) for partition in Partition}
+    known: dict[tuple[MixedPrecision, float], dict[str, tuple[Term, ...]]] = {}
+    totals = dict.fromkeys((one.name for one in fields(BytesPerElement)), 0)
+    exact = 0.0
+    for unit, precision in units:
+        kind = precision, state_bytes if unit.state_bytes is None else unit.state_bytes
+        if kind not in known:
+            known[kind] = asdict(BytesPerElement.of(plan, precision, micro_batches, kind[1], error_bytes, kept_bytes))
+        for component, terms in known[kind].items():
+            if (component != "params" and not unit.trainable) or unit.is_away(component):
+                continue
+            for size_bytes, partition in terms:
+                totals[component] += round(unit.padded_numel // ranks[partition] * size_bytes)
+                exact += unit.numel * size_bytes / ranks[partition]
+    return StateBytes(**totals, padding=round(sum(totals.values()) - exact))
 
 
 def formula(

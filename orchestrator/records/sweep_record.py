@@ -160,12 +160,15 @@ def _with_own(paths: SweepPaths, planned: Sequence[Planned], *, grows: bool) -> 
         before = [one for one in standings(paths) if one.state is not RunState.cached or one.planned.own]
     except (BadRecord, OSError):
         return planned
-    made = {one.label: str(one.attempt.root) for one in before if one.attempt is not None}
-    owned = [point.decision is RunState.cached and made.get(point.label) == point.attempt for point in planned]
-    return [
-        replace(point, own=own, reason="" if own and grows else point.reason)
-        for point, own in zip(planned, owned, strict=True)
-    ]
+    made = {one.label: (str(one.attempt.root), one.state) for one in before if one.attempt is not None}
+    owned = []
+    for point in planned:
+        attempt, state = made.get(point.label, ("", point.decision))
+        own = point.decision is RunState.cached and attempt == point.attempt
+        # A sweep that grows has measured it, and does not reuse it.
+        seen: dict[str, Any] = {"decision": state, "reason": ""} if own and grows and not point.differs else {}
+        owned.append(replace(point, own=own, **seen))
+    return owned
 
 
 def _clear_unrecorded(sweeps: Path) -> None:

@@ -85,7 +85,7 @@ def test_bytes_left_on_the_device_match_the_claims_of_the_offload_papers() -> No
         size = UnitSize(
             numel, numel, True, params_offloaded=params_offloaded, optimizer_offloaded=True, separate_memory=True
         )
-        states = model_state_bytes(ZeroPlan.from_stage(stage), kind, [size], world=1)
+        states = model_state_bytes(ZeroPlan.from_stage(stage), [(size, kind)], world=1)
         found = host_bytes([(size, kind)], Moves(shard_count=1, prefetch=0))
         assert states.total == device
         assert 0 <= found.host - host * numel < 6 * 2 * 4096, "pages at the ends of at most six tensors"

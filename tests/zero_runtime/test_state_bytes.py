@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
@@ -9,8 +10,7 @@ import pytest
 from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.state_bytes import StateBytes, UnitSize, formula
-from zero_runtime.state_bytes import model_state_bytes as predict
+from zero_runtime.state_bytes import StateBytes, UnitSize, formula, model_state_bytes
 
 STAGES = (0, 1, 2, 3)
 PAPER = MixedPrecision("bf16", reduce="bf16")
@@ -26,6 +26,11 @@ CLOSED_FORMS = {
 }
 ROWS = [(precision, stage) for precision in CLOSED_FORMS for stage in STAGES]
 IDS = [f"{'-'.join(dtype for dtype in vars(precision).values() if dtype)}_stage{stage}" for precision, stage in ROWS]
+
+
+def predict(plan: ZeroPlan, precision: MixedPrecision, units: Sequence[UnitSize], **others: int) -> StateBytes:
+    """Of units of one precision."""
+    return model_state_bytes(plan, [(unit, precision) for unit in units], **others)
 
 
 def whole(numel: int) -> UnitSize:

@@ -19,7 +19,7 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES
 from zero_runtime.settings import RuntimeSettings
 from zero_runtime.shard_location import OffloadedShards
-from zero_runtime.state_bytes import UnitSize, total_state_bytes
+from zero_runtime.state_bytes import UnitSize, model_state_bytes
 from zero_runtime.unit_planner import UnitSpec
 
 
@@ -50,7 +50,7 @@ def check_offload(
     memory = needed.host
     # On a CPU the shards that are not offloaded take host memory too, and so does one unsharded unit at a time.
     if device == "cpu":
-        memory += total_state_bytes(
+        memory += model_state_bytes(
             plan,
             units,
             world=collectives.data_world,

@@ -22,7 +22,6 @@ from orchestrator.planning.point import Point
 from orchestrator.planning.points import judged
 from orchestrator.planning.rules.scene import here
 from orchestrator.records import sweep_record
-from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import SweepPaths
 from orchestrator.report import comparison, ranking, sweep_table
 from orchestrator.report.screen import Screen, make_console
@@ -120,7 +119,7 @@ class Search:
     def __init__(self, line: SearchLine, asked: Asked, output: Path, screen: Screen) -> None:
         self._line, self._asked, self._output, self._screen = line, asked, output, screen
         self._known: dict[tuple[str, ...], Trial] = {}
-        self._earlier: list[tuple[str, ...]] = []  # the trials of an earlier command
+        self._told: set[Path | None] = set()  # folders of the trials that an earlier command has measured
 
     @property
     def sweep(self) -> SweepPaths | None:
@@ -142,10 +141,9 @@ class Search:
             self._screen.warn(
                 f"trials with more tokens a step have an easier {self._line.by}: search the batch by=tokens_per_second"
             )
-        self._earlier = self._recorded()
-        if self._earlier:
-            self._screen.say(f"continues after {many(len(self._earlier), 'trial')}")
-            self._measure(self._earlier)
+        if earlier := self._recorded():
+            self._screen.say(f"continues after {many(len(earlier), 'trial')}")
+            self._measure(earlier)
         while (left := self._line.trials - len(self._known)) > 0 and not self._fails():
             new = proposed(self._line, self._known, min(left, self._line.at_once), higher_first=higher_first)
             if not new:
@@ -159,8 +157,10 @@ class Search:
             return []
         if cluster_of(self.sweep).runs(self.sweep):
             raise Refusal([f"this search is running already      watch it: {verb('watch', self.sweep.root)}"])
+        standings = sweep_record.standings(self.sweep)
+        self._told = {one.attempt.root for one in standings if one.attempt and one.result}
         searched = self._line.searched
-        rows = [dict(word.partition("=")[::2] for word in one.overrides) for one in sweep_record.plan_of(self.sweep)]
+        rows = [dict(word.partition("=")[::2] for word in one.planned.overrides) for one in standings]
         # The path of a model is recorded as other words: such a trial is proposed again, and its answer is kept.
         known = [row for row in rows if all(row.get(one.key, "") in (one.values or row.values()) for one in searched)]
         return [tuple(row[one.key] for one in searched) for row in known]
@@ -172,8 +172,8 @@ class Search:
         lines = [self._line.words(values) for values in order]
         outcomes = trials.measure(lines, self._asked, self._screen if self._screen.live else None)
         self._known = dict(zip(order, outcomes, strict=True))
-        for number, (values, trial) in enumerate(list(self._known.items())[before:], before + 1):
-            if values in self._earlier and trial.state is RunState.cached:
+        for number, trial in enumerate(list(self._known.values())[before:], before + 1):
+            if trial.folder in self._told:
                 continue
             value = f"{self._line.by} {trial.values[0]:,.6g}" if trial.values else sweep_table.shortened(trial.message)
             self._screen.say(f"trial {number}: {trial.label}: {sweep_table.word(trial.state)}: {value}{self._best()}")

@@ -18,7 +18,7 @@ from orchestrator.wings.predict.fit_words import document
 from orchestrator.wings.predict.memory_cache import units_key
 from orchestrator.wings.predict.prediction import overhead_of, target_here
 from orchestrator.wings.predict.step import Memories, bytes_of_element, units_of
-from zero_runtime.state_bytes import StateBytes, total_state_bytes
+from zero_runtime.state_bytes import StateBytes, model_state_bytes
 
 SAME_STATES = ("recompute=", "loss=")  # words that change no state
 
@@ -65,7 +65,7 @@ def rows(points: Sequence[Point], answers: Mapping[str, Answer]) -> list[Resting
 
 def _row(point: Point, shapes: Answer, memories: Memories) -> Resting:
     config, target = point.config, target_here(point.config)
-    states = total_state_bytes(
+    states = model_state_bytes(
         config.zero.plan,
         units_of(config, shapes),
         world=config.data_ranks,

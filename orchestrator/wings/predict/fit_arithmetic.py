@@ -19,7 +19,7 @@ from zero_runtime.plan import Partition
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.predict.memory.counted_unit import GATHERED, GRADS, OPTIMIZER, PARAMS, TRANSFERS, WHOLE_GRADS
 from zero_runtime.predict.messages import collective_formula
-from zero_runtime.state_bytes import BytesPerElement, Term, total_state_bytes
+from zero_runtime.state_bytes import BytesPerElement, Term, model_state_bytes
 from zero_runtime.wire import EXACT
 
 
@@ -89,7 +89,7 @@ def kind_of(fit: Fit) -> MixedPrecision:
 def _states(fit: Fit) -> Iterator[Part]:
     config, states = fit.config, fit.peak.states
     accumulation, of_element = config.batch.accumulation, bytes_of_element(config)
-    expected = total_state_bytes(
+    expected = model_state_bytes(
         config.zero.plan,
         fit.memory.units,
         world=config.data_ranks,

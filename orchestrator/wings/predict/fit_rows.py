@@ -311,8 +311,8 @@ class _Room:
 
 def order(fits: Sequence[Fit]) -> list[Fit]:
     """The rows that fit first, and among them those whose step has the least to do in addition to the model's own work:
-    copies to the host, then recomputation, then data to send. The larger micro-batch first among equals; with an offload
-    before recomputation, because the copies of a step are the same for any micro-batch. The rows of a machine are
+    copies to the host, then recomputation, then data to send. The larger micro-batch first among equals, and with an
+    offload before recomputation: the copies of a step are the same for any micro-batch. The rows of a machine are
     together."""
     nodes = list(dict.fromkeys(one.config.hardware for one in fits))
     return sorted(fits, key=lambda one: (nodes.index(one.config.hardware), *order_key(one)))

@@ -32,7 +32,7 @@ from orchestrator.wings.predict.step import Memories, bytes_of_element, units_of
 from orchestrator.wings.predict.target import Target, target_of
 from zero_runtime.predict.memory.activation_count import ActivationBytes
 from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
-from zero_runtime.state_bytes import StateBytes, total_state_bytes
+from zero_runtime.state_bytes import StateBytes, model_state_bytes
 
 EAGER = "the model has no attention of torch (sdpa): its own (eager) keeps the scores of all pairs of tokens"
 ADVISED = 4  # most points for which remedies are searched: each needs further counts
@@ -172,7 +172,7 @@ def _prediction(
         return str(shapes.get("problem") or shapes["unknown"])
     if not config.engine.is_own:
         return _of_engine(config, answers, memories, gpu_bytes)
-    states = total_state_bytes(
+    states = model_state_bytes(
         config.zero.plan,
         units_of(config, shapes),
         world=config.data_ranks,

@@ -150,9 +150,8 @@ def test_between_steps_there_are_the_model_states_without_gradients(
     units = sizes(80, 24, 160, frozen=1)
     for world in (1, 2, 4):
         found = replayed(units, kind, rules_of(plan, world, micro_batches)).between_steps
-        expected = model_state_bytes(
-            plan, kind, units, world=world, micro_batches=micro_batches, state_bytes=STATE_BYTES
-        )
+        pairs = [(unit, kind) for unit in units]
+        expected = model_state_bytes(plan, pairs, world=world, micro_batches=micro_batches, state_bytes=STATE_BYTES)
         assert found == expected.total - expected.grads
 
 
@@ -162,7 +161,7 @@ def test_frozen_units_have_no_gradients_and_no_optimizer_states() -> None:
         found = replayed(units, kind, rules_of(plan, 4, 3))
         everything = (found.start, found.step, *found.marks)
         assert not any(level.at_highest[GRADS] for level in everything)
-        assert found.between_steps == model_state_bytes(plan, kind, units, world=4).params
+        assert found.between_steps == model_state_bytes(plan, [(unit, kind) for unit in units], world=4).params
 
 
 def test_a_group_of_ranks_shards_as_many_bytes_as_a_world_of_its_size() -> None:
