@@ -45,12 +45,23 @@ def progress(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> 
     end = steps[-1].get("of") or measure["warmup_steps"] + measure["steps"]
     left = max(end - steps[-1]["step"], 0)
     recent = steps[-RECENT:]
+    pace_s = statistics.median(step["step_ms"] for step in recent) / 1e3
     return StepProgress(
         _words(events, steps[-1], measure),
         steps[-1]["loss"],
         statistics.median(step["tokens_per_second"] for step in recent),
-        left * statistics.median(step["step_ms"] for step in recent) / 1e3,
+        left * pace_s + _further_s(events, measure, pace_s),
     )
+
+
+def _further_s(events: Sequence[Mapping[str, Any]], measure: Mapping[str, Any], pace_s: float) -> float:
+    """The time of the further rounds for measure.min_s that are not measured yet. A run has them if it takes turns with
+    others, and its steps in them are no events."""
+    if not any(event["event"] in ("waiting", "turn") for event in events):
+        return 0.0
+    missing_s: float = max(measure.get("min_s", 0.0) - measure["steps"] * pace_s, 0.0)
+    ended = sum(event["event"] == "round" and event["number"] > measure.get("rounds", 1) for event in events)
+    return missing_s * (1 - min(ended / (_further_rounds(events) or 1), 1))
 
 
 def _words(events: Sequence[Mapping[str, Any]], last: Mapping[str, Any], measure: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from orchestrator.report import ranking
 from orchestrator.report.progress import StepProgress, progress
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program, verb
-from orchestrator.text.units import ABSENT, digits, many, size
+from orchestrator.text.units import ABSENT, digits, duration, many, size
 
 STYLES = {
     RunState.ok: "green",
@@ -153,7 +153,15 @@ def running_text(standings: Sequence[Standing]) -> str:
         if not found.waits
     ]
     waiting = len(running) - len(at_work)
-    return "; ".join([*at_work, *([f"{waiting} wait for their turns"] if waiting else [])])
+    turns = [f"{waiting} wait for their turns", left_text(standings)] if waiting else []
+    return "; ".join([*at_work, *filter(None, turns)])
+
+
+def left_text(standings: Sequence[Standing]) -> str:
+    """The time of the steps that are left of points that take turns; empty if no point waits for its turn."""
+    running = [found for point in standings if (found := progress_of(point)) is not None]
+    left_s = sum(found.left_s or 0 for found in running)
+    return f"{duration(left_s)} of steps left in all" if left_s and any(found.waits for found in running) else ""
 
 
 def reason(point: Standing) -> str:

@@ -69,9 +69,23 @@ def test_a_line_of_a_log_names_the_points_at_work_and_counts_those_that_wait(tmp
     done = Standing(Planned("done", (), RunState.queued), RunState.ok)
     assert (
         running_text([*running, done])
-        == "p1 measuring 3/8, loss 5.9500, 1 s of steps left, 9,403 tokens/s; 2 wait for their turns"
+        == "p1 measuring 3/8, loss 5.9500, 1 s of steps left, 9,403 tokens/s; 2 wait for their turns; "
+        "2 s of steps left in all"  # five steps of each of two points
     )
     assert running_text([done]) == ""
+
+
+def test_further_rounds_of_points_that_take_turns_are_time_that_is_left() -> None:
+    """Eight steps of 1 s are counted, so that measure.min_s=20 leaves 12 s for two further rounds."""
+    config = {"measure": {**CONFIG["measure"], "min_s": 20.0}}
+    cases = [
+        (steps(5, step_ms=1000.0), 5),  # it takes no turns, and has no further rounds
+        ([*steps(5, step_ms=1000.0), WAITING], 5 + 12),
+        ([*steps(10, step_ms=1000.0), EXTENDING, WAITING], 12),
+        ([*steps(10, step_ms=1000.0), EXTENDING, WAITING, {"event": "round", "number": 5}], 6),
+        ([*steps(10, step_ms=1000.0), EXTENDING, WAITING, *({"event": "round", "number": n} for n in (5, 6))], 0),
+    ]
+    assert [progress(events, config).left_s for events, _ in cases] == [pytest.approx(left) for _, left in cases]
 
 
 def test_at_the_end_no_time_is_left() -> None:
