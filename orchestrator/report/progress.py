@@ -60,7 +60,7 @@ def _further_s(events: Sequence[Mapping[str, Any]], measure: Mapping[str, Any], 
     if not any(event["event"] in ("waiting", "turn") for event in events):
         return 0.0
     missing_s: float = max(measure.get("min_s", 0.0) - measure["steps"] * pace_s, 0.0)
-    ended = sum(event["event"] == "round" and event["number"] > measure.get("rounds", 1) for event in events)
+    ended = sum(1 for event in events if event["event"] == "round" and event["number"] > measure.get("rounds", 1))
     return missing_s * (1 - min(ended / (_further_rounds(events) or 1), 1))
 
 

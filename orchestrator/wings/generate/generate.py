@@ -76,9 +76,9 @@ def parser() -> VerbParser:
         f"[new_tokens={NEW_TOKENS}] [group=option | key=value ...] [--json]"
     )
     parser.epilog = (
-        "prompts=FILE has a prompt in each line. ask=TEXT is written as data=pairs writes a prompt: by the tokenizer's "
-        "chat template, if it has one. Without a tokenizer in the folder each byte is a token, and tokens= takes token "
-        "ids."
+        "prompt=TEXT is continued as it is, and prompts=FILE has one in each line. ask=TEXT is a question, written as "
+        "data=pairs writes a prompt: by the tokenizer's chat template, if it has one. Without a tokenizer in the "
+        "folder each byte is a token, and tokens= takes token ids."
     )
     add_json(parser)
     return parser
