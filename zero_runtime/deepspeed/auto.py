@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -141,8 +141,11 @@ def with_values(config: Mapping[str, Any], found: Mapping[str, AutoValue]) -> di
     return filled
 
 
-def mismatches(config: Mapping[str, Any], values: AutoValues, world: int | None = None) -> list[str]:
-    """One line for each key whose value in the file is not that of the arguments, which the Trainer refuses."""
+def mismatches(
+    config: Mapping[str, Any], values: AutoValues, world: int | None = None, given: Container[str] | None = None
+) -> list[str]:
+    """One line for each key whose value in the file is not that of the arguments, which the Trainer refuses. given: the
+    arguments that were given, where that is known; the others have their defaults."""
     lines = []
     for path, value in _leaves(config):
         rule = _RULES.get(path)
@@ -151,7 +154,8 @@ def mismatches(config: Mapping[str, Any], values: AutoValues, world: int | None 
         expected = rule.value(values)
         same = [*value] == expected if isinstance(value, (list, tuple)) else value == expected
         if expected is not None and not same:
-            lines.append(f"{path}: {value!r} in the file, {expected!r} in the arguments ({rule.source})")
+            default = "" if given is None or any(name in given for name in rule.source.split(", ")) else ", not given"
+            lines.append(f"{path}: {value!r} in the file, {expected!r} in the arguments ({rule.source}{default})")
     sizes = (values.per_device_train_batch_size, values.gradient_accumulation_steps, world)
     total = config.get(_BATCH)
     if isinstance(total, int) and None not in sizes:

@@ -65,7 +65,7 @@ def imported(found: Foreign, line: Line) -> Imported:
     said = 0 if args is None else len(args.problems)
     if args is not None:
         found.problems += args.problems
-        differing = mismatches(config, values, counted) if found.must_match else []
+        differing = mismatches(config, values, counted, args.given) if found.must_match else []
         found.problems += [f'{one}: the Trainer refuses this; write "auto"' for one in differing]
     if found.problems and not config:
         raise Refusal(found.problems)
