@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from orchestrator.config.pretrained import CONFIG
-from orchestrator.config.schema import RunConfig, to_dict
+from orchestrator.config.schema import DataKind, RunConfig, to_dict
 from orchestrator.config.strict import Refusal
 from orchestrator.text.paths import expanded
 from orchestrator.text.units import count
@@ -91,7 +91,8 @@ def length_text(job: Length, config: RunConfig, ends: tuple[float, float] | None
     """The hours of a job at the least and the most tokens per second, and what they cost where a price is set."""
     tokens = job.tokens_of(config)
     steps = -(-tokens // (config.batch.global_size * config.batch.seq))
-    what = f"{count(tokens)} tokens are {steps:,.0f} steps"
+    is_padded = job.epochs is not None and config.data.kind is DataKind.pairs and not config.data.packing
+    what = f"{count(tokens)} tokens{', padding included,' if is_padded else ''} are {steps:,.0f} steps"
     if ends is None:
         return f"{what}; hours are not known, because no speed is"
     hours = [tokens / end / 3600 for end in reversed(ends)]

@@ -121,6 +121,7 @@ def test_where_nothing_fits_the_nearest_row_is_named_with_its_reason(say: Say) -
     assert "micro-batch 1 uses up to" in out
     assert "of 500 MiB" in out
     assert "--explain stage3-optimizer_param_cpu-full" in out  # it takes the least
+    assert re.search(r"^less .* adapter=lora precision.weights=int4  ", out, re.MULTILINE)
     assert "plan " not in out
 
 
