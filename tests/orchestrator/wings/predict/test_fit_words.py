@@ -93,15 +93,13 @@ def test_a_narrow_terminal_loses_columns_before_it_cuts_names() -> None:
     assert narrowed(table, 20).left_out == ("tokens/step", "activations", "largest part")
 
 
-@pytest.mark.parametrize(
-    ("data", "told"), [("data=pairs", "tokens, padding included, are"), ("data=text", "tokens are")]
-)
+@pytest.mark.parametrize(("packing", "told"), [("false", "tokens, padding included, are"), ("true", "tokens are")])
 def test_a_job_says_whether_its_tokens_include_padding(
-    data: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    packing: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fit_words, "tokens_of_an_epoch", lambda config: 4096)
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 9)
     config = command._points(
-        f"model=llama_tiny hardware=a10 data=pairs {data} data.path={tmp_path}/data.jsonl".split(), None
+        f"model=llama_tiny hardware=a10 data=pairs data.packing={packing} data.path={tmp_path}/data.jsonl".split(), None
     )[0]
     assert told in fit_words.length_text(fit_words.Length(epochs=1), config.config, None)
