@@ -46,7 +46,7 @@ def build(config: RunConfig, encode: Encode | None, encode_pairs: Any) -> TokenD
         return _made(config, "synthetic images", Images(config, sample_of(config)), b"")
     if data.kind is DataKind.pairs and not data.packing:
         assert data.path is not None
-        pairs = (encode_pairs or bytes_of_pairs)(read_pairs(Path(data.path)))
+        pairs = (encode_pairs.encode if encode_pairs else bytes_of_pairs)(read_pairs(Path(data.path)))
         translated = Translations(pairs, seq, config)
         return _made(config, f"pairs:{Path(data.path).name}", translated, translated.stored, translated.notes)
     # A window is a sequence and the token after it; that of an encoder-decoder is a source and its continuation.

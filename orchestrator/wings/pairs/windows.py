@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from orchestrator.text.units import many
 from orchestrator.wings.pairs.pairs_file import Pair, read_pairs
 from orchestrator.workloads.sources import Example, IntArray, Windows
 
@@ -30,7 +31,11 @@ class Encoded(NamedTuple):
     answered: tuple[tuple[int, int], ...] = ()
 
 
-EncodePairs = Callable[[Sequence[Pair]], list[Encoded]]
+class EncodePairs(NamedTuple):
+    """How pairs become tokens. writes_roles: whether the tokens say whose turn it is, by a chat template."""
+
+    encode: Callable[[Sequence[Pair]], list[Encoded]]
+    writes_roles: bool
 
 
 def joined(parts: Sequence[tuple[list[int], list[int]]]) -> Encoded:
@@ -67,8 +72,10 @@ class PairWindows(Windows):
     `cut`: how many pairs lost their end; `left_out`: how many lost every answer. ValueError if none is left.
     """
 
-    def __init__(self, pairs: Sequence[Encoded], seq: int) -> None:
+    def __init__(self, pairs: Sequence[Encoded], seq: int, *, without_roles: int = 0) -> None:
+        """without_roles: how many pairs are conversations whose tokens do not say whose turn it is."""
         super().__init__(seq)
+        self._without_roles = without_roles
         self._length = seq + 1
         spans = [(*pair.answered, (len(pair.prompt), len(pair.prompt) + len(pair.answer))) for pair in pairs]
         kept = [(pair, own) for pair, own in zip(pairs, spans, strict=True) if own[0][0] < self._length]
@@ -101,6 +108,11 @@ class PairWindows(Windows):
             found.append(f"{self.cut} of {self.count} pairs are longer than batch.seq and lose their end")
         if self.left_out:
             found.append(f"{self.left_out} pairs are left out: batch.seq holds nothing of their responses")
+        if self._without_roles:
+            found.append(
+                f"the turns of {many(self._without_roles, 'conversation')} are joined without their roles: a chat "
+                "template in model.path would write them"
+            )
         return tuple(found)
 
     @property
@@ -158,7 +170,9 @@ class PairWindows(Windows):
 def read_windows(path: Path, seq: int, fraction: float, encode: EncodePairs | None) -> PairWindows:
     """The windows of a file. `encode`: None makes a token of each byte. ValueError if there are too few pairs for
     training and, with a `fraction` above 0, validation."""
-    windows = PairWindows((encode or bytes_of_pairs)(read_pairs(path)), seq)
+    pairs, (encode_pairs, writes_roles) = read_pairs(path), encode or EncodePairs(bytes_of_pairs, writes_roles=False)
+    without_roles = 0 if writes_roles else sum(len(pair.turns) > 1 for pair in pairs)
+    windows = PairWindows(encode_pairs(pairs), seq, without_roles=without_roles)
     if windows.count < (2 if fraction else 1):
         raise ValueError(
             f"data: expected at least 2 pairs that batch.seq={seq} holds, for training and validation, found "

@@ -69,22 +69,23 @@ class Texts(NamedTuple):
 def pair_encoder(folder: str | Path) -> EncodePairs:
     """The tokens of pairs by the tokenizer of a local folder: as its chat template writes them, or without one the
     prompt, the response and the tokenizer's end token. ValueError for a template that cannot be divided."""
-    return _PairEncoder(_loaded(folder)).encode
+    encoder = _PairEncoder(_loaded(folder))
+    return EncodePairs(encoder.encode, encoder.has_template)
 
 
 class _PairEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
 
     def encode(self, pairs: Sequence[Pair]) -> list[Encoded]:
         if not pairs:
             return []
-        parts = [self._templated(pair) if self._has_template else list(plain_parts(pair)) for pair in pairs]
+        parts = [self._templated(pair) if self.has_template else list(plain_parts(pair)) for pair in pairs]
         texts = [text for one in parts for part in one for text in part]
         ids = iter(self._ids(texts))
         found = [[(next(ids), next(ids)) for _ in one] for one in parts]
-        if self._has_template:
+        if self.has_template:
             return list(map(joined, found))
         end = [] if self.end is None else [self.end]
         for pair, one in zip(pairs, found, strict=True):
@@ -94,7 +95,7 @@ class _PairEncoder:
 
     def prompt(self, turns: Sequence[Mapping[str, str]]) -> list[int]:
         """The tokens of a prompt alone."""
-        if self._has_template:
+        if self.has_template:
             return self._ids([self._rendered(turns, opens_answer=True)])[0]
         ids: list[int] = self._tokenizer(Pair(tuple(turns), "").prompt, verbose=False)["input_ids"]
         return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids
@@ -103,7 +104,7 @@ class _PairEncoder:
     def end(self) -> int | None:
         """The token that ends a response: the first special one that the template writes after it, or else the
         tokenizer's end token."""
-        if self._has_template:
+        if self.has_template:
             ((_, response),) = self._templated(Pair(({"role": "user", "content": "a"},), "b"))
             special = set(self._tokenizer.all_special_ids)
             found = next((token for token in self._ids([response])[0] if token in special), None)

@@ -262,6 +262,7 @@ def test_every_answer_of_a_conversation_is_trained_and_the_rest_is_context(tmp_p
     ignored = IGNORED_LABEL
     assert labels == [ignored, ignored, *b"bc\0", ignored, *b"e\0", *4 * [ignored]]
     assert data.learned_tokens(1) == 5
+    assert data.notes[0].startswith("the turns of 1 conversation are joined without their roles")
     (example,) = data.examples(1)
     assert (bytes(example.prompt), bytes(example.answer)) == (b"!\nabc\0d", b"e\0")
     short = load(write(tmp_path / "p.json", [TALK]), seq=4)  # holds a part of the first answer alone
@@ -328,7 +329,7 @@ def _encoded(folder: Path) -> list[Any]:
     """Tokens of one pair by the tokenizer with its chat template, without it, and with a template that hides turns."""
     from transformers import AutoTokenizer
 
-    from orchestrator.wings.pretrained.tokenizer import _PairEncoder, texts_of
+    from orchestrator.wings.pretrained.tokenizer import _PairEncoder, pair_encoder, texts_of
 
     model, _ = make_sft_files(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
@@ -336,7 +337,7 @@ def _encoded(folder: Path) -> list[Any]:
     texts = texts_of(model, 384)
     (templated,) = _PairEncoder(tokenizer).encode([pair])
     found: list[Any] = [tokenizer.decode(part) for part in templated[:2]]
-    found += [texts.ask("two?") == templated.prompt, tokenizer.decode([texts.end])]
+    found += [texts.ask("two?") == templated.prompt, tokenizer.decode([texts.end]), pair_encoder(model).writes_roles]
     tokenizer.chat_template = None
     (plain,) = _PairEncoder(tokenizer).encode([pair])
     found += [tokenizer.decode(part) for part in plain[:2]]
@@ -349,10 +350,11 @@ def _encoded(folder: Path) -> list[Any]:
 
 
 def test_pairs_are_written_by_the_chat_template_or_else_end_with_the_end_token(tmp_path: Path) -> None:
-    prompt, response, asks_alike, end, plain, plain_response, refused = run_alone(_encoded, tmp_path)
+    prompt, response, asks_alike, end, writes_roles, plain, plain_response, refused = run_alone(_encoded, tmp_path)
     assert prompt == "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n"
     assert response == "2<|im_end|>\n"
     assert (asks_alike, end) == (True, "<|im_end|>")
+    assert writes_roles
     assert (plain, plain_response) == ("two?", "2<|endoftext|>")
     assert "expected a chat template whose text of a prompt begins" in refused
 
