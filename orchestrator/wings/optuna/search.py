@@ -15,6 +15,7 @@ from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.compose.settable import read_tree
+from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INTERRUPTED
 from orchestrator.launch.cluster import cluster_of
@@ -25,7 +26,7 @@ from orchestrator.records import sweep_record
 from orchestrator.records.sweep_record import SweepPaths
 from orchestrator.report import comparison, ranking, sweep_table
 from orchestrator.report.screen import Screen, make_console
-from orchestrator.report.summary import Row, run_command
+from orchestrator.report.summary import Row, plan_rows, run_command
 from orchestrator.text.extras import install_line
 from orchestrator.text.paths import program, verb
 from orchestrator.text.units import many
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     os.umask(0o077)  # only the user can read what the runs write
     command = ("search", *typed.folders(), *typed.overrides)
     settings = Asked((line.by,), asked.retry, tuple(typed.folders()), line.fixed, _identity(line), command)
-    search = Search(line, settings, Path(first.config.output), Screen(make_console(on_stderr=asked.json)))
+    search = Search(line, settings, first.config, Screen(make_console(on_stderr=asked.json)))
     try:
         search.run()
     except KeyboardInterrupt:
@@ -116,15 +117,16 @@ def _identity(line: SearchLine) -> str:
 class Search:
     """A search that is under way: its trials so far, in the order in which they were proposed."""
 
-    def __init__(self, line: SearchLine, asked: Asked, output: Path, screen: Screen) -> None:
-        self._line, self._asked, self._output, self._screen = line, asked, output, screen
+    def __init__(self, line: SearchLine, asked: Asked, config: RunConfig, screen: Screen) -> None:
+        """config: of one trial."""
+        self._line, self._asked, self._config, self._screen = line, asked, config, screen
         self._known: dict[tuple[str, ...], Trial] = {}
         self._told: set[Path | None] = set()  # folders of the trials that an earlier command has measured
 
     @property
     def sweep(self) -> SweepPaths | None:
         """The records of all trials; None before the first batch."""
-        there = sweep_record.all_sweeps(self._output)
+        there = sweep_record.all_sweeps(self._config.output)
         return next((one for one in there if sweep_record.is_sweep(one, "", self._asked.study)), None)
 
     def run(self) -> None:
@@ -136,7 +138,8 @@ class Search:
         higher_first = ranking.METRICS[self._line.by].higher_first
         order = "higher" if higher_first else "lower"
         self._screen.say(f"{many(self._line.trials, 'trial')} by {self._line.by}, {order} first", "bold")
-        self._screen.rows([Row(one.key, one.described()) for one in self._line.searched])
+        about = [row for row in plan_rows(self._config, "") if row.name in ("model", "data")]
+        self._screen.rows([*(Row(one.key, one.described()) for one in self._line.searched), *about])
         if not higher_first and any(one.key.startswith("batch.") for one in self._line.searched):
             self._screen.warn(
                 f"trials with more tokens a step have an easier {self._line.by}: search the batch by=tokens_per_second"

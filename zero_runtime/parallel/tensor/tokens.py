@@ -16,7 +16,7 @@ Parameters that are used by parts alone get a term of their gradient on each ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,12 +83,12 @@ class TokenParts:
     def begin(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part [B, P/k, D] of hidden states [B, T, D], with P the next multiple of k; zeros behind T."""
         self._length, self._ended = whole.shape[1], None
-        part: torch.Tensor = _Own.apply(whole, self._axis)
+        part: torch.Tensor = _ToPart.apply(whole, self._axis, own_part)
         return part
 
     def summed(self, terms: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum of every rank's terms [B, T, D]."""
-        part: torch.Tensor = _SumToParts.apply(terms, self._axis)
+        part: torch.Tensor = _ToPart.apply(terms, self._axis, summed_part)
         return part
 
     def read(self, part: torch.Tensor, whole: torch.Tensor | None = None) -> Read:
@@ -180,17 +180,21 @@ def _padded(values: torch.Tensor, degree: int) -> torch.Tensor:
     return F.pad(values, (0, 0, 0, missing)) if missing else values
 
 
-class _Own(torch.autograd.Function):
-    """This rank's part; in backward the parts of all ranks, since what is before has the same gradient on each."""
+Divide = Callable[[torch.Tensor, TensorAxis], torch.Tensor]
+
+
+class _ToPart(torch.autograd.Function):
+    """This rank's part of a tensor that all ranks have, or of the sum of their terms (`divide`: own_part, summed_part);
+    in backward the parts of all ranks, since what is before has the same gradient on each."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    def forward(ctx: Any, whole: torch.Tensor, axis: TensorAxis, divide: Divide) -> torch.Tensor:
         ctx.axis, ctx.length = axis, whole.shape[1]
-        return own_part(whole, axis)
+        return divide(whole, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return joined(grad, ctx.axis, ctx.length), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return joined(grad, ctx.axis, ctx.length), None, None
 
 
 class _Joined(torch.autograd.Function):
@@ -220,19 +224,6 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return summed_part(grad, ctx.axis), None, None, None
-
-
-class _SumToParts(torch.autograd.Function):
-    """This rank's part of the sum of all terms; in backward the parts of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, terms: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
-        ctx.axis, ctx.length = axis, terms.shape[1]
-        return summed_part(terms, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return joined(grad, ctx.axis, ctx.length), None
 
 
 class _LinearOfWhole(torch.autograd.Function):

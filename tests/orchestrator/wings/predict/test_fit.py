@@ -117,9 +117,7 @@ def test_a_larger_limit_fits_a_larger_micro_batch_and_the_next_one_exceeds_it(sa
 def test_where_nothing_fits_the_nearest_row_is_named_with_its_reason(say: Say) -> None:
     code, out, _ = say(*LINE, "resources.ranks=1", "hardware.memory_mib=500")
     assert code == 1
-    assert "do not fit" in out
-    assert "micro-batch 1 uses up to" in out
-    assert "of 500 MiB" in out
+    assert re.search("do not fit .*: micro-batch 1 uses up to .* of 500 MiB", out)
     assert "--explain stage3-optimizer_param_cpu-full" in out  # it takes the least
     assert re.search(r"^less .* adapter=lora precision.weights=int4  ", out, re.MULTILINE)
     assert "plan " not in out
