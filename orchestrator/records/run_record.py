@@ -30,7 +30,7 @@ from orchestrator.records.record_file import (
     warn_once,
     write_json_atomic,
 )
-from orchestrator.records.record_shapes import PROCESS, RESULT, STATE, misfit
+from orchestrator.records.record_shapes import PROCESS, RANK, RESULT, STATE, misfit
 from orchestrator.records.run_state import MOVES, RunState
 
 SCHEMA = 1
@@ -210,6 +210,12 @@ class Attempt:
             return False
         return not is_alive(owner["pid"], owner["started"])
 
+    @property
+    def has_living_ranks(self) -> bool:
+        """Whether a rank runs on this machine. Ranks end with their owner, but not at the same moment."""
+        records = [read_or_warn(path, RANK) for path in self.paths.root.glob("rank*.json")]
+        return any(is_alive(one["pid"], one["started"]) for one in records if one is not None)
+
     def move(self, state: RunState, **facts: object) -> None:
         """Changes the state and writes it, with `facts` and all earlier facts. The transition must be in MOVES."""
         assert state in MOVES[self.state], f"{self.paths.root}: no way from {self.state.value} to {state.value}"
@@ -235,12 +241,12 @@ def settle(paths: AttemptPaths) -> RunState:
 
 def settled(paths: AttemptPaths) -> Attempt:
     """The attempt with its current state. If its owner died while it ran, it becomes `ok` if it has a valid result,
-    else `lost`.
+    else `lost`, once its ranks have ended, which may be writing the result.
 
     BadRecord if its state cannot be read. A new state that cannot be written, as by another user, is returned anyway.
     """
     attempt = Attempt.reopen(paths)
-    if attempt.state.final or not attempt.owner_is_gone:
+    if attempt.state.final or not attempt.owner_is_gone or attempt.has_living_ranks:
         return attempt
     state, facts = RunState.lost, {"message": "the command that watched it has ended"}
     if attempt.state is not RunState.queued and paths.result.exists():

@@ -19,6 +19,7 @@ import pytest
 from harness.patience import HANG_S, wait_until
 from points import STUB, make_config, make_point
 from rich.console import Console
+from stub_worker import make_result
 
 from orchestrator.commands import run as study
 from orchestrator.commands.run import run_point
@@ -26,7 +27,7 @@ from orchestrator.config.schema import Checkpoint, CheckpointKind, Device, RunCo
 from orchestrator.launch import environment, local_executor
 from orchestrator.launch.local_run import PointRun
 from orchestrator.machine.processes import is_alive, session_members
-from orchestrator.records.record_file import read_json
+from orchestrator.records.record_file import read_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths, new_attempt
 from orchestrator.records.run_state import RunState
 from orchestrator.report.screen import Screen
@@ -215,6 +216,22 @@ def test_a_run_cancelled_after_its_result_was_written_counts_as_measured(tmp_pat
     wait_until(attempt.paths.result.exists)
     run.cancel("somebody stopped it")
     assert attempt.state is RunState.ok
+
+
+def test_a_result_that_is_written_while_the_ranks_end_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that holds the ranks was killed when rank 0 was writing it."""
+    point = make_point(make_config(tmp_path))
+    attempt = new_attempt(tmp_path, to_dict(point.config), "a", "cpu")
+
+    def end() -> None:
+        write_json_atomic(attempt.paths.result, make_result(point.config))
+
+    job = SimpleNamespace(session=0, controller_alive=lambda: False, end=end)
+    monkeypatch.setattr(local_executor, "submit", lambda *others: job)
+    verdict = PointRun(point, attempt, STUB).look()
+    assert verdict is not None
+    assert (verdict.state, attempt.state) == (RunState.ok, RunState.ok)
+    assert verdict.note.startswith("after the result was written: the process that starts and holds the ranks ended")
 
 
 def test_no_process_survives_a_killed_command(command: subprocess.Popen[bytes], tmp_path: Path) -> None:

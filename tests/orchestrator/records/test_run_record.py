@@ -12,7 +12,15 @@ from orchestrator.config.schema import from_dict, to_dict
 from orchestrator.config.strict import ConfigError
 from orchestrator.records import run_record
 from orchestrator.records.record_file import read_json, require_json, write_json_atomic
-from orchestrator.records.run_record import Attempt, all_attempts, attempts_at, new_attempt, point_id, settle
+from orchestrator.records.run_record import (
+    Attempt,
+    all_attempts,
+    attempts_at,
+    new_attempt,
+    point_id,
+    settle,
+    this_process,
+)
 from orchestrator.records.run_state import MOVES, RunState
 from orchestrator.records.sweep_record import Planned, open_sweep
 from zero_runtime.process_identity import mark
@@ -142,6 +150,10 @@ def test_an_attempt_whose_owner_ended_is_ok_if_it_has_a_result_and_lost_otherwis
         attempt.move(RunState.running)
         assert settle(attempt.paths) is RunState.running, "this process owns it"
         disown(attempt)
+        rank = {"rank": 0, "state": "running", "time": 1.0, **this_process()}
+        write_json_atomic(attempt.paths.rank_record(0), rank)
+        assert settle(attempt.paths) is RunState.running, "its rank has not ended yet, and may write the result"
+        write_json_atomic(attempt.paths.rank_record(0), {**rank, "pid": 2**22 + 1})
         if result:
             write_json_atomic(attempt.paths.result, make_result(make_config(tmp_path)))
         assert settle(attempt.paths) is state
