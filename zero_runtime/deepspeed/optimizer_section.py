@@ -37,12 +37,13 @@ class ChosenOptimizer:
     weight_decay: float
 
 
+_WIDTH = "muP's scaling by width is not here; give groups with rates of their own to AdamW or SGD"
 _REFUSED = {
     "onebitlamb": "its compressed communication is not here; use Lamb",
     "zerooneadam": "its compressed communication is not here; use Adam or AdamW",
-    "muadam": "muP's scaling by width is not here; give groups with rates of their own to AdamW",
-    "muadamw": "muP's scaling by width is not here; give groups with rates of their own to AdamW",
-    "musgd": "muP's scaling by width is not here; give groups with rates of their own to SGD",
+    "muadam": _WIDTH,
+    "muadamw": _WIDTH,
+    "musgd": _WIDTH,
     **{name.lower(): reason for name, reason in TORCH_REFUSED.items()},
 }
 _COMMON = {
@@ -55,10 +56,9 @@ _COMMON = {
     "set_grad_none": idle(BOOL),
     "max_grad_norm": Key(ANY, only=(), reason="it belongs at the top level, as gradient_clipping"),
 }
+_MOMENTS = {**_COMMON, "betas": mapped(PAIR), "eps": mapped(NUMBER)}
 _ADAM = {
-    **_COMMON,
-    "betas": mapped(PAIR),
-    "eps": mapped(NUMBER),
+    **_MOMENTS,
     "amsgrad": mapped(BOOL),
     "adam_w_mode": mapped(BOOL),
     "torch_adam": mapped(BOOL),
@@ -66,9 +66,7 @@ _ADAM = {
     "fp32_optimizer_states": only(True, kind=BOOL, reason="optimizer states are fp32 here"),
 }
 _ONE_BIT_ADAM = {
-    **_COMMON,
-    "betas": mapped(PAIR),
-    "eps": mapped(NUMBER),
+    **_MOMENTS,
     "freeze_step": mapped(WHOLE),
     "amsgrad": only(False, kind=BOOL, reason="1-bit Adam has none"),
     # DeepSpeed's class has these two and reads neither.
@@ -79,9 +77,7 @@ _ONE_BIT_ADAM = {
 }
 _LION = {**_COMMON, "betas": mapped(PAIR)}
 _LAMB = {
-    **_COMMON,
-    "betas": mapped(PAIR),
-    "eps": mapped(NUMBER),
+    **_MOMENTS,
     "bias_correction": mapped(BOOL),
     "amsgrad": only(False, kind=BOOL, reason="Lamb has none"),
     "eps_inside_sqrt": only(False, kind=BOOL, reason="eps is added to the root here"),

@@ -109,10 +109,8 @@ class PairWindows(Windows):
         if self.left_out:
             found.append(f"{self.left_out} pairs are left out: batch.seq holds nothing of their responses")
         if self._without_roles:
-            found.append(
-                f"the turns of {many(self._without_roles, 'conversation')} are joined without their roles: a chat "
-                "template in model.path would write them"
-            )
+            talks = many(self._without_roles, "conversation")
+            found.append(f"the turns of {talks} are joined without roles: a chat template in model.path writes them")
         return tuple(found)
 
     @property

@@ -262,7 +262,7 @@ def test_every_answer_of_a_conversation_is_trained_and_the_rest_is_context(tmp_p
     ignored = IGNORED_LABEL
     assert labels == [ignored, ignored, *b"bc\0", ignored, *b"e\0", *4 * [ignored]]
     assert data.learned_tokens(1) == 5
-    assert data.notes[0].startswith("the turns of 1 conversation are joined without their roles")
+    assert data.notes[0].startswith("the turns of 1 conversation are joined without roles")
     (example,) = data.examples(1)
     assert (bytes(example.prompt), bytes(example.answer)) == (b"!\nabc\0d", b"e\0")
     short = load(write(tmp_path / "p.json", [TALK]), seq=4)  # holds a part of the first answer alone
