@@ -109,8 +109,7 @@ class SweepWatch:
         elapsed = time.strftime("%H:%M:%S", time.gmtime(max(0, time.time() - self._begun)))
         gpus = "" if self._is_sent else wings.load(wings.GPUS)()  # a cluster's GPUs are not this machine's
         title = f"{self._sweep.name}   done {sum(one.state.final for one in current)}/{len(current)}   {elapsed}{gpus}"
-        leave = f"Ctrl-C: {self._leaving}"
-        title = "   ".join(filter(None, [title, sweep_table.left_text(current)]))
+        leave = "   ".join(filter(None, [sweep_table.left_text(current), f"Ctrl-C: {self._leaving}"]))
         gap = "   " if len(title) + len(leave) + 3 <= self._screen.console.width else "\n"
         rows, room = current, max(5, self._screen.console.height - 6)
         if len(rows) > room:  # running points first, then queued ones, then those that have ended
