@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero_runtime.deepspeed.json_text import shown
-from zero_runtime.deepspeed.schema import ANY, BOOL, NUMBER, PAIR, TEXT, WHOLE, Key, Reader, idle, mapped, only
+from zero_runtime.deepspeed.schema import ANY, BOOL, NUMBER, PAIR, TEXT, WHOLE, Key, Reader, all_idle, mapped, only
 from zero_runtime.errors import PlanError
 from zero_runtime.limits import ConfigError
 from zero_runtime.optim.configs import (
@@ -49,11 +49,9 @@ _REFUSED = {
 _COMMON = {
     "lr": mapped(NUMBER),
     "weight_decay": mapped(NUMBER),
-    "foreach": idle(ANY),
-    "fused": idle(ANY),
-    "capturable": idle(ANY),
+    **all_idle(ANY, "foreach", "fused", "capturable"),
     "differentiable": only(False, kind=BOOL, reason="updates are not differentiated; set it to false"),
-    "set_grad_none": idle(BOOL),
+    **all_idle(BOOL, "set_grad_none"),
     "max_grad_norm": Key(ANY, only=(), reason="it belongs at the top level, as gradient_clipping"),
 }
 _MOMENTS = {**_COMMON, "betas": mapped(PAIR), "eps": mapped(NUMBER)}
@@ -70,10 +68,8 @@ _ONE_BIT_ADAM = {
     "freeze_step": mapped(WHOLE),
     "amsgrad": only(False, kind=BOOL, reason="1-bit Adam has none"),
     # DeepSpeed's class has these two and reads neither.
-    "bias_correction": idle(BOOL),
-    "eps_inside_sqrt": idle(BOOL),
-    "cuda_aware": idle(BOOL),
-    "comm_backend_name": idle(TEXT),
+    **all_idle(BOOL, "bias_correction", "eps_inside_sqrt", "cuda_aware"),
+    **all_idle(TEXT, "comm_backend_name"),
 }
 _LION = {**_COMMON, "betas": mapped(PAIR)}
 _LAMB = {

@@ -20,7 +20,7 @@ from orchestrator.wings.kinds.kind import sample_of
 from orchestrator.wings.predict import fit_arithmetic, note_ledger, take
 from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.fit_rows import Fit
-from orchestrator.wings.predict.fit_words import Length
+from orchestrator.wings.predict.fit_words import Length, with_less
 from orchestrator.wings.predict.moments import all_moments
 from orchestrator.wings.predict.prediction import hardware_name
 from orchestrator.wings.predict.speed import NOT_SHOWN, ROUGH, Speed
@@ -29,7 +29,6 @@ from orchestrator.wings.profile import costs
 from orchestrator.wings.words.machine_names import values
 
 # How a count of torch differs from the tensors that are counted here (device_overhead.py).
-LORA = ("adapter=lora", "precision.weights=int4")
 WORKSPACES = "of tensors; torch.cuda.max_memory_allocated also counts cuBLAS's workspaces, 64 MiB on Hopper"
 # Columns in the order in which a narrow terminal leaves them out.
 DROPPED = (
@@ -206,8 +205,10 @@ class FitPage:
 
     def _propose(self, best: Sequence[Fit], more: Sequence[str] = ()) -> None:
         explained = [Row("explain", f"{program()} {self._line(*more, '--explain', one.label)}") for one in best[:1]]
-        if not any(one.micro for one in best) and "adapter" not in values(self._words):
-            explained.append(Row("less", f"{program()} {self._line(*LORA)}     # adapters beside weights in 4 bits"))
+        if not any(one.micro for one in best) and (less := with_less(self._words)):
+            explained.append(
+                Row("less", f"{program()} {self._line(*less)}     # trains adapters beside frozen weights")
+            )
         self._propose_run(best, explained)
 
     def _propose_run(self, best: Sequence[Fit], rows: Sequence[Row] = ()) -> None:

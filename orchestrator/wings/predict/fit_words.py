@@ -66,6 +66,13 @@ def with_folder(word: str) -> list[str]:
     return [*(["model=pretrained"] if key == "model" else []), f"model.path={folder}"]
 
 
+def with_less(words: Sequence[str]) -> list[str]:
+    """What to add to a line of which nothing fits, so that less is trained; empty if adapters are asked for already."""
+    given = values(words).keys()
+    coded = ["precision.weights=int4"] * given.isdisjoint(("offload", "parallel.tp", "precision.weights"))
+    return [] if "adapter" in given else ["adapter=lora", *coded]
+
+
 def job_of(words: Sequence[str]) -> tuple[Length | None, list[str]]:
     """The job that the words ask about, and the words without it. With measure=train epochs are a run's own."""
     given = values(words)
