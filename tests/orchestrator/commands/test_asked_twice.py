@@ -69,9 +69,15 @@ class Asking:
         return Answer(code, [line for line in lines if not line.startswith(PROGRESS)])
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all questions: a plan names that of its outputs."""
+    return tmp_path_factory.mktemp("place")
+
+
 @pytest.fixture
-def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Asking:
-    monkeypatch.chdir(tmp_path)
+def ask(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Asking:
+    monkeypatch.chdir(place)
     monkeypatch.setattr(counting_child, "start_process", WarmShapes)
     monkeypatch.setattr(calibrate, "measure", Measured())
     monkeypatch.setattr(calibrate, "BUDGET_S", math.inf)
