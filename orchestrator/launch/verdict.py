@@ -163,7 +163,9 @@ class Watch:
 
         waits: since the last look, the ranks have waited for their turn, which the time limit leaves out.
         """
-        alive = self._controller_alive()  # read before the files: after the controller's death no new files appear
+        alive = (
+            self._controller_alive()
+        )  # read before the files: its ranks end a moment after it, and may write until then
         now = self._clock()
         self._waited_s += now - self._looked if waits else 0.0
         self._looked = now

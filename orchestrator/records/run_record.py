@@ -241,7 +241,7 @@ def settle(paths: AttemptPaths) -> RunState:
 
 def settled(paths: AttemptPaths) -> Attempt:
     """The attempt with its current state. If its owner died while it ran, it becomes `ok` if it has a valid result,
-    else `lost`, once its ranks have ended, which may be writing the result.
+    else `lost`; not while a rank of it lives, which may be writing the result.
 
     BadRecord if its state cannot be read. A new state that cannot be written, as by another user, is returned anyway.
     """

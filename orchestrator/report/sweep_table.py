@@ -158,10 +158,11 @@ def running_text(standings: Sequence[Standing]) -> str:
 
 
 def left_text(standings: Sequence[Standing]) -> str:
-    """The time of the steps that are left of points that take turns; empty if no point waits for its turn."""
-    running = [found for point in standings if (found := progress_of(point)) is not None]
-    left_s = sum(found.left_s or 0 for found in running)
-    return f"{duration(left_s)} of steps left in all" if left_s and any(found.waits for found in running) else ""
+    """The time of the steps that are left of points that take turns, on the slots that have the most of it; empty if no
+    point waits for its turn."""
+    running = [(point.slots, found) for point in standings if (found := progress_of(point)) is not None]
+    left_s = [sum(other.left_s or 0.0 for at, other in running if at == slots) for slots, _ in running]
+    return f"{duration(max(left_s))} of steps left in all" if any(found.waits for _, found in running) else ""
 
 
 def reason(point: Standing) -> str:

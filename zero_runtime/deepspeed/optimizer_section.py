@@ -41,9 +41,7 @@ _WIDTH = "muP's scaling by width is not here; give groups with rates of their ow
 _REFUSED = {
     "onebitlamb": "its compressed communication is not here; use Lamb",
     "zerooneadam": "its compressed communication is not here; use Adam or AdamW",
-    "muadam": _WIDTH,
-    "muadamw": _WIDTH,
-    "musgd": _WIDTH,
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), _WIDTH),
     **{name.lower(): reason for name, reason in TORCH_REFUSED.items()},
 }
 _COMMON = {
@@ -67,7 +65,7 @@ _ONE_BIT_ADAM = {
     **_MOMENTS,
     "freeze_step": mapped(WHOLE),
     "amsgrad": only(False, kind=BOOL, reason="1-bit Adam has none"),
-    # DeepSpeed's class has these two and reads neither.
+    # DeepSpeed's class has the first two and reads neither.
     **all_idle(BOOL, "bias_correction", "eps_inside_sqrt", "cuda_aware"),
     **all_idle(TEXT, "comm_backend_name"),
 }

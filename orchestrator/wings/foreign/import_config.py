@@ -143,8 +143,7 @@ def _show(
     screen = Screen(make_console(on_stderr=as_json))
     acting = [one for one in result.keys if one.fate is not Fate.idle]
     idle_keys = [one for one in result.keys if one.fate is Fate.idle]
-    rows = tuple(map(_cells, acting))
-    screen.table(Table(("key", "value", "here", "because"), rows, names=4, drops=("because",)))
+    screen.table(Table(("key", "value", "here", "because"), tuple(map(_cells, acting)), names=4, drops=("because",)))
     idle = [f"{one.key} ({one.value})" if one.value.startswith("auto =") else one.key for one in idle_keys]
     if idle:
         screen.say(f"without effect here: {', '.join(idle)}")

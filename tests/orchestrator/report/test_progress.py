@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, Standing
 from orchestrator.report.progress import progress
-from orchestrator.report.sweep_table import running_text, standing_row
+from orchestrator.report.sweep_table import left_text, running_text, standing_row
 from orchestrator.text.units import duration
 
 CONFIG = {"measure": {"warmup_steps": 2, "steps": 8, "rounds": 4}}
@@ -73,6 +74,8 @@ def test_a_line_of_a_log_names_the_points_at_work_and_counts_those_that_wait(tmp
         "2 s of steps left in all"  # five steps of each of two points
     )
     assert running_text([done]) == ""
+    apart = [replace(point, slots=(point.label,)) for point in running]
+    assert left_text(apart) == "1 s of steps left in all", "points on slots of their own run side by side"
 
 
 def test_further_rounds_of_points_that_take_turns_are_time_that_is_left() -> None:

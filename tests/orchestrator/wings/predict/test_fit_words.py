@@ -103,3 +103,16 @@ def test_a_job_says_whether_its_tokens_include_padding(
         f"model=llama_tiny hardware=a10 data=pairs data.packing={packing} data.path={tmp_path}/data.jsonl".split(), None
     )[0]
     assert told in fit_words.length_text(fit_words.Length(epochs=1), config.config, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        ("zero=stage3", ["adapter=lora", "precision.weights=int4"]),
+        ("parallel.tp=2", ["adapter=lora"]),  # codes are refused beside slices, and beside offloaded parameters
+        ("offload=param_cpu", ["adapter=lora"]),
+        ("adapter=lora", []),
+    ],
+)
+def test_adapters_are_proposed_with_what_they_go_with(words: str, more: list[str]) -> None:
+    assert fit_words.with_less(words.split()) == more
