@@ -97,22 +97,26 @@ def program(*words: str) -> Any:
 
 
 def fitting(words: Sequence[str], labels: Sequence[str]) -> Iterator[Row]:
-    """The rows of `fit` with these labels that fit, each with the micro-batch of the words or with its largest."""
+    """The rows of `fit` with these labels that fit, each with the micro-batch of the words or with its largest.
+
+    A tight row is one of them: it must run, with memory that the allocator gives back and takes again.
+    """
     for row in program("fit", "--json", *words, *COMMON)["rows"]:
         if row["label"] not in labels or not row["micro"]:
             continue
         micro = f"batch.micro={row['micro']}"
         if "reserved_bytes" not in row:  # reserved bytes are predicted at a micro-batch that is asked for
             yield from fitting((*words, micro), [row["label"]])
-        elif row["fits"] == "yes":
+        elif row["fits"] in ("yes", "tight"):
             own = [word for word in row["overrides"] if not word.startswith(("hardware=", "batch.micro="))]
-            yield Row(row["label"], (*own, micro), row["micro"], row["peak_bytes"], row["reserved_bytes"])
+            label = row["label"] if row["fits"] == "yes" else f"{row['label']}, tight"
+            yield Row(label, (*own, micro), row["micro"], row["peak_bytes"], row["reserved_bytes"])
 
 
 def with_run(row: Row) -> Row:
     """The row with what its run on this GPU took."""
     point = program(*row.words, *RUN, "--json")
-    if point["state"] != "ok":
+    if point["state"] not in ("ok", "tight"):
         return replace(row, failure=point["message"] or point["state"])
     memory, throughput = point["result"]["memory"], point["result"]["throughput"]
     return replace(
