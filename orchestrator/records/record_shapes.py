@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
+from orchestrator.config.strict import MOST_BITS
 from orchestrator.records.run_state import RunState
 
 # A shape is a type or a tuple of types; an Enum class, for the value of one of its members; a list with one shape, for
@@ -235,12 +236,10 @@ def misfit(value: object, shape: Shape, at: str = "") -> str | None:
             return f"{_shortened(value)}{where} in place of an object"
         return _misfit_of_keys(value, shape, at)
     if isinstance(shape, type) and issubclass(shape, Enum):
-        try:
-            shape(value)
-        except ValueError:
-            return f"{_shortened(value)}{where}, which is no {shape.__name__}"
-        return None
-    return None if isinstance(value, shape) else f"{_shortened(value)}{where}"
+        known = value in [one.value for one in shape]
+        return None if known else f"{_shortened(value)}{where}, which is no {shape.__name__}"
+    is_held = not isinstance(value, int) or value.bit_length() <= MOST_BITS
+    return None if isinstance(value, shape) and is_held else f"{_shortened(value)}{where}"
 
 
 def _misfit_of_keys(value: Mapping[str, object], shape: Each | Mapping[str, Shape], at: str) -> str | None:

@@ -47,6 +47,7 @@ from orchestrator.wings.scripts.script_ranks import ScriptEnd
 from zero_runtime.predict.memory.activation_count import LinearTrace, Mark, Trace
 from zero_runtime.predict.timing.segments import SegmentTable
 from zero_runtime.predict.timing.work import LinearWork
+from zero_runtime.same_host import probe
 
 # Allowed beginnings of lines on stderr: any other line comes from a message with a line break in it.
 LINES = ("error: ", "nothing was started (exit 2)", "refused: ", "note: ", "warning: ", "== ", "in /")
@@ -112,6 +113,7 @@ class Typist:
         self.points = 0  # points composed for the last line
         for name in CANARIES:
             (self.work / f"{name}.py").write_text(CANARY)
+        probe.trouble()  # which starts two processes, once: here, where nothing is watched yet
         monkeypatch.chdir(self.work)
         for name, value in (
             *(("HOME", home), ("XDG_CACHE_HOME", home / "cache"), ("ZLAB_LOCKS", home / "locks")),
@@ -240,7 +242,7 @@ def _recorded(point: Point, *, as_json: bool, admission: object) -> int:
 
 
 def _no_ranks(*words: object, **settings: object) -> dict[str, Any]:
-    return {"answers": {}}  # ranks that had no time to measure anything
+    return {"answers": {}, "others_share": None}  # ranks that had no time to measure anything
 
 
 def _no_child() -> NoReturn:

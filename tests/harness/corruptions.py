@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,7 @@ CORRUPTIONS: dict[str, Callable[[Path], None]] = {
     "without its end": _written(lambda data: data[:-3]),
     "other digits": _written(_flipped),
     "one bit": _written(_one_flipped),
+    "large numbers": _written(lambda data: re.sub(rb"\b[1-9]\d*\b", b"9" * 400, data)),
     "null": _written(lambda data: b"null\n"),
     "a list": _written(lambda data: b"[]\n"),
     "an object": _written(lambda data: b"{}\n"),

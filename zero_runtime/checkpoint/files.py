@@ -139,7 +139,7 @@ def read_index(folder: Path) -> dict[str, str]:
             f"{path}: expected an index with a weight_map, found something else ({brief(error)}); copy the folder again"
         ) from error
     for file in places.values():
-        if Path(file).name != file:
+        if Path(file).name != file or len(file) > 255:  # the most that a file's name has on Linux
             raise CheckpointError(
                 f"{path}: expected names of files beside it, found {brief(file)!r}; copy the folder again"
             )

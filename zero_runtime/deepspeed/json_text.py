@@ -62,8 +62,9 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(_bare(text), object_pairs_hook=_once)
     except json.JSONDecodeError:
-        # It is no HJSON either, and the error of JSON is told; hjson raises IndexError where a text ends too soon.
-        with suppress(ImportError, ValueError, IndexError):
+        # It is no HJSON either, and the error of JSON is told; hjson raises IndexError where a text ends too soon, and
+        # OverflowError for a number beyond every float.
+        with suppress(ImportError, ValueError, IndexError, OverflowError):
             hjson = import_module("hjson")
             return hjson.loads(text, object_pairs_hook=_once)
         raise

@@ -109,7 +109,7 @@ def _hidden_size(settings: Mapping[str, str], args: TypedArguments | None) -> in
         if "model" in settings:
             file = folders.option_file(f"model/{settings['model']}", folders.config_folders(None))
             return None if file is None else hidden_size_of(yaml.safe_load(file.read_text(encoding="utf-8"))["config"])
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
         return None  # what is wrong with the model is reported when the point is composed
     return None
 

@@ -131,6 +131,6 @@ def _gpus_of(name: str, folder: str | None) -> int | None:
     file = option_file(f"{HARDWARE}/{name}", config_folders(folder))
     try:
         found = None if file is None else yaml.safe_load(file.read_text(encoding="utf-8")).get("gpus")
-    except (OSError, yaml.YAMLError, AttributeError):
+    except (OSError, ValueError, yaml.YAMLError, AttributeError, RecursionError):
         return None  # composing the file reports its problem
     return found if isinstance(found, int) and found > 0 else None

@@ -306,7 +306,7 @@ class _Hjson:
     @staticmethod
     def loads(text: str, object_pairs_hook: Any) -> Any:
         if text != HJSON:
-            raise ValueError(text)
+            raise {"{a": IndexError, "{a 1e999": OverflowError}.get(text, ValueError)(text)
         return object_pairs_hook([("train_batch_size", 8), ("gradient_clipping", 0.5)])
 
 
@@ -320,8 +320,9 @@ def test_hjson_is_read_where_its_package_is_and_else_the_error_names_it(
     assert "is read if the package hjson is installed" in refused(path)
     monkeypatch.setitem(sys.modules, "hjson", _Hjson)
     assert read_config(path, 2).clip_norm == 0.5
-    path.write_text("{a b c")
-    assert "line 1: expected JSON" in refused(path)
+    for text in ("{a b c", "{a", "{a 1e999"):
+        path.write_text(text)
+        assert "line 1: expected JSON" in refused(path)
 
 
 def test_a_missing_file_and_a_value_that_is_no_dict_are_refused() -> None:

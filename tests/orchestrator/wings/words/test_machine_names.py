@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from orchestrator.compose import arguments
@@ -62,6 +64,13 @@ def test_a_list_of_machines_is_one_axis() -> None:
     ):
         assert spelled(line.split(), None) == found
         assert spelled(found, None) == found
+
+
+@pytest.mark.parametrize("text", [b"\xff", b"gpus", b"[" * 2000, b"{", b"gpus: many"])
+def test_a_broken_option_is_left_to_what_composes_it(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware" / "mine.yaml").write_bytes(text)
+    assert spelled(["hardware=mine"], str(tmp_path)) == ["hardware=mine"]
 
 
 @pytest.mark.parametrize(
