@@ -27,7 +27,7 @@ OWN |= {"rich", "markdown_it", "mdurl", "pygments"}
 # The page of a report: its pictures and its template, with what these import.
 OWN |= {"matplotlib", "mpl_toolkits", "numpy", "PIL", "contourpy", "cycler", "kiwisolver", "pyparsing", "dateutil"}
 OWN |= {"packaging", "six", "jinja2", "markupsafe"}
-TENSORS = {"torch", "cuda", "numpy", "safetensors"}  # cuda: of NVIDIA, which torch imports where it is installed
+TENSORS = {"torch", "numpy", "safetensors"}
 # For each audit event that changes files: the argument positions of a path and of the folder that it is relative to.
 CHANGES = {
     **{"os.remove": ((0, 1),), "os.rmdir": ((0, 1),), "os.rename": ((0, 2), (1, 3)), "os.truncate": ((0, None),)},

@@ -11,6 +11,7 @@ from typing import Any
 
 import odd
 import pytest
+import torch.optim  # noqa: F401  here, and not while it is watched: torch's CUDA build asks ldconfig for libraries
 from harness.attack_counts import Tally
 from sandbox import TENSORS
 from trials import Trial, Wrong, attack, numbers

@@ -207,8 +207,9 @@ def _judge(answer: Answer, words: Sequence[str]) -> None:
 
 def _is_progress(line: str, code: int) -> bool:
     """Whether the line may be progress of a plan, which --json prints to stderr, if nothing is wrong; `choose` counts
-    its combinations before it finds that no speed can be predicted."""
-    return line.isprintable() and (code == 0 or re.match(r"[\d,]+ combinations?: ", line) is not None)
+    and measures before it finds that no speed can be predicted and that no run has a result."""
+    known = r"[\d,]+ (combination|point)s?: |measured [\d,]+ parts|confirming [\d,]+ candidate"
+    return line.isprintable() and (code == 0 or re.match(known, line) is not None)
 
 
 def _is_json(text: str) -> bool:
