@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,29 +53,40 @@ class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, labels = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for part in tiles(hidden, ctx.tile):
+
+        def parts() -> Iterator[tuple[slice, torch.Tensor]]:
             # Again, instead of gradients that forward has kept: the loss scale is in `grad`, and is applied before they
             # are rounded to 16 bits, as without tiles, at the cost of one more product with the weight.
-            logits = F.linear(hidden[part], weight, bias).float()
-            grad_logits = _grad_of_logits(logits, labels[part], ctx.ignored).mul_(grad).to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[part]
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0, dtype=torch.float32)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
+            for part in tiles(hidden, ctx.tile):
+                logits = F.linear(hidden[part], weight, bias).float()
+                yield part, _grad_of_logits(logits, labels[part], ctx.ignored).mul_(grad).to(hidden.dtype)
+
+        return (*head_gradients(ctx.needs_input_grad, (hidden, weight, bias), parts()), None, None, None)
+
+
+def head_gradients(
+    needs: Sequence[bool],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    parts: Iterable[tuple[slice, torch.Tensor]],
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of a linear head's inputs, in their dtypes; those of weight and bias are summed in fp32.
+
+    needs: which of the three are wanted, and maybe more. inputs: hidden [tokens, D], weight [V, D] and bias [V]. parts:
+    the tokens of each tile, and the gradients of its logits, [tokens, rows], of the first rows of the weight.
+    """
+    hidden, weight, bias = inputs
+    of_hidden = torch.empty_like(hidden) if needs[0] else None
+    of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
+    of_bias = None if bias is None or not needs[2] else torch.zeros_like(bias, dtype=torch.float32)
+    for part, grad_logits in parts:
+        rows = grad_logits.shape[1]
+        if of_hidden is not None:
+            torch.mm(grad_logits, weight[:rows], out=of_hidden[part])
+        if of_weight is not None:
+            of_weight[:rows] += grad_logits.T @ hidden[part]
+        if of_bias is not None:
+            of_bias[:rows] += grad_logits.sum(0, dtype=torch.float32)
+    return (of_hidden, *(None if one is None else one.to(weight.dtype) for one in (of_weight, of_bias)))
 
 
 def _grad_of_logits(logits: torch.Tensor, labels: torch.Tensor, ignored: int) -> torch.Tensor:
@@ -90,8 +101,5 @@ def tiles(hidden: torch.Tensor, tile: int) -> Iterator[slice]:
     """The tiles of all tokens. On fake tensors, whose memory is traced, three of the full size stand for any number of
     them above one: each allocates and frees what the one before did."""
     count = hidden.shape[0]
-    if isinstance(hidden, FakeTensor) and count > tile:
-        yield from [slice(0, tile)] * 3
-        return
-    for start in range(0, count, tile):
+    for start in [0] * 3 if isinstance(hidden, FakeTensor) and count > tile else range(0, count, tile):
         yield slice(start, min(start + tile, count))

@@ -23,7 +23,7 @@ _STACK_FRAMES = 14
 # A stack has several frames of these files for each module, between the model's own frames, which readers look for.
 _BORING = (
     *("torch/nn/modules/module.py", "torch/_tensor.py", "torch/autograd/__init__.py", "torch/autograd/graph.py"),
-    *("same_host/messages.py", "same_host/group.py", "same_host/progress.py"),
+    *("same_host/messages.py", "same_host/group.py", "same_host/progress.py", "/threading.py"),
 )
 _CRASH_LINES = 40
 _FOLDER = "zero_rank_"

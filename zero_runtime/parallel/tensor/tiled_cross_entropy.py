@@ -6,12 +6,13 @@ which are gathered once for all tiles, and backward computes each tile's logits 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from zero_runtime.activations.tiled_loss import tiles
+from zero_runtime.activations.tiled_loss import head_gradients, tiles
 from zero_runtime.parallel.tensor.axis import TensorAxis
 from zero_runtime.parallel.tensor.cross_entropy import joined_losses, labels_here, numbers_of, rows_here
 
@@ -65,30 +66,18 @@ class _TiledVocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, labels, peak, total = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        valid = ctx.valid
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for part in tiles(hidden, ctx.tile):
-            found = _logits(hidden[part], weight, bias, valid).sub_(peak[part, None]).exp_().div_(total[part, None])
-            counts = labels[part] != ctx.ignored
-            here, place = labels_here(labels[part], ctx.low, valid)
-            if valid:
-                found.scatter_add_(1, place[:, None], -here[:, None].to(torch.float32))
-            grad_logits = found.mul_((counts * grad)[:, None]).to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight[:valid], out=grad_hidden[part])
-            if grad_weight is not None:
-                grad_weight[:valid] += grad_logits.T @ hidden[part]
-            if grad_bias is not None:
-                grad_bias[:valid] += grad_logits.sum(0, dtype=torch.float32)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None,) * 5,
-        )
+
+        def parts() -> Iterator[tuple[slice, torch.Tensor]]:
+            for part in tiles(hidden, ctx.tile):
+                found = _logits(hidden[part], weight, bias, ctx.valid).sub_(peak[part, None])
+                found.exp_().div_(total[part, None])
+                counts = labels[part] != ctx.ignored
+                here, place = labels_here(labels[part], ctx.low, ctx.valid)
+                if ctx.valid:
+                    found.scatter_add_(1, place[:, None], -here[:, None].to(torch.float32))
+                yield part, found.mul_((counts * grad)[:, None]).to(hidden.dtype)
+
+        return (*head_gradients(ctx.needs_input_grad, (hidden, weight, bias), parts()), *(None,) * 5)
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, valid: int) -> torch.Tensor:
