@@ -73,9 +73,9 @@ class Precision:
     to TF32.
 
     `compute`: auto is the dtype of `param`, or fp32 on a CPU without matrix instructions for that dtype. `keep_dtype`:
-    parameters whose names match one of these patterns keep the dtype that they are built with (fp32). `weights`: int8
-    or int4 stores and gathers the frozen matrices of the blocks as codes of 8 or 4 bits with a scale for each 64
-    elements, to train adapters beside them (adapter=lora) or to evaluate; null does not.
+    parameters whose names match one of these patterns keep the dtype that they are built with (fp32), and their modules
+    compute in it. `weights`: int8 or int4 stores and gathers the frozen matrices of the blocks as codes of 8 or 4 bits
+    with a scale for each 64 elements, to train adapters beside them (adapter=lora) or to evaluate; null does not.
 
     The loss scale is for fp16 only. `loss_scale`: a number is a fixed scale; null scales the losses dynamically, as the
     following keys say. `initial_scale_power`: the first scale is 2 to this power. `loss_scale_window`: the scale

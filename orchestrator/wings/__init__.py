@@ -52,6 +52,7 @@ TOKENIZER, ADAPTERS = "orchestrator.wings.pretrained.tokenizer", "orchestrator.w
 KINDS, MODEL_CLASSES = "orchestrator.wings.kinds.kind", "orchestrator.wings.kinds.classes"
 KIND_DATA = "orchestrator.wings.kinds.batches:build"
 PACKS = "orchestrator.wings.kinds.classes:take_packed_rows"  # makes a model take rows that several samples share
+CASTS = "orchestrator.wings.kinds.kept_dtypes:cast_around"  # makes modules compute in the dtype that they keep
 PAIRS = "orchestrator.wings.pairs.windows"  # the windows of data=pairs
 FIRST_RECORD = "orchestrator.wings.pairs.first_record:problem"  # of data.path, before anything starts
 PLACE_TO_MEND = "orchestrator.wings.pairs.pairs_file:place_to_mend"  # of a wrong record that ended a run

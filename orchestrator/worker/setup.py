@@ -195,8 +195,9 @@ def build_deferred(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
     settings, adapter = config.model, config.adapter
     assert settings.model_type is not None
     model = build_deferred_model(settings.model_type, settings.config, as_saved=settings.path is not None)
-    if config.data.packing:
-        wings.load(wings.PACKS)(model, config.precision)
+    for is_asked, change in ((config.data.packing, wings.PACKS), (config.precision.keep_dtype, wings.CASTS)):
+        if is_asked:
+            wings.load(change)(model, config.precision)
     if adapter.kind is AdapterKind.none:
         return model, None
     adapters = wings.load(wings.ADAPTERS)

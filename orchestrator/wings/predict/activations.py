@@ -103,7 +103,9 @@ def _kept(name: str, settings: object, make: Callable[[], Kept]) -> Kept:
 
 
 def _settings(config: RunConfig) -> str:
-    return json.dumps({name: plain(getattr(config, name)) for name in ("model", "adapter")}, sort_keys=True)
+    """All that `build_deferred` reads."""
+    changes = [config.data.packing, config.precision.keep_dtype, config.precision.compute]
+    return json.dumps([plain(config.model), plain(config.adapter), changes], sort_keys=True)
 
 
 def _shortened(config: RunConfig, rules: UnitRules) -> FewerBlocks | None:

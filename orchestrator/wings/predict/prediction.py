@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import yaml
@@ -38,14 +39,9 @@ EAGER = "the model has no attention of torch (sdpa): its own (eager) keeps the s
 ADVISED = 4  # most points for which remedies are searched: each needs further counts
 
 
-def predict(
-    points: Sequence[Point],
-    tell: Tell | None = None,
-    *,
-    within_s: float = math.inf,
-    unknown: dict[str, str] | None = None,
-) -> dict[str, Prediction]:
-    return {label: one.brief() for label, one in predictions(points, tell, within_s=within_s, unknown=unknown).items()}
+def predict(points: Sequence[Point], tell: Tell | None = None, **settings: Any) -> dict[str, Prediction]:
+    """`predictions`, with its settings, in brief."""
+    return {label: one.brief() for label, one in predictions(points, tell, **settings).items()}
 
 
 def fixes(config: RunConfig, memory: Mapping[str, Any]) -> str:
@@ -74,12 +70,8 @@ def predictions(
     neighbours = [remedies.neighbours(point.config) for point in not_fitting]
     answers = iter(_predictions([neighbour.config for several in neighbours for neighbour in several], tell, within_s))
     for point, several in zip(not_fitting, neighbours, strict=True):
-        then = [next(answers) for _ in several]
-        fitting = [
-            neighbour
-            for neighbour, prediction in zip(several, then, strict=True)
-            if isinstance(prediction, PointPrediction) and not prediction.cannot_fit
-        ]
+        tried = zip(several, islice(answers, len(several)), strict=True)
+        fitting = [one for one, then in tried if isinstance(then, PointPrediction) and not then.cannot_fit]
         smaller = [one for one in fitting if one.config.batch != point.config.batch]
         # Of the smaller batches, only the largest that fits.
         chosen = tuple(one.overrides for one in fitting if one not in smaller[1:])

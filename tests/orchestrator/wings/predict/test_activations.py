@@ -17,6 +17,8 @@ from points import config_of_line, make_config
 from orchestrator.config.schema import (
     Adapter,
     AdapterKind,
+    Data,
+    DataKind,
     Device,
     Loss,
     LossKind,
@@ -75,10 +77,11 @@ KINDS = get_args(RecomputeKind)
 CONFIGS = [config_of(recompute=RecomputeRule(kind)) for kind in KINDS]
 CONFIGS += [config_of("gpt2", precision=bf16(), recompute=RecomputeRule(kind)) for kind in KINDS[:2]]
 CONFIGS += [config_of(precision=bf16(), loss=tiled(16))]
+CONFIGS += [config_of(precision=Precision(MixedPrecision("bf16"), compute="bf16", keep_dtype=["*norm*", "lm_head*"]))]
 CONFIGS += [config_of(precision=Precision(MixedPrecision("bf16"), compute="fp32"), loss=tiled(1024))]
 CONFIGS += [config_of("gpt2", stage=3, batch=ResolvedBatch(micro=1, accumulation=1, global_size=1, seq=7))]
 CONFIGS += [config_of(adapter=Adapter(AdapterKind.lora, rank=4), recompute=RecomputeRule(kind)) for kind in KINDS[:2]]
-SHORT_CONFIGS = [CONFIGS[3], CONFIGS[4], CONFIGS[6]]  # by operation, GPT-2 in bf16, the tiled loss
+SHORT_CONFIGS = [CONFIGS[3], CONFIGS[4], CONFIGS[6], CONFIGS[7]]  # by operation, GPT-2 in bf16, tiles, kept dtypes
 OTHER_CONFIGS = [config for config in CONFIGS if config not in SHORT_CONFIGS]
 
 
@@ -153,6 +156,13 @@ def test_the_allocators_peak_is_not_below_the_predicted_one(counted: list[tuple[
     """The predicted peak leaves out the kernels' own buffers and the random states of recomputing blocks."""
     for config, one in counted:
         assert one.peak <= one.allocated, (config.model.name, config.precision, config.recompute)
+
+
+def test_a_model_that_takes_packed_rows_is_not_the_one_before_it() -> None:
+    before = activations.built(config_of())
+    packed = activations.built(config_of(data=Data(DataKind.pairs, path="a.jsonl", packing=True)))
+    assert type(packed) is not type(before)
+    assert type(activations.built(config_of())) is type(before)
 
 
 def _stage_3(config: RunConfig) -> tuple[int, int]:
