@@ -102,7 +102,6 @@ def test_compressed_messages_are_written_as_deepspeeds_keys() -> None:
         ("zero=stage3 zero.reduce_dtype=int8", "deepspeed", "DeepSpeed quantises gradients to int4"),
         ("zero=stage3 zero.reduce_dtype=int4 zero.error_feedback=true", "deepspeed", "DeepSpeed's LoCo"),
         ("zero=stage1 optimizer=onebitadam", "deepspeed", "DeepSpeed has 1-bit Adam up to 0.19.6, at stage 0 alone"),
-        ("zero=stage0 optimizer=onebitadam", "trainer", "the Trainer's arguments say AdamW"),
         ("zero=stage1 optimizer=onebitadam", "fsdp2", "has torch.optim's optimizers, found onebitadam"),
         ("zero=stage3 optimizer=muon", "deepspeed", "optimizer=muon: DeepSpeed's has matrices and rates of other"),
         ("zero=stage3 optimizer=muon", "fsdp2", "has torch.optim's optimizers, found muon"),
@@ -113,7 +112,6 @@ def test_compressed_messages_are_written_as_deepspeeds_keys() -> None:
             "deepspeed",
             "parallel.tp: DeepSpeed divides layers up to stage",
         ),
-        ("zero=stage2 parallel.sp=2 resources.ranks=2", "trainer", "parallel.sp: Accelerate has a section of its own"),
         ("zero=stage2 parallel.sp=2 resources.ranks=2", "fsdp2", "has no tensor or sequence parallelism"),
         ("zero=stage3 zero.gather_dtype=int8", "fsdp2", "sends exact messages, found quantised ones"),
         (f"{GROUPS} zero.outer_sharding=optim", "deepspeed", "DeepSpeed exchanges parameters in each forward"),
@@ -124,23 +122,6 @@ def test_a_stack_that_lacks_compression_or_the_optimizer_is_refused(line: str, s
     with pytest.raises(Refusal) as caught:
         WRITERS[stack](point(line.split()), "")
     assert [problem for problem in caught.value.problems if told in problem and "fix: " in problem]
-
-
-def test_accelerate_reads_the_exported_file_and_import_reads_it_back() -> None:
-    commands = pytest.importorskip("accelerate.commands.config.config_args", reason="accelerate is not installed")
-    config = point(LINES[3].split())
-    for name, text in WRITERS["accelerate"](config, "").files.items():
-        Path(name).write_text(text)
-    read = commands.ClusterConfig.from_yaml_file("accelerate.yaml")
-    assert (read.distributed_type.value, read.num_processes) == ("DEEPSPEED", 2)
-    words = imported(source_of(Path("accelerate.yaml"), None)[0], Line(None, {}, 1, None)).words
-    assert (words["zero"], words["resources.ranks"]) == ("stage3", "2")
-
-
-def test_the_trainers_arguments_come_back_too() -> None:
-    assert cli.main(["export", "zero=stage2", "precision=bf16", "--to", "trainer", "--out", "out"]) == 0
-    line = Path("out/trainer_arguments.txt").read_text()
-    assert cli.main(["import", "--args", line.replace("ds_config.json", "out/ds_config.json")]) == 0
 
 
 def test_other_content_is_not_overwritten_and_missing_things_are_named(capsys: pytest.CaptureFixture[str]) -> None:

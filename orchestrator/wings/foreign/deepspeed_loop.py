@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from orchestrator import wings
 from orchestrator.config.schema import RunConfig
 from orchestrator.wings.engines.contract import EngineModule
 from orchestrator.wings.foreign import loop_lines
-from orchestrator.wings.foreign.exported import Exported, trained_by
-from orchestrator.wings.foreign.launcher_export import JSON_FILE, LINES_FILE
+from orchestrator.wings.foreign.exported import JSON_FILE, LINES_FILE, Exported, trained_by
 
 _USE = f"""In every rank call initialize(model), and train_step for each update. Needs torch and DeepSpeed, and
 {JSON_FILE} beside this file."""
+_PARTS_USE = """Parts of a training loop next to {json}, for what DeepSpeed has no keys for:
+
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, model_parameters=parameter_groups(model), config="{json}"{scheduler}
+    )
+
+Needs torch alone."""
 _INITIALIZE = f'''
 def initialize(model):
     """DeepSpeed's engine around the model. The process group must be there."""
@@ -69,3 +76,11 @@ def exported(config: RunConfig, why: str) -> Exported:
     files = {JSON_FILE: json.dumps(settings, indent=2) + "\n", LINES_FILE: text}
     use = f"deepspeed --num_gpus {config.resources.ranks} train.py, with from loop_parts import *"
     return Exported(files, notes, use)
+
+
+def parts_file(config: RunConfig, deepspeed: dict[str, Any], why: str) -> str:
+    """Parameter groups of a point of our own engine, and the schedule if the configuration has none."""
+    own = "scheduler" not in deepspeed
+    use = _PARTS_USE.format(json=JSON_FILE, scheduler=",\n        lr_scheduler=schedule" if own else "")
+    lines = [loop_lines.parameter_groups(config), *([loop_lines.rates(config)] if own else [])]
+    return "\n".join([loop_lines.heading(why, (), use), loop_lines.needed(config, steps=False), *lines])

@@ -1,9 +1,8 @@
-"""`zlab export RUN`: a point as files with which its engine, or the stack of --to, runs it without this program."""
+"""`zlab export RUN`: a point as files with which its engine, or that of --to, runs it without this program."""
 
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,10 @@ from orchestrator.records.record_file import require_json
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row
 from orchestrator.text.paths import program, shown
-from orchestrator.wings.foreign import ddp_export, deepspeed_export, deepspeed_loop, fsdp2_export, launcher_export
-from orchestrator.wings.foreign.exported import Exported, refuse
+from orchestrator.wings.foreign import ddp_export, deepspeed_export, deepspeed_loop, fsdp2_export
+from orchestrator.wings.foreign.exported import JSON_FILE, LINES_FILE, Exported, refuse
 from orchestrator.wings.foreign.importing import OURS
-from orchestrator.wings.foreign.launcher_export import JSON_FILE, LINES_FILE, YAML_FILE
 
-ARGUMENTS_FILE = "trainer_arguments.txt"
 EXPORTED = "exported"
 
 
@@ -61,9 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> VerbParser:
-    parser = verb_parser(
-        "export", "A point as the files with which its engine, Accelerate or transformers' Trainer runs it."
-    )
+    parser = verb_parser("export", "A point as the files with which its engine, or another one, runs it.")
     parser.usage = (
         f"{program()} export [-h] RUN | group=option ... [--to {{{','.join(WRITERS)}}}] [--out FOLDER] [--json]"
     )
@@ -147,35 +142,15 @@ def _deepspeed(config: RunConfig, why: str) -> Exported:
         return deepspeed_loop.exported(config, why)
     refuse(deepspeed_export.problems_of(config))
     content = deepspeed_export.deepspeed_config(config)
-    files = {JSON_FILE: _json(content), LINES_FILE: launcher_export.lines_file(config, content, why)}
+    files = {JSON_FILE: _json(content), LINES_FILE: deepspeed_loop.parts_file(config, content, why)}
     use = f"deepspeed --num_gpus {config.resources.ranks} train.py, with deepspeed.initialize as {LINES_FILE} shows it"
     return Exported(files, deepspeed_export.notes_of(config), use)
-
-
-def _accelerate(config: RunConfig, why: str) -> Exported:
-    refuse(launcher_export.launched_problems(config))
-    made = _deepspeed(config, why)
-    made.files[YAML_FILE] = launcher_export.accelerate_file(config)
-    made.use = f"accelerate launch --config_file {YAML_FILE} train.py"
-    return made
-
-
-def _trainer(config: RunConfig, _why: str) -> Exported:
-    problems = [*launcher_export.launched_problems(config), *launcher_export.trainer_problems(config)]
-    refuse([*deepspeed_export.problems_of(config), *problems])
-    content = launcher_export.trainer_deepspeed(deepspeed_export.deepspeed_config(config))
-    line = shlex.join(launcher_export.trainer_arguments(config))
-    files = {JSON_FILE: _json(content), ARGUMENTS_FILE: f"{line}\n"}
-    notes = [*deepspeed_export.notes_of(config), *launcher_export.trainer_notes(config)]
-    return Exported(files, notes, f"torchrun --nproc-per-node {config.resources.ranks} train.py {line}")
 
 
 WRITERS: dict[str, Callable[[RunConfig, str], Exported]] = {
     "deepspeed": _deepspeed,
     "fsdp2": fsdp2_export.exported,
     "ddp": ddp_export.exported,
-    "accelerate": _accelerate,
-    "trainer": _trainer,
 }
 
 

@@ -11,6 +11,8 @@ from orchestrator.config.schema import Checkpoint, Measure, RunConfig
 from orchestrator.config.strict import Refusal
 from orchestrator.wings.engines.contract import EngineModule
 
+JSON_FILE, LINES_FILE = "ds_config.json", "loop_parts.py"
+
 
 @dataclass
 class Exported:

@@ -57,7 +57,7 @@ def offered(line: str) -> list[str]:
         (f"zlab cancel {SWEEPS[0]} micro1 ", ["micro1 ", "micro2 "]),
         (f"zlab export --sweep {SWEEPS[0]} micro", ["micro1 ", "micro2 "]),
         ("zlab export stage", ["stage0 ", "stage1 "]),
-        ("zlab export zero=stage3 --to ", ["deepspeed ", "fsdp2 ", "ddp ", "accelerate ", "trainer "]),
+        ("zlab export zero=stage3 --to ", ["deepspeed ", "fsdp2 ", "ddp "]),
         ("zlab export --to=d", ["--to=deepspeed ", "--to=ddp "]),
         ("zlab export --to fsdp2 zero=stage3", ["zero=stage3"]),
         ("zlab export --out ", []),

@@ -26,8 +26,6 @@ LABEL = "stage2"
 FILES = {
     "deepspeed": {"ds_config.json", "loop_parts.py"},
     "fsdp2": {"fsdp2_parts.py"},
-    "accelerate": {"ds_config.json", "loop_parts.py", "accelerate.yaml"},
-    "trainer": {"ds_config.json", "trainer_arguments.txt"},
 }
 
 
@@ -81,24 +79,6 @@ def test_the_json_file_for_deepspeed_comes_back_as_the_measured_point(
     assert words_of_point(imported(capsys, str(files["ds_config.json"]))) == words_of_point(
         configs(*LINE.split())[LABEL]
     )
-
-
-def test_accelerates_file_comes_back_as_the_measured_point(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = exported(output, "accelerate", capsys)
-    assert words_of_point(imported(capsys, str(files["accelerate.yaml"]))) == words_of_point(
-        configs(*LINE.split())[LABEL]
-    )
-
-
-def test_the_trainers_arguments_come_back_as_the_measured_point(
-    output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = exported(output, "trainer", capsys)
-    content = json.loads(files["ds_config.json"].read_text())
-    assert content["train_micro_batch_size_per_gpu"] == content["gradient_clipping"] == "auto"
-    monkeypatch.chdir(files["ds_config.json"].parent)  # its arguments name the JSON file beside them
-    found = imported(capsys, "--args", files["trainer_arguments.txt"].read_text())
-    assert words_of_point(found) == words_of_point(configs(*LINE.split())[LABEL])
 
 
 def test_the_file_for_fsdp2_needs_torch_alone(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
