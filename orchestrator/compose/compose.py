@@ -1,6 +1,6 @@
 """Composes the points of a command line with Hydra, and passes Hydra's own flags on to it.
 
-Only this file and the launcher plugin in orchestrator/plugins import Hydra.
+Only this file and overrides.py import Hydra.
 """
 
 from __future__ import annotations
@@ -119,8 +119,6 @@ class OurFolders(SearchPathPlugin):
             search_path.append("zero-lab", f"{SweepsSource.scheme()}://{folder}")
 
 
-if folders.PLUGINS.is_dir():
-    sys.path.append(str(folders.PLUGINS))  # before the next line, where Hydra searches for plugins, once
 Plugins.instance().register(OwnSource)
 Plugins.instance().register(SweepsSource)
 Plugins.instance().register(OurFolders)
@@ -290,13 +288,13 @@ def show(arguments: Arguments) -> NoReturn:
 
 
 def hand_over(arguments: Arguments) -> int:
-    """Runs hydra.main on our configuration, with all of Hydra's flags and sweepers, and returns its exit code."""
+    """Run hydra.main on our configuration with Hydra's own flags, and return its exit code."""
     sys.argv[1:] = map(for_hydra, arguments.for_hydra())
     OurFolders.added = arguments.flags.get("--config-dir")
 
     @hydra.main(config_path=str(folders.CONF), config_name="config", **BASE)
     def nothing(config: DictConfig) -> None:
-        """Never called: either a flag only shows something, or a launcher runs the points itself."""
+        """Never called: the flag only shows something."""
 
     try:
         nothing()

@@ -13,9 +13,6 @@ _PACKAGE = CODE / "orchestrator"
 SHIPPED = CODE if (CODE / "conf").is_dir() else _PACKAGE / "shipped"
 CONF = SHIPPED / "conf"
 PRIMARY = "config"  # the file with the defaults: always the shipped one, since projects of others have one too
-# Contains Hydra's plugin namespace in a checkout; an installed package has our plugin in site-packages. The folder has
-# no other content, because it is put on sys.path, where all of its content can be imported.
-PLUGINS = _PACKAGE / "plugins"
 
 
 def own_folders(added: str | None) -> list[Path]:

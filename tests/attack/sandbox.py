@@ -22,7 +22,7 @@ STARTS = {
     *("webbrowser.open", "urllib.Request"),
 }
 # What a command that only reads and checks may import: our packages, Hydra and its parsers, terminal output.
-OWN = {"orchestrator", "zero_runtime", "hydra", "hydra_plugins", "omegaconf", "antlr4", "yaml", "_yaml", "psutil"}
+OWN = {"orchestrator", "zero_runtime", "hydra", "omegaconf", "antlr4", "yaml", "_yaml", "psutil"}
 OWN |= {"rich", "markdown_it", "mdurl", "pygments"}
 # The page of a report: its pictures and its template, with what these import.
 OWN |= {"matplotlib", "mpl_toolkits", "numpy", "PIL", "contourpy", "cycler", "kiwisolver", "pyparsing", "dateutil"}

@@ -180,12 +180,11 @@ def test_the_package_contains_every_code_folder_and_both_configuration_folders()
     """`pip install` copies what pyproject.toml lists; a folder that it omits is missing only in installed copies."""
     text = (ROOT / "pyproject.toml").read_text()
     listed = set(re.findall(r'"([\w.]+)"', text.split("packages = [", 1)[1].split("]", 1)[0]))
-    plugins = "orchestrator.plugins."  # a folder on the path of Hydra's namespace, not one of our packages
     folders = {
         ".".join(file.parent.relative_to(ROOT).parts)
         for top in ("kernels", "zero_runtime", "orchestrator")
         for file in (ROOT / top).rglob("*.py")
     }
-    code = {re.sub(r"^kernels\b", "zero_runtime.kernels", folder).removeprefix(plugins) for folder in folders}
+    code = {re.sub(r"^kernels\b", "zero_runtime.kernels", folder) for folder in folders}
     data = {file.parent.relative_to(ROOT).parts for top in ("conf", "sweeps") for file in (ROOT / top).rglob("*.yaml")}
     assert listed == code | {".".join(("orchestrator.shipped", *folder)) for folder in data}

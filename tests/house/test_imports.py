@@ -71,8 +71,6 @@ PURE = (
 )
 STANDARD = set(sys.stdlib_module_names)
 
-# A Hydra plugin: a subclass of one of Hydra's classes, in the namespace where Hydra looks for plugins.
-PLUGIN = "orchestrator/plugins/hydra_plugins/zlab_launcher/__init__.py"
 IMPORTERS = {
     "torch.distributed": {
         "orchestrator/wings/engines/ddp.py",
@@ -89,7 +87,7 @@ IMPORTERS = {
         "zero_runtime/same_host/meeting.py",
         "zero_runtime/world.py",
     },
-    "hydra": {"orchestrator/compose/compose.py", "orchestrator/compose/overrides.py", PLUGIN},
+    "hydra": {"orchestrator/compose/compose.py", "orchestrator/compose/overrides.py"},
     "omegaconf": {"orchestrator/compose/compose.py"},
     "submitit": {"orchestrator/launch/local_executor.py", "orchestrator/wings/slurm/executor.py"},
     "mlflow": {"orchestrator/tracking/store.py"},
@@ -137,7 +135,6 @@ ROOMS = {
         "wings.energy": "rounds wings.gpus worker",
         "wings.lossy": "config records report",
         "wings.optuna": "commands compose config exit_codes launch planning records report text",
-        "plugins": "config wings.optuna",
         "wings.page": "config records report rounds text wings",
         "wings.pairs": "config text workloads",
         "wings.kinds": "config wings.pairs workloads",

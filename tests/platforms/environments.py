@@ -2,7 +2,7 @@
 
 `python-3.10` and its like lack torch, transformers and MLflow, and take half a minute to make: composition, rules,
 records and reports need none of them. `training-3.10` and its like have all, gigabytes, and are made only if named.
-`hydra-1.4` shares the packages that are installed, and has the sweeper of that version with an Optuna that is not old.
+`hydra-1.4` shares the packages that are installed, and has that version of Hydra.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
 LARGE = ("torch", "transformers", "mlflow")
 TESTING = ("pytest>=8", "pytest-timeout", "pytest-xdist")
-HYDRA = tuple(f"{package}>=1.4.0rc3,<1.5" for package in ("hydra-core", "hydra-optuna-sweeper"))
+HYDRA = "hydra-core>=1.4.0rc3,<1.5"
 
 
 def with_words(folder: Path, version: str) -> str:
@@ -36,7 +36,7 @@ def with_training(folder: Path, version: str) -> str:
 def with_hydra(folder: Path) -> str:
     """The interpreter of an environment that has HYDRA, and the installed packages beside it."""
     python = beside(folder)
-    pip(python, "install", *HYDRA)
+    pip(python, "install", HYDRA)
     return python
 
 

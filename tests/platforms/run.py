@@ -55,13 +55,7 @@ WORDS = (*PYTEST, *(f"tests/orchestrator/{room}" for room in ("compose", "config
 WORDS = (*WORDS, "tests/orchestrator/wings/slurm", "tests/orchestrator/text", "tests/orchestrator/planning/rules")
 WORDS = (*WORDS, "tests/orchestrator/test_cli.py", "tests/orchestrator/tracking/test_addresses.py")
 WORDS = (*WORDS, "-k", "not provenance_is_recorded and not sqlalchemy_2_0 and not doctor_reports")
-LINES = (
-    *PYTEST,
-    "-m",
-    "full or not full",
-    "tests/orchestrator/compose",
-    "tests/orchestrator/commands/test_hydra_app.py",
-)
+LINES = (*PYTEST, "-m", "full or not full", "tests/orchestrator/compose")
 # The command line: a run with separate rank processes, a record and a table.
 SMOKE = (sys.executable, str(ROOT / "run.py"), "zero=stage2", "measure.steps=2", "measure.warmup_steps=1")
 SMOKE = (*SMOKE, "resources.device=cpu", "tracking=none", "output={folder}/outputs")
@@ -121,8 +115,7 @@ def variations(folder: Path) -> list[Variation]:
         Variation("torch-lowest", "", commands=OTHER_TORCH, python=torch_builds.lowest, by_name=True),
         Variation("torch-highest", "", commands=OTHER_TORCH, python=torch_builds.highest, by_name=True),
     ]
-    about = "1.4, with Optuna 4.9 or later"
-    found.append(Variation("hydra-1.4", about, commands=(LINES, SMOKE), python=environments.with_hydra))
+    found.append(Variation("hydra-1.4", "", commands=(LINES, SMOKE), python=environments.with_hydra))
     for version in (one for one in environments.VERSIONS if one != environments.HERE):
         words, training = (
             partial(make, version=version) for make in (environments.with_words, environments.with_training)

@@ -1,4 +1,4 @@
-"""Measures points that a program proposes, such as a Hydra sweeper: lines of overrides in, values of metrics out.
+"""Measures points that a program proposes: lines of overrides in, values of metrics out.
 
 Each batch of lines is one sweep, so its points get slots, records and cached results like those of any other sweep.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 
 from orchestrator.commands import sweep as sweep_command
@@ -64,45 +63,6 @@ class Trial:
         return self.state.answered and not self.state.measured
 
 
-def problems(asked: Asked) -> list[str]:
-    """Problems of the settings of every batch. Starts nothing."""
-    wrong = [problem for metric in asked.rank_by if (problem := ranking.metric_problem(metric))]
-    try:
-        retry_states(asked.retry) if asked.retry else None
-    except ValueError as error:
-        wrong.append(str(error))
-    return wrong
-
-
-def wrong_way(metrics: Sequence[str], direction: object) -> list[str]:
-    """Problems of search directions, before the search. `direction`: that of Optuna's sweeper, None for others.
-
-    The metrics themselves are returned to the sweeper, not their negatives where higher is better: negative speeds
-    would appear in every log and database of the study.
-    """
-    if direction is None:
-        return []
-    given = direction if isinstance(direction, Sequence) and not isinstance(direction, str) else [direction]
-    names = [found.name if isinstance(found, Enum) else str(found) for found in given]
-    right = ["maximize" if ranking.METRICS[metric].higher_first else "minimize" for metric in metrics]
-    fix = f"fix: hydra.sweeper.direction={right[0] if len(right) == 1 else '[' + ','.join(right) + ']'}"
-    wanted = " ".join(metrics)
-    if len(names) != len(metrics):
-        return [f"hydra.sweeper.direction: expected one for each of {wanted}, found {' '.join(names)}      {fix}"]
-    worst = [metric for metric, name, best in zip(metrics, names, right, strict=True) if name != best]
-    if not worst:
-        return []
-    return [f"hydra.sweeper.direction={','.join(names)} looks for the worst {' '.join(worst)}      {fix}"]
-
-
-def unfit_problems(metrics: Sequence[str], unfit: Sequence[object] | None) -> list[str]:
-    """Problems of the values that stand for a point that does not fit."""
-    if unfit is None or (len(unfit) == len(metrics) and all(isinstance(value, (int, float)) for value in unfit)):
-        return []
-    found = " ".join(map(str, unfit))
-    return [f"hydra.launcher.unfit: expected null or a number for each of {' '.join(metrics)}, found {found}"]
-
-
 def measure(lines: Sequence[Sequence[str]], asked: Asked, screen: Screen | None = None) -> list[Trial]:
     """One trial per line, in the order of the lines; returns when all have ended. Several lines may be the same point.
     screen: shows the progress.
@@ -151,7 +111,7 @@ def _composed(lines: Sequence[Sequence[str]], asked: Asked) -> list[Composition]
             wrong.append("a line that is proposed must be one point, and this is a sweep: leave out sweeps=")
         # With a cluster the command sends the points and exits, so no process would wait for the results.
         elif composition.points[0].values.get("cluster", {}).get("kind") == ClusterKind.slurm.value:
-            wrong.append("a sweeper waits for its answers, and cluster=slurm sends and leaves      fix: cluster=local")
+            wrong.append("a search waits for its answers, and cluster=slurm sends and leaves      fix: cluster=local")
         compositions.append(composition)
     if wrong:
         raise Refusal(list(dict.fromkeys(wrong)))
