@@ -13,43 +13,19 @@ import pytest
 import torch
 from harness.ranks import run_alone, run_ranks
 from harness.read_back import LARGEST_CODES, write_read_back
+from harness.small_folders import IDS, KINDS, LORA, config_of, runtime_of
 
 from orchestrator import cli
 from orchestrator.config import pretrained
 from orchestrator.config.schema import (
-    Adapter,
-    AdapterKind,
-    Data,
-    Device,
     Model,
-    ResolvedBatch,
-    ResolvedResources,
-    RunConfig,
-    Tokenizer,
     to_dict,
 )
-from orchestrator.config.state_groups import Precision, Zero
 from orchestrator.wings.pretrained.companions import write_companions
 from orchestrator.workloads import sources
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.errors import CheckpointError
-from zero_runtime.precision import MixedPrecision
-
-IDS = torch.arange(24).view(2, 12)
-LORA = Adapter(AdapterKind.lora, rank=3, alpha=6.0)
-KINDS: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},  # with a tied head
-    "llama": {
-        "vocab_size": 300,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-    },
-}
 
 
 def _write_folders(root: Path) -> dict[str, torch.Tensor]:
@@ -84,29 +60,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, t
     return root, run_alone(_write_folders, root)
 
 
-def _config(folder: Path, stage: int = 3, weights: Any = None, **changes: Any) -> RunConfig:
-    return RunConfig(
-        model=pretrained.completed(Model("pretrained", path=str(folder))),
-        zero=Zero(stage=stage),
-        precision=Precision(MixedPrecision(weights=weights), compute="fp32"),
-        batch=ResolvedBatch(micro=1, accumulation=1, global_size=2, seq=12),
-        resources=ResolvedResources(Device.cpu, ranks=2, threads=1),
-        data=Data(tokenizer=Tokenizer.bytes),
-        **changes,
-    )
-
-
-def _runtime(config: RunConfig) -> Any:
-    from orchestrator.worker.setup import build_runtime
-
-    return build_runtime(config, torch.device("cpu"), None).runtime  # type: ignore[arg-type]
-
-
 def _logits_at_stages(root: Path, names: list[str]) -> dict[tuple[str, int], torch.Tensor]:
     found = {}
     for name in names:
         for stage in (0, 3):
-            runtime = _runtime(_config(root / name, stage))
+            runtime = runtime_of(config_of(root / name, stage))
             with torch.no_grad():
                 found[name, stage] = runtime(input_ids=IDS, use_cache=False).logits
             runtime.close()
@@ -121,10 +79,10 @@ def test_a_model_loaded_from_a_folder_has_the_logits_of_transformers(folders) ->
 
 
 def _other_architecture(root: Path) -> str:
-    config = _config(root / "llama")
+    config = config_of(root / "llama")
     config = replace(config, model=replace(config.model, path=str(root / "gpt2")))
     with pytest.raises(CheckpointError) as error:
-        _runtime(config)
+        runtime_of(config)
     return str(error.value)
 
 
@@ -143,8 +101,8 @@ def _adapted(root: Path, stage: int, weights: str | None = None) -> tuple[torch.
     have the same logits."""
     from orchestrator.workloads.models import token_losses
 
-    config = _config(root / "llama", stage, weights, adapter=LORA)
-    runtime = _runtime(config)
+    config = config_of(root / "llama", stage, weights, adapter=LORA)
+    runtime = runtime_of(config)
     with torch.no_grad():
         first = runtime(input_ids=IDS, use_cache=False).logits
     for _ in range(2):
@@ -157,7 +115,7 @@ def _adapted(root: Path, stage: int, weights: str | None = None) -> tuple[torch.
         runtime, root / f"lora{stage}{weights or ''}", step=2, trainer=trainer, settings=SaveSettings(with_frozen=False)
     )
     runtime.close()
-    again = _runtime(_config(root / "llama", 3 - stage, weights, adapter=LORA))
+    again = runtime_of(config_of(root / "llama", 3 - stage, weights, adapter=LORA))
     load_checkpoint(again, CheckpointReader.open(path))
     with torch.no_grad():
         assert torch.equal(again(input_ids=IDS, use_cache=False).logits, last)
@@ -221,8 +179,8 @@ def _train_to_merge(root: Path) -> None:
     from orchestrator.workloads.models import token_losses
 
     for name, (kind, adapter) in MERGES.items():
-        config = _config(root / kind, adapter=adapter)
-        runtime = _runtime(config)
+        config = config_of(root / kind, adapter=adapter)
+        runtime = runtime_of(config)
         for _ in range(2):
             runtime.backward(token_losses(runtime.model, IDS, IDS) / IDS.numel() / 2)
             runtime.step(1e-2)
@@ -283,9 +241,9 @@ def test_a_merged_export_is_the_model_that_peft_merges(folders, tmp_path: Path) 
 
 
 def _logits_of_adapter(folder: Path) -> torch.Tensor:
-    config = _config(folder, stage=0)
+    config = config_of(folder, stage=0)
     assert config.model.adapter == str(folder)
-    runtime = _runtime(config)
+    runtime = runtime_of(config)
     with torch.no_grad():
         found: torch.Tensor = runtime(input_ids=IDS, use_cache=False).logits
     runtime.close()
@@ -294,89 +252,16 @@ def _logits_of_adapter(folder: Path) -> torch.Tensor:
 
 def _refusals_of_adapter(tied: Path, plain: Path) -> list[str]:
     found = []
-    for config in (_config(tied), _config(plain, adapter=LORA)):
+    for config in (config_of(tied), config_of(plain, adapter=LORA)):
         with pytest.raises(CheckpointError) as error:
-            _runtime(config)
+            runtime_of(config)
         found.append(str(error.value))
     return found
 
 
-# Folders that PEFT writes: the base, and its settings beside rank, alpha and layers. The first pattern that matches
-# counts, and PEFT sorts them when it writes.
-LAYERS = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
-PATTERNS = {"rank_pattern": {r"0\..*": 8, "up_proj": 2}, "alpha_pattern": {"1.mlp.up_proj": 3, "up_proj": 9}}
-GPT2 = {"target_modules": ["c_attn", "mlp.c_fc"]}  # layers with biases, whose weights are [inputs, outputs]
-WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("llama", {}),
-    "rslora": ("llama", {"use_rslora": True}),
-    "ranks": ("llama", {"rank_pattern": PATTERNS["rank_pattern"]}),
-    "ranks-rslora": ("llama", {"rank_pattern": PATTERNS["rank_pattern"], "use_rslora": True}),
-    "alphas": ("llama", {"alpha_pattern": PATTERNS["alpha_pattern"]}),
-    "both-rslora": ("llama", {**PATTERNS, "use_rslora": True}),
-    "both-gpt2": ("gpt2", {**GPT2, "bias": "all", "rank_pattern": {"c_attn": 2}, "alpha_pattern": {"h.0.mlp.c_fc": 5}}),
-    "lora-biases": ("gpt2", {**GPT2, "bias": "lora_only"}),
-    "saved": ("llama", {"modules_to_save": ["lm_head", "embed_tokens"], "ensure_weight_tying": True}),
-    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"], "rank_pattern": {"embed_tokens": 2}}),
-    "all-linear": ("llama", {"target_modules": "all-linear", "exclude_modules": ["o_proj"], "lora_dropout": 0.5}),
-    "some-layers": ("llama", {"layers_to_transform": [1], "layers_pattern": "layers"}),
-    **{name: ("llama", {"init_lora_weights": name}) for name in ("gaussian", "orthogonal", "mica")},
-    "eva": ("llama", {**PATTERNS, "init_lora_weights": "eva"}),  # which gives layers ranks and alphas of their own
-    "converted": ("llama", {"init_lora_weights": "pissa", "rank_pattern": {"up_proj": 2}}),
-}
-
-
-def _write_adapters(root: Path, to: Path) -> dict[str, torch.Tensor]:
-    """Writes folders of WRITTEN with PEFT. Returns the logits of the models that PEFT makes of them."""
-    from peft import LoraConfig, PeftModel, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    found = {}
-    for name, (base, settings) in WRITTEN.items():
-        torch.manual_seed(3)
-        peft: Any = get_peft_model(
-            AutoModelForCausalLM.from_pretrained(root / base), LoraConfig(**{**LAYERS, **settings})
-        )
-        initial = None
-        if name == "converted":
-            initial = str(to / "initial")
-            peft.save_pretrained(initial)
-        with torch.no_grad():
-            for value in (one for one in peft.parameters() if one.requires_grad):
-                value.add_(torch.randn_like(value), alpha=0.1)
-        peft.save_pretrained(to / name, path_initial_model_for_weight_conversion=initial)
-        plain = AutoModelForCausalLM.from_pretrained(root / base)
-        merged = PeftModel.from_pretrained(plain, to / name).merge_and_unload().eval()
-        with torch.no_grad():
-            found[name] = merged(input_ids=IDS).logits
-    return found
-
-
-def _read_adapters(root: Path, to: Path) -> dict[str, torch.Tensor]:
-    """By folder of WRITTEN: the logits of the model that it is here. One rank reads whole matrices, as PEFT does."""
-    found = {}
-    for name, (base, _) in WRITTEN.items():
-        config = _config(root / base, stage=0)
-        runtime = _runtime(replace(config, model=replace(config.model, adapter=str(to / name))))
-        with torch.no_grad():
-            found[name] = runtime(input_ids=IDS, use_cache=False).logits
-        runtime.close()
-    return found
-
-
-def test_a_folder_of_adapters_is_the_model_that_peft_makes_of_it(folders, tmp_path: Path) -> None:
-    root, base = folders
-    wanted = run_alone(_write_adapters, root, tmp_path)
-    (found,) = run_ranks(_read_adapters, 1, root, tmp_path)
-    for name, (kind, _) in WRITTEN.items():
-        assert not torch.equal(wanted[name], base[kind]), name
-        assert torch.equal(found[name], wanted[name]), name
-        model = pretrained.completed(Model("pretrained", path=str(root / kind), adapter=str(tmp_path / name)))
-        assert pretrained.problem(model) is None
-
-
 def _wrong_target(root: Path) -> None:
     with pytest.raises(ValueError, match=r"adapter\.targets: .*no_such_layer"):
-        _runtime(_config(root / "llama", adapter=replace(LORA, targets=["no_such_layer"])))
+        runtime_of(config_of(root / "llama", adapter=replace(LORA, targets=["no_such_layer"])))
 
 
 def test_an_adapter_target_that_does_not_exist_is_reported_by_name(folders) -> None:
