@@ -34,7 +34,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
 FORMS = {"r": int, "lora_alpha": int | float, "rank_pattern": dict | None, "alpha_pattern": dict | None}
-UNSET = (None, False, [], {})  # the values of all other settings, also of those that a later PEFT adds
+UNSET: tuple[Any, ...] = (None, False, [], {})  # the values of all other settings, also of those that a later PEFT adds
 
 
 def with_base(model: Model, folder: Path) -> Model:
