@@ -313,12 +313,18 @@ def _with_whole_modules(model: nn.Module, boundaries: set[str]) -> set[str]:
 
 
 def _repeated_blocks(model: nn.Module) -> Iterator[str]:
-    """Members of the outermost module lists whose members have one class; for a list of lists, of the inner lists."""
+    """Members of the outermost module lists whose members have one class; for a list of lists, of the inner lists. A
+    list of one member counts if no list has more: the model then has one block."""
+    lists = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
+        if not isinstance(module[0], _NEVER_CALLED)
+    }
+    least = min(2, max(map(len, lists.values()), default=0))
     outermost: list[str] = []
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(_inside(path, seen) for seen in outermost):
-            continue
-        if len(module) > 1 and len({type(block) for block in module}) == 1 and not isinstance(module[0], _NEVER_CALLED):
+    for path, module in lists.items():
+        if len(module) >= least and not any(_inside(path, seen) for seen in outermost):
             outermost.append(path)
             yield from (f"{path}.{index}" for index in range(len(module)))
 

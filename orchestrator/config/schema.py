@@ -20,6 +20,7 @@ from orchestrator.config.strict import ConfigError, Limits, Word, build
 from zero_runtime.activations.rule import RecomputeRule
 
 MOST_THREADS = 4096  # more than any machine's cores
+ALL_LINEAR = "all-linear"  # PEFT's word for what an empty adapter.targets means
 
 
 class DataKind(Word):
@@ -123,8 +124,8 @@ class Model:
 @dataclass(frozen=True)
 class Adapter:
     """LoRA (arXiv 2106.09685): the model is frozen, and a product of two matrices of rank `rank`, times alpha / rank,
-    is trained next to each of its linear layers whose names end in one of `targets`. An empty `targets` means all
-    linear layers except the head.
+    is trained next to each of its linear layers whose names end in one of `targets`. An empty `targets`, or
+    all-linear, means all linear layers except the head.
 
     `alpha`: the factor of the product, before it is divided by `rank`.
     """
@@ -135,6 +136,8 @@ class Adapter:
     targets: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.targets == [ALL_LINEAR]:
+            object.__setattr__(self, "targets", [])  # so that a point has one id
         limits = Limits(vars(self), "adapter")
         limits.at_least(1, rank=8)
         limits.must("alpha", lambda value: value > 0, "above 0", 16)

@@ -95,7 +95,7 @@ def _is_held(value: object) -> bool:
 def convert(hint: Any, value: object) -> Any:
     """The value converted to the type of `hint`; ValueError if it does not fit.
 
-    Integers are accepted as floats, and numbers as text.
+    Integers are accepted as floats, numbers as text, and a text as a list of it.
     """
     kind, optional = type_of(hint)
     if not _is_plain(hint, value):
@@ -104,6 +104,8 @@ def convert(hint: Any, value: object) -> Any:
         return None
     if get_origin(kind) is dict and isinstance(value, Mapping):
         return dict(value)
+    if get_origin(kind) is list and isinstance(value, str):
+        return [value]
     if get_origin(kind) is list and isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
         return list(value)
     if isinstance(kind, type) and issubclass(kind, Enum):

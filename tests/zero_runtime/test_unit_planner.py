@@ -110,6 +110,16 @@ def test_a_module_list_inside_a_block_creates_no_separate_units() -> None:
     assert list(units_of(model)) == ["blocks.0", "blocks.1"]
 
 
+def test_a_list_of_one_member_is_a_block_if_no_list_has_more() -> None:
+    model = blocks_of(1)
+    assert list(units_of(model)) == ["blocks.0"]
+    model.layers = nn.ModuleList(Pair() for _ in range(2))
+    assert [spec.name for spec in plan_units(model) if spec.modules[0] not in [*model.layers]] == [
+        "blocks.0.a",
+        "blocks.0.b",
+    ]
+
+
 def test_a_module_list_of_different_classes_creates_no_block_units() -> None:
     model = nn.Module()
     model.parts = nn.ModuleList([nn.LayerNorm(2), nn.RMSNorm(2)])

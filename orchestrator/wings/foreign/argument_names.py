@@ -33,6 +33,9 @@ KINDS: dict[str, str] = {
     "fsdp_config": TEXT,
     "model_name_or_path": TEXT,
     "max_seq_length": WHOLE,
+    "lora_rank": WHOLE,
+    "lora_alpha": NUMBER,
+    "target_modules": TEXT,
 }
 DEFAULTS: dict[str, object] = {
     "per_device_train_batch_size": 8,
@@ -58,6 +61,8 @@ SAME = {  # names of other versions and of common training scripts
     "max_length": "max_seq_length",
     "cutoff_len": "max_seq_length",
     "block_size": "max_seq_length",
+    "lora_r": "lora_rank",
+    **dict.fromkeys(("lora_target", "lora_target_modules"), "target_modules"),
 }
 # What changes the numbers and has no counterpart here, with the values that switch it off.
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
@@ -68,6 +73,8 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         "the Trainer halves the batch when memory runs out, and so changes the numbers; give the batch that fits",
     ),
     "optim_target_modules": (("none",), "GaLore's projections are not here"),
+    "lora_dropout": (("0", "0.0"), "adapters have no dropout here"),
+    **dict.fromkeys(("use_dora", "use_rslora"), (("false",), "adapters are plain LoRA, times alpha / rank, here")),
     # TRL and LLaMA-Factory read TrainingArguments with other defaults.
     **dict.fromkeys(
         ("dataset_text_field", "packing", "completion_only_loss", "assistant_only_loss", "finetuning_type"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from orchestrator.config.schema import ALL_LINEAR
 from orchestrator.config.strict import nearest
 from orchestrator.wings.foreign.argument_names import BOOL, DEFAULTS, IDLE, KINDS, REFUSED, SAME, TEXT, WHOLE
 from orchestrator.wings.foreign.findings import Fate, KeyFinding, as_word
@@ -241,15 +242,28 @@ def _lowest_ratio(args: TypedArguments, name: str, problems: list[str]) -> float
         return 0.0
 
 
+_ADAPTERS = (
+    ("lora_rank", "adapter.rank"),
+    ("lora_alpha", "adapter.alpha"),
+    ("target_modules", "adapter.targets"),
+)
+
+
 def other_words(args: TypedArguments) -> dict[str, str]:
     """The words of arguments that are in no configuration of DeepSpeed."""
     given = args.given
     words = {"recompute": "full"} if given.get("gradient_checkpointing") else {}
     if given.get("tf32"):
         words["precision.tf32"] = "true"
-    for name, ours in (("seed", "seed"), ("max_seq_length", "batch.seq")):
+    for name, ours in (("seed", "seed"), ("max_seq_length", "batch.seq"), *_ADAPTERS):
         if name in given:
             words[ours] = as_word(given[name])
+    if len(left := [ours for _, ours in _ADAPTERS if ours not in words]) < len(_ADAPTERS):
+        words["adapter"] = "lora"
+        if "adapter.targets" in words:  # typed as words or with commas; `all` is LLaMA-Factory's
+            names = words["adapter.targets"].replace(",", " ").split()
+            words["adapter.targets"] = ALL_LINEAR if names in (["all"], [ALL_LINEAR]) else as_word(names)
+        args.notes += [f"{', '.join(left)}: not given, so of conf/; your tool's default may be another"] if left else []
     if "model_name_or_path" in given:
         path = Path(given["model_name_or_path"])
         if path.is_dir():

@@ -16,15 +16,25 @@ from orchestrator.wings.words.model_names import in_cache
 
 WEIGHTS = "adapter_model.safetensors"
 BASE = "base_model_name_or_path"
-# Settings of PEFT that change what is added to the weights, with the only value that is added here.
+# PEFT's settings that choose layers, or first values that training then changed, or that the weights are read by: any
+# value is added rightly. Their initialisations are judged by init_lora_weights.
+ANY = frozenset(
+    [
+        *("task_type", "auto_mapping", "peft_version", BASE, "revision", "inference_mode", "runtime_config"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias"),
+        *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout", "fan_in_fan_out"),
+        *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),
+        *("megatron_core", "qalora_group_size", "ensure_weight_tying"),  # which do nothing alone
+    ]
+)
+# Those with values that are added rightly. The other initialisations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take a part
+# out of the base, which is then another one than the folder names.
 ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "lora_bias": (False, None),
-    "alpha_pattern": ({}, None),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
+FORMS = {"r": int, "lora_alpha": int | float, "rank_pattern": dict | None, "alpha_pattern": dict | None}
+UNSET: tuple[Any, ...] = (None, False, [], {})  # the values of all other settings, also of those that a later PEFT adds
 
 
 def with_base(model: Model, folder: Path) -> Model:
@@ -45,12 +55,12 @@ def problem(model: Model) -> Broken | None:
             f"model.adapter must be a folder with {pretrained.ADAPTER}, as PEFT writes it", model.adapter or ""
         )
     settings = _settings(folder)
-    if settings is None or not isinstance(settings.get("r"), int):
+    if settings is None or not all(isinstance(settings.get(key), form) for key, form in FORMS.items()):
         return Broken(f"{pretrained.ADAPTER} must hold the settings of LoRA", f"others in {folder}")
-    for key, known in ONLY.items():
-        if settings.get(key) not in known:
+    for key, value in ({"peft_type": None} | settings).items():
+        if key not in ANY and value not in ONLY.get(key, UNSET):
             rule = f"{folder} must hold plain LoRA; merge it with PEFT's merge_and_unload, and give the folder it saves"
-            return Broken(rule, f"{key}={settings[key]}")
+            return Broken(rule, f"{key}={value}")
     if not (folder / WEIGHTS).is_file():
         return Broken(f"{folder} must hold {WEIGHTS}", "none; save it again with safe_serialization=True")
     if model.adapter is None:

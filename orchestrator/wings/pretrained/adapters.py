@@ -9,10 +9,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from orchestrator.config.schema import ALL_LINEAR
 from zero_runtime.initial_values import parameters_on_meta
 from zero_runtime.tensor_source import Renamed, TensorSource
 
-ALL_LINEAR = "all-linear"  # PEFT's name for all linear layers except the head
 ADAPTER = "adapter_model"  # start of the name of the weights file in a PEFT folder
 _NAME = ".default"  # PEFT's name for a single adapter, which its files omit
 

@@ -36,16 +36,16 @@ def merged(state: TensorSource, config: Mapping[str, Any]) -> Iterator[Merged]:
     model, adapter = config["model"], config["adapter"]
     path = model["path"]
     plain = build_deferred_model(model["model_type"], model["config"], as_saved=path is not None)
-    scale = adapter["alpha"] / adapter["rank"]
+    settings = {"r": adapter["rank"], "lora_alpha": adapter["alpha"]}
     if path is None:
         held = {_plain(name): name for name in state.names() if "lora_" not in name}
         base: TensorSource = Renamed(state, held)
-        yield Merged(MergedLora(base, adapter_weights(state), plain, scale), base)
+        yield Merged(MergedLora(base, adapter_weights(state), plain, settings), base)
         return
     with weights_for(path, plain) as base:
         adapters = adapter_weights(state)
         trained_on = _read_back(base, adapters, plain, config.get("precision", {}))
-        yield Merged(MergedLora(trained_on, adapters, plain, scale), base)
+        yield Merged(MergedLora(trained_on, adapters, plain, settings), base)
 
 
 def _read_back(base: TensorSource, adapters: TensorSource, plain: nn.Module, precision: Mapping[str, Any]) -> Any:

@@ -46,8 +46,16 @@ LINES = {
     "gradient_checkpointing": "recompute=full",
     **dict.fromkeys(("lora_r", "lora_rank", "adapter.r"), "adapter=lora adapter.rank={}"),
     **dict.fromkeys(("lora_alpha", "adapter.lora_alpha"), "adapter=lora adapter.alpha={}"),
+    **dict.fromkeys(("target_modules", "lora_target", "adapter.target_modules"), "adapter=lora adapter.targets={}"),
     **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config"), "PROGRAM import {}"),
     **dict.fromkeys(("dataset", "dataset_path", "train_file", "data_path"), "data={}"),
+}
+# Other programs' names for what is no setting here, with what there is.
+NOT_HERE = {
+    **dict.fromkeys(("attention", "attn_implementation"), "a model attends by sdpa if it can; torch picks its kernel"),
+    **dict.fromkeys(("compile", "torch_compile"), "a run compiles no model; your own script may call torch.compile"),
+    **dict.fromkeys(("report_to", "wandb"), "results go to MLflow (tracking=mlflow) or only to files (tracking=none)"),
+    "model.class": "transformers' class follows from model=NAME or model=FOLDER; your own: docs/from_deepspeed.md",
 }
 OFF = ("false", "0", "none", "null")  # what other programs switch off needs no line of ours
 VALUES = {
@@ -101,6 +109,8 @@ def key(name: str, value: str | None, tree: Tree) -> str:
         meant = _data(value) if LINES[name] == "data={}" else LINES[name].format(value).replace("PROGRAM", program())
         return f" Did you mean '{meant}'?"
     group, _, last = name.rpartition(".")
+    if missing := NOT_HERE.get(name, NOT_HERE.get(last)):
+        return f" Not here: {missing}"
     mapping = ".".join(name.split(".")[:2])
     if mapping not in (name, *OPEN_KEYS) and (near := nearest(mapping, OPEN_KEYS)):
         return f" Did you mean '{near}{name.removeprefix(mapping)}'?"

@@ -73,6 +73,11 @@ def tree() -> Tree:
         ("fp16=true", "Did you mean 'precision=fp16'?"),
         ("lora_r=8", "Did you mean 'adapter=lora adapter.rank=8'?"),
         ("adapter.r=8", "Did you mean 'adapter=lora adapter.rank=8'?"),
+        ("target_modules=all-linear", "Did you mean 'adapter=lora adapter.targets=all-linear'?"),
+        *((f"{key}=x", "Not here: a model attends by sdpa if it can") for key in ("attention", "attn_implementation")),
+        *((f"{key}=true", "Not here: a run compiles no model") for key in ("compile", "torch_compile")),
+        *((f"{key}=x", "Not here: results go to MLflow (tracking=mlflow)") for key in ("wandb", "report_to")),
+        ("model.class=LlamaForCausalLM", "Not here: transformers' class follows from model=NAME or model=FOLDER"),
         ("max_seq_length=512", "Did you mean 'batch.seq'"),
         ("optim=adamw_torch", "Did you mean 'optimizer=adamw'?"),
         ("gradient_checkpointing=true", "Did you mean 'recompute=full'?"),
@@ -107,6 +112,7 @@ def test_each_mistake_is_reported_in_one_line(line: str, told: str, tree: Tree) 
         "batch.micro=${batch.seq} sweeps=stages zero=stage1 zero={stage:1}",
         "data=text data.path='a,b' optimizer.lr=float(1)",
         'zero="stage2" zero=stage2.yaml',
+        "adapter=lora adapter.targets=all-linear precision.weights=int4 precision.keep_dtype=*norm*",
     ],
 )
 def test_valid_lines_pass(line: str, tree: Tree) -> None:

@@ -41,6 +41,14 @@ def test_a_configuration_with_open_sizes_is_none_of_a_run() -> None:
         from_dict(to_dict(AskedConfig(model=TINY)))
 
 
+def test_all_linear_is_the_empty_list_of_targets_and_one_target_is_a_list() -> None:
+    recorded = to_dict(CONFIG)
+    for typed, targets in (("all-linear", []), (["all-linear"], []), ("q_proj", ["q_proj"])):
+        recorded["adapter"]["targets"] = typed
+        assert to_dict(from_dict(recorded))["adapter"]["targets"] == targets
+    assert from_dict(recorded | {"adapter": {**recorded["adapter"], "targets": "all-linear"}}) == CONFIG
+
+
 def test_enums_are_written_by_their_name() -> None:
     written = to_dict(CONFIG)
     assert written["precision"]["reduce"] == "fp32"

@@ -13,43 +13,19 @@ import pytest
 import torch
 from harness.ranks import run_alone, run_ranks
 from harness.read_back import LARGEST_CODES, write_read_back
+from harness.small_folders import IDS, KINDS, LORA, config_of, runtime_of
 
 from orchestrator import cli
 from orchestrator.config import pretrained
 from orchestrator.config.schema import (
-    Adapter,
-    AdapterKind,
-    Data,
-    Device,
     Model,
-    ResolvedBatch,
-    ResolvedResources,
-    RunConfig,
-    Tokenizer,
     to_dict,
 )
-from orchestrator.config.state_groups import Precision, Zero
 from orchestrator.wings.pretrained.companions import write_companions
 from orchestrator.workloads import sources
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.errors import CheckpointError
-from zero_runtime.precision import MixedPrecision
-
-IDS = torch.arange(24).view(2, 12)
-LORA = Adapter(AdapterKind.lora, rank=3, alpha=6.0)
-KINDS: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},  # with a tied head
-    "llama": {
-        "vocab_size": 300,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-    },
-}
 
 
 def _write_folders(root: Path) -> dict[str, torch.Tensor]:
@@ -84,29 +60,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, t
     return root, run_alone(_write_folders, root)
 
 
-def _config(folder: Path, stage: int = 3, weights: Any = None, **changes: Any) -> RunConfig:
-    return RunConfig(
-        model=pretrained.completed(Model("pretrained", path=str(folder))),
-        zero=Zero(stage=stage),
-        precision=Precision(MixedPrecision(weights=weights), compute="fp32"),
-        batch=ResolvedBatch(micro=1, accumulation=1, global_size=2, seq=12),
-        resources=ResolvedResources(Device.cpu, ranks=2, threads=1),
-        data=Data(tokenizer=Tokenizer.bytes),
-        **changes,
-    )
-
-
-def _runtime(config: RunConfig) -> Any:
-    from orchestrator.worker.setup import build_runtime
-
-    return build_runtime(config, torch.device("cpu"), None).runtime  # type: ignore[arg-type]
-
-
 def _logits_at_stages(root: Path, names: list[str]) -> dict[tuple[str, int], torch.Tensor]:
     found = {}
     for name in names:
         for stage in (0, 3):
-            runtime = _runtime(_config(root / name, stage))
+            runtime = runtime_of(config_of(root / name, stage))
             with torch.no_grad():
                 found[name, stage] = runtime(input_ids=IDS, use_cache=False).logits
             runtime.close()
@@ -121,10 +79,10 @@ def test_a_model_loaded_from_a_folder_has_the_logits_of_transformers(folders) ->
 
 
 def _other_architecture(root: Path) -> str:
-    config = _config(root / "llama")
+    config = config_of(root / "llama")
     config = replace(config, model=replace(config.model, path=str(root / "gpt2")))
     with pytest.raises(CheckpointError) as error:
-        _runtime(config)
+        runtime_of(config)
     return str(error.value)
 
 
@@ -143,8 +101,8 @@ def _adapted(root: Path, stage: int, weights: str | None = None) -> tuple[torch.
     have the same logits."""
     from orchestrator.workloads.models import token_losses
 
-    config = _config(root / "llama", stage, weights, adapter=LORA)
-    runtime = _runtime(config)
+    config = config_of(root / "llama", stage, weights, adapter=LORA)
+    runtime = runtime_of(config)
     with torch.no_grad():
         first = runtime(input_ids=IDS, use_cache=False).logits
     for _ in range(2):
@@ -157,7 +115,7 @@ def _adapted(root: Path, stage: int, weights: str | None = None) -> tuple[torch.
         runtime, root / f"lora{stage}{weights or ''}", step=2, trainer=trainer, settings=SaveSettings(with_frozen=False)
     )
     runtime.close()
-    again = _runtime(_config(root / "llama", 3 - stage, weights, adapter=LORA))
+    again = runtime_of(config_of(root / "llama", 3 - stage, weights, adapter=LORA))
     load_checkpoint(again, CheckpointReader.open(path))
     with torch.no_grad():
         assert torch.equal(again(input_ids=IDS, use_cache=False).logits, last)
@@ -221,8 +179,8 @@ def _train_to_merge(root: Path) -> None:
     from orchestrator.workloads.models import token_losses
 
     for name, (kind, adapter) in MERGES.items():
-        config = _config(root / kind, adapter=adapter)
-        runtime = _runtime(config)
+        config = config_of(root / kind, adapter=adapter)
+        runtime = runtime_of(config)
         for _ in range(2):
             runtime.backward(token_losses(runtime.model, IDS, IDS) / IDS.numel() / 2)
             runtime.step(1e-2)
@@ -283,9 +241,9 @@ def test_a_merged_export_is_the_model_that_peft_merges(folders, tmp_path: Path) 
 
 
 def _logits_of_adapter(folder: Path) -> torch.Tensor:
-    config = _config(folder, stage=0)
+    config = config_of(folder, stage=0)
     assert config.model.adapter == str(folder)
-    runtime = _runtime(config)
+    runtime = runtime_of(config)
     with torch.no_grad():
         found: torch.Tensor = runtime(input_ids=IDS, use_cache=False).logits
     runtime.close()
@@ -294,16 +252,16 @@ def _logits_of_adapter(folder: Path) -> torch.Tensor:
 
 def _refusals_of_adapter(tied: Path, plain: Path) -> list[str]:
     found = []
-    for config in (_config(tied), _config(plain, adapter=LORA)):
+    for config in (config_of(tied), config_of(plain, adapter=LORA)):
         with pytest.raises(CheckpointError) as error:
-            _runtime(config)
+            runtime_of(config)
         found.append(str(error.value))
     return found
 
 
 def _wrong_target(root: Path) -> None:
     with pytest.raises(ValueError, match=r"adapter\.targets: .*no_such_layer"):
-        _runtime(_config(root / "llama", adapter=replace(LORA, targets=["no_such_layer"])))
+        runtime_of(config_of(root / "llama", adapter=replace(LORA, targets=["no_such_layer"])))
 
 
 def test_an_adapter_target_that_does_not_exist_is_reported_by_name(folders) -> None:

@@ -60,6 +60,13 @@ def test_weights_of_which_none_is_frozen_are_refused() -> None:
         plan_units(TinyTransformer(TinySpec()), UnitRules(CASE.precision))
 
 
+def test_the_matrices_of_a_single_block_are_stored_as_codes() -> None:
+    model = TinyTransformer(TinySpec(blocks=1)).requires_grad_(False)
+    assert {spec.name for spec in plan_units(model, UnitRules(CASE.precision)) if spec.is_coded} == {
+        "blocks.0 (frozen) (int4)"
+    }
+
+
 def test_what_keeps_its_dtype_is_not_stored_as_codes() -> None:
     rules = UnitRules(CASE.precision, keep_dtype=("*.mix.weight",))
     coded = [

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,13 +34,16 @@ class MergedLora:
     """`base` with `adapters` added, under the names of `model`: a TensorSource.
 
     `base` has each parameter of `model` under one of its names; `model` may be on the meta device. `adapters` has names
-    of PEFT's files. What is not of LoRA in it (PEFT's modules_to_save) takes the place of the base's. `untied`: a tied
-    weight has an adapter under one of its names, so that its names now have different values: each is a tensor here.
-    CheckpointError if an adapter has no layer in the model, or is more than A and B.
+    of PEFT's files. What is not of LoRA in it (PEFT's modules_to_save) takes the place of the base's. `settings`: those
+    of PEFT's adapter_config.json, which decide the scale of each layer. `untied`: a tied weight has an adapter under
+    one of its names, so that its names now have different values: each is a tensor here. CheckpointError if an adapter
+    has no layer in the model, or another rank than the settings say, or is more than A and B.
     """
 
-    def __init__(self, base: TensorSource, adapters: TensorSource, model: nn.Module, scale: float) -> None:
-        self._base, self._adapters, self._scale = base, adapters, scale
+    def __init__(
+        self, base: TensorSource, adapters: TensorSource, model: nn.Module, settings: Mapping[str, Any]
+    ) -> None:
+        self._base, self._adapters = base, adapters
         names: dict[int, list[str]] = {}
         for name, tensor in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(tensor), []).append(name)
@@ -59,6 +63,7 @@ class MergedLora:
             self.untied |= apart
             self._stored |= dict.fromkeys(group if apart else [name], name)
         self._check_shapes()
+        self._scales = {name: _scale(settings, name, adapters.shape(pair.a)[0]) for name, pair in self._pairs.items()}
 
     def names(self) -> Sequence[str]:
         return list(self._stored)
@@ -79,7 +84,7 @@ class MergedLora:
             return values
         columns = self.shape(name)[1]
         first, last = start // columns, -(-stop // columns)
-        rows = self._product(self._pairs[name], first, last)
+        rows = self._product(self._pairs[name], first, last) * self._scales[name]
         return values.float().add_(rows.reshape(-1)[start - first * columns : stop - first * columns])
 
     def _place(self, name: str) -> tuple[TensorSource, str]:
@@ -88,12 +93,12 @@ class MergedLora:
         return self._base, self._stored[name]
 
     def _product(self, pair: _Pair, first: int, last: int) -> torch.Tensor:
-        """The rows first .. last - 1 of what is added to a weight, fp32. In PEFT's order: the product, then the scale,
-        so that whole matrices have the bits of its merge."""
+        """The rows first .. last - 1 of B @ A as a weight has them, fp32. The scale follows the product, in PEFT's
+        order, so that whole matrices have the bits of its merge."""
         a, b = (self._matrix(name) for name in (pair.a, pair.b))
         if pair.transposed:
-            return (b @ a[:, first:last]).T * self._scale
-        return (b[first:last] @ a) * self._scale
+            return (b @ a[:, first:last]).T
+        return b[first:last] @ a
 
     def _matrix(self, name: str) -> torch.Tensor:
         shape = self._adapters.shape(name)
@@ -131,6 +136,21 @@ def _parts(adapters: TensorSource, model: nn.Module) -> tuple[dict[str, _Pair], 
     }, replaced
 
 
+def _scale(settings: Mapping[str, Any], name: str, rows: int) -> float:
+    """The factor of the product of a weight's A, which has this many rows, and B. CheckpointError if it should have
+    others."""
+    path = name.removesuffix(".weight")
+
+    def of(patterns: str, default: str) -> Any:
+        """The value of the first pattern that matches the end of the layer's path, as in PEFT's get_pattern_key."""
+        own = (settings.get(patterns) or {}).items()
+        return next((value for key, value in own if re.match(rf"(.*\.)?({key})$", path)), settings[default])
+
+    if rows != (rank := of("rank_pattern", "r")):
+        raise CheckpointError(f"adapter: expected rank {rank} of {path} by {CONFIG}, found {rows}; save it again")
+    return float(of("alpha_pattern", "lora_alpha")) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
 def _is_transposed(path: str, model: nn.Module) -> bool:
     try:
         module = model.get_submodule(path)
@@ -147,16 +167,15 @@ def _is_transposed(path: str, model: nn.Module) -> bool:
 
 
 class AdapterFolder(WeightsFolder):
-    """The tensors of a folder that PEFT wrote, and the factor of their products: a TensorSource.
+    """The tensors of a folder that PEFT wrote, and its settings: a TensorSource.
 
     CheckpointError if its weights are missing or damaged.
     """
 
     @property
-    def scale(self) -> float:
-        settings = json.loads((self.path / CONFIG).read_text(encoding="utf-8"))
-        rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
-        return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    def settings(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.path / CONFIG).read_text(encoding="utf-8"))
+        return found
 
     def _read_places(self) -> Iterable[tuple[str, str]]:
         self._files[WEIGHTS] = TensorFile(self.path / WEIGHTS)
@@ -171,7 +190,7 @@ def added(base: TensorSource, adapters: AdapterFolder, model: nn.Module) -> Merg
             f"{adapters.path}: expected adapters for a model that gets none of its own, found adapter=lora; use "
             "adapter=none, or merge these first: export-weights --merge"
         )
-    merged = MergedLora(base, adapters, model, adapters.scale)
+    merged = MergedLora(base, adapters, model, adapters.settings)
     if merged.untied:
         raise CheckpointError(
             f"{adapters.path}: expected adapters that leave tied weights equal, found one of an embedding or a head "

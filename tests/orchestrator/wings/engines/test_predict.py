@@ -43,7 +43,7 @@ MODEL = (
     "model.config.vocab_size=131 model.config.num_attention_heads=2 model.config.num_key_value_heads=2 "
     "batch.seq=8 batch.micro=1 optimizer=adamw resources.device=cpu data=synthetic"
 )
-LORA = "adapter=lora adapter.rank=3"
+LORA = "adapter=lora adapter.rank=3 adapter.targets=all-linear"
 BUCKET = "engine.deepspeed.zero_optimization.reduce_bucket_size=20000"  # a rank keeps it, of whatever size it is
 SMALL_KEPT = "engine.deepspeed.zero_optimization.stage3_param_persistence_threshold=1000"
 OFFLOADED = "offload.optimizer=cpu"

@@ -94,6 +94,39 @@ def test_a_precision_that_nothing_answers_is_warned_of(
     assert ('warning: bf16.enabled "auto" is off' in told and "fix: --args='--bf16 ...'" in told) is warns
 
 
+@pytest.mark.parametrize(
+    ("args", "words", "told"),
+    [
+        (
+            "--lora_rank 8 --target_modules all-linear",
+            {"adapter=lora", "adapter.rank=8", "adapter.targets=all-linear"},
+            "adapter.alpha: not given",
+        ),
+        (
+            "--lora_r 4 --lora_alpha 32 --lora_target q_proj,v_proj --lora_dropout 0",
+            {"adapter=lora", "adapter.rank=4", "adapter.alpha=32.0", "adapter.targets=[q_proj,v_proj]"},
+            "",
+        ),
+        (
+            "--lora_target all",
+            {"adapter=lora", "adapter.targets=all-linear"},
+            "adapter.rank, adapter.alpha: not given",
+        ),
+        ("--lora_dropout 0.05", None, "--lora_dropout 0.05: adapters have no dropout here"),
+    ],
+)
+def test_adapters_of_the_scripts_arguments_are_those_of_the_point(
+    args: str, words: set[str] | None, told: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(file).write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": {"stage": 2}}))
+    code = cli.main(["import", file, "model=llama_tiny", f"--args={args}", "--json"])
+    out, err = capsys.readouterr()
+    assert told in err
+    assert code == (2 if words is None else 0)
+    if words is not None:
+        assert {one for one in json.loads(out)["words"] if one.startswith("adapter")} == words
+
+
 def test_a_model_may_be_a_path(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
