@@ -131,19 +131,15 @@ NAMES = tuple(sorted({*wings.ENGINES, *RULES_ONLY}))
 
 
 def peer_model(shapes: Mapping[str, Any], rule: OptimizerConfig) -> PeerModel:
-    """The parameters, from the shapes that a child process has found. A block's name ends with its number."""
-    blocks: list[tuple[PeerParam, ...]] = []
-    others: list[PeerParam] = []
-    for unit in shapes["units"]:
-        params = tuple(
-            PeerParam(tuple(shape), unit["trainable"], not (rule.no_decay and goes_without_decay(name, shape)))
-            for name, shape in unit["shapes"]
-        )
-        if unit["name"].rpartition(".")[2].isdigit():
-            blocks.append(params)
-        else:
-            others += params
-    return PeerModel(tuple(blocks), tuple(others), rule.state_bytes)
+    """The parameters, from the shapes that a child process has found. A block has its frozen parameters too, whatever
+    units they are in."""
+    params = {
+        name: PeerParam(tuple(shape), unit["trainable"], not (rule.no_decay and goes_without_decay(name, shape)))
+        for unit in shapes["units"]
+        for name, shape in unit["shapes"]
+    }
+    blocks = tuple(tuple(params.pop(name) for name in names) for names in shapes["blocks"])
+    return PeerModel(blocks, tuple(params.values()), rule.state_bytes)
 
 
 def rules_for(engine: str, config: RunConfig, shapes: Mapping[str, Any]) -> PeerMemory | None:

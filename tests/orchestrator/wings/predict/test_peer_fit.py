@@ -9,6 +9,7 @@ import pytest
 from points import config_of_line
 
 from orchestrator.config.schema import Device
+from orchestrator.wings.predict import shapes
 from orchestrator.wings.predict.peer_fit import PeerFit, peer_fit, peer_model
 from orchestrator.wings.predict.peer_limits import limits
 from orchestrator.wings.predict.step import ConfigMemory, rules_of
@@ -24,9 +25,14 @@ INPUT_BYTES = 16 * SEQ  # ids and labels of a sequence
 SHAPES: dict[str, Any] = {
     "units": [{"name": "embed_tokens", "trainable": True, "shapes": [["weight", [10, NUMEL // 10]]]}]
     + [
-        {"name": f"model.layers.{block}", "trainable": True, "shapes": [["a", [600]], ["b", [40, 10]]]}
+        {
+            "name": f"model.layers.{block}",
+            "trainable": True,
+            "shapes": [[f"{block}.a", [600]], [f"{block}.b", [40, 10]]],
+        }
         for block in range(BLOCKS)
-    ]
+    ],
+    "blocks": [[f"{block}.a", f"{block}.b"] for block in range(BLOCKS)],
 }
 
 
@@ -48,12 +54,17 @@ def row(
     return peer_fit(engine, "a", (), memory, SHAPES, limit, overhead, **more)
 
 
-def test_blocks_are_the_units_whose_names_end_with_a_number() -> None:
+def test_a_block_has_the_parameters_inside_its_module_frozen_ones_too() -> None:
     model = peer_model(SHAPES, AdamWConfig())
     assert [[one.numel for one in block] for block in model.blocks] == [[600, 400]] * BLOCKS
     assert [one.numel for one in model.others] == [NUMEL]
     assert [one.decays for one in model.blocks[0]] == [False, True]  # of one dimension, and of two
     assert model.numel == TOTAL
+    adapters = shapes.units_of(config_of_line("model=llama_tiny adapter=lora resources.device=cpu resources.ranks=2"))
+    model = peer_model(adapters, AdamWConfig())
+    assert {sum(not one.trained for one in block) for block in model.blocks} == {9}  # 7 matrices and 2 norms
+    assert [one.shape for one in model.others if one.trained] == []
+    assert len(model.others) == 3  # embedding, head and last norm
 
 
 @pytest.mark.parametrize(("stage", "bytes_each"), [(0, 18.0), (1, 6 + 12 / RANKS)])
