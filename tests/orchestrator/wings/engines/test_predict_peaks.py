@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from points import config_of_line
 
 from benchmarks.predicted_peaks import allocated
 from orchestrator import wings
+from orchestrator.config.schema import Device
 from orchestrator.planning.point import Point
 from orchestrator.wings.engines.contract import Task, TrainingEngine
+from orchestrator.wings.engines.optimizer_words import step_form
 from orchestrator.wings.predict import activations, memory_cache, shapes
 from orchestrator.wings.predict.fit_peers import points_of
 from orchestrator.wings.predict.peer_fit import peak_of, rules_for
@@ -24,7 +28,7 @@ from tests.harness.ranks import run_ranks
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.optim.lr_schedule import Rates
-from zero_runtime.predict.memory.peers import Moment
+from zero_runtime.predict.memory.peers import FUSED, Moment, PeerModel, plain
 from zero_runtime.state_bytes import ONE_NUMBER_BYTES
 
 WIDTH, VOCABULARY, MICRO, SEQ = 64, 256, 8, 64
@@ -118,6 +122,49 @@ def test_the_peak_of_another_engine_is_the_predicted_one(kind: str, words: Seque
     for line, *found in zip(lines, *by_rank, strict=True):
         peak, of_a_block, left_out = predicted(kind, line)
         assert -of_a_block <= max(found) - peak <= left_out, (line.removeprefix(MODEL), found, peak, left_out)
+
+
+NUMELS = (3000, 4000, 5000)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "decay", "dtype"),
+    [
+        ("AdamW", {"foreach": True}, 0.1, torch.bfloat16),  # ten bytes an element
+        ("AdamW", {"fused": True}, 0.1, torch.bfloat16),
+        ("AdamW", {}, 0.1, torch.float32),
+        ("Adam", {}, 0.1, torch.float32),
+        *(("SGD", {"foreach": True, "momentum": 0.9}, decay, torch.float32) for decay in (0.0, 0.1)),
+        *(
+            (name, {"foreach": True}, 0.1, torch.float32)
+            for name in ("Adam", "Adadelta", "Adagrad", "NAdam", "RMSprop")
+        ),
+    ],
+)
+def test_the_copies_of_torchs_step_are_the_counted_ones(
+    name: str, words: dict[str, Any], decay: float, dtype: torch.dtype
+) -> None:
+    def trained_alone() -> torch.optim.Optimizer:
+        params = [torch.nn.Parameter(torch.ones(numel, dtype=dtype)) for numel in NUMELS]
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(params, lr=1e-3, weight_decay=decay, **words)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    found, _ = allocated(trained_alone)
+    config = config_of_line(f"{MODEL} zero=stage0 optimizer=torch optimizer.name={name} optimizer.weight_decay={decay}")
+    on = Device.cuda if "foreach" in words else Device.cpu
+    form = step_form(replace(config, resources=replace(config.resources, device=on)), by_default=True)
+    states = (1 if name in ("SGD", "Adagrad", "RMSprop") else 2) * dtype.itemsize
+    model = replace(PeerModel.of_numels((), NUMELS), state_bytes=states)
+    step = FUSED if "fused" in words else form
+    peak = plain(model, weights=dtype.itemsize, has_masters=False, held=dtype.itemsize, step=step).peak()
+    loop = dtype.itemsize * step.of_param * max(NUMELS)  # an upper bound
+    assert -loop <= found - peak <= ONE_NUMBER_BYTES * 3 * len(NUMELS), (found, peak)
+    assert step.of_param == 0 or found > peak - loop
 
 
 def test_micro_batches_of_a_model_with_biases_have_one_trace_under_autocast() -> None:

@@ -10,12 +10,13 @@ from points import config_of_line
 
 from orchestrator.config.schema import Device
 from orchestrator.wings.predict import shapes
-from orchestrator.wings.predict.peer_fit import PeerFit, peer_fit, peer_model
+from orchestrator.wings.predict.peer_fit import PeerFit, peer_fit, peer_model, rules_for
 from orchestrator.wings.predict.peer_limits import limits
 from orchestrator.wings.predict.step import ConfigMemory, rules_of
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.predict.memory.activation_count import LinearTrace, Trace
 from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
+from zero_runtime.predict.memory.peers import Moment
 from zero_runtime.predict.memory.step_memory import StepMemory, StepPeaks
 
 NUMEL, BLOCKS, RANKS, HIGH = 1000, 3, 4, 64
@@ -109,6 +110,14 @@ def test_what_the_ranks_of_a_node_offload_must_fit_its_host(host: int, fits: boo
 
 PURE = "precision=bf16_pure optimizer.beta2=0.95 optimizer.state_dtype=bf16"
 NONE = "offload=none loss=full"
+OWN_OPTIMIZERS = [("plain", "adamw8bit"), ("ddp", "lion"), ("megatron", "muon")]
+OWN_WORDS = [
+    ("precision.keep_dtype=[a]", "casts all parameters, found precision.keep_dtype"),
+    ("precision.weights=int4 adapter=lora", "stores no codes, found precision.weights=int4"),
+    ("zero.unit_numel=100000", "makes its own units, found zero.unit_numel"),
+    ("zero.gather_dtype=int8", "sends exact messages, found quantised ones"),
+    ("measure=eval", "is measured for a number of steps, found measure=eval"),
+]
 ROWS = 3 * 100 + BLOCKS * (150 + 10 * 10)  # elements of rank 0, which has whole rows: 3 of the 10 of the embedding
 
 
@@ -123,7 +132,11 @@ ROWS = 3 * 100 + BLOCKS * (150 + 10 * 10)  # elements of rank 0, which has whole
         ("deepspeed", "zero=stage1 recompute=by_operation", ""),
         ("ddp", "zero=stage0 recompute=by_operation", ""),
         ("megatron", "zero=stage1 recompute=by_operation", "know no such recomputation, found recompute=by_operation"),
-        ("deepspeed", "zero=stage1 loss=tiled", "are for full losses, found loss=tiled"),
+        ("megatron", "zero=stage1 loss=tiled", "are for full losses, found loss=tiled"),
+        *(
+            (engine, f"zero=stage{stage} loss=tiled", "")
+            for engine, stage in (("fsdp2", 3), ("deepspeed", 1), ("ddp", 0))
+        ),
         ("megatron", "zero=stage1 precision=fp32", "train in 16 bits, found precision=fp32"),
         ("nanotron", "zero=stage1 offload=optimizer_cpu", "offload nothing, found offload to the host"),
         ("nanotron", "zero=stage1 parallel=tp2", ""),
@@ -132,6 +145,21 @@ ROWS = 3 * 100 + BLOCKS * (150 + 10 * 10)  # elements of rank 0, which has whole
         ("fsdp2", "zero=stage3 parallel.sp=2", "divide no sequences, found parallel.sp=2"),
         ("deepspeed", f"zero=stage1 {PURE}", ""),
         ("fsdp2", f"zero=stage3 {PURE}", ""),
+        *((engine, f"zero=stage0 {PURE}", "") for engine in ("ddp", "plain")),
+        ("plain", "zero=stage0 precision=bf16_pure", "keep fp32 masters, found precision.master=bf16"),
+        *((engine, f"zero=stage0 optimizer={name}", "has torch.optim's optimizers") for engine, name in OWN_OPTIMIZERS),
+        ("megatron", "zero=stage1 adapter=lora", "train all weights, found adapter=lora"),
+        ("nanotron", "zero=stage1 zero.shard_ranks=2", "shard over all ranks, found zero.shard_ranks"),
+        ("ddp", "zero=stage0 recompute.offload=cpu", "keep activations, found recompute.offload=cpu"),
+        ("ddp", "zero=stage0 precision.reduce=bf16", "reduce in fp32, found precision.reduce=bf16"),
+        ("fsdp2", "zero=stage3 zero.prefetch=2", "do not read zero.prefetch, found 2"),
+        (
+            "deepspeed",
+            "zero=stage2 batch.accumulation=2 zero.reduce_at_boundary=true",
+            "do not read zero.reduce_at_boundary, found True",
+        ),
+        ("deepspeed", "zero=stage3 zero.shard_ranks=2", "shards over all ranks, found zero.shard_ranks"),
+        *((engine, f"zero=stage3 {words}", told) for engine in ("fsdp2", "deepspeed") for words, told in OWN_WORDS),
         ("deepspeed", "zero=stage1 precision=bf16_pure", "keep fp32 masters, found precision.master=bf16"),
         ("nanotron", f"zero=stage1 {PURE}", "keep fp32 masters, found precision.master=bf16"),
         ("megatron", "zero=stage1 optimizer.state_dtype=bf16 optimizer.beta2=0.95", ""),
@@ -156,6 +184,8 @@ def test_settings_that_the_rules_do_not_know_are_refused_by_name(engine: str, wo
         ("deepspeed", 1, PURE, 2 + (2 + 4 + 2) / RANKS),
         ("deepspeed", 2, PURE, 2 + (2 + 4 + 2) / RANKS),
         ("fsdp2", 3, PURE, (2 + 4 + 2) * ROWS / TOTAL),
+        # As from_pretrained(dtype=bfloat16) and torch's AdamW: no master, and nothing in fp32.
+        *((engine, 0, PURE, 2 + 4 + 2) for engine in ("plain", "ddp")),
         ("megatron", 1, "optimizer.state_dtype=bf16 optimizer.beta2=0.95", 2 + 4 + (4 + 4) / RANKS),
         ("nanotron", 1, "", 2 + 2 + 4 + 12 / RANKS),
         # Two ranks divide the layers: the shapes here are those of a rank, and two ranks share its states.
@@ -167,6 +197,17 @@ def test_bytes_at_rest_of_a_parameter(engine: str, stage: int, words: str, each:
     found = row(engine, f"zero=stage{stage} {NONE} {words}")
     assert found is not None
     assert found.memory.resting == each * TOTAL
+
+
+def test_a_step_in_torchs_default_form_is_counted_and_fits_perhaps_if_only_a_fused_one_does() -> None:
+    words = f"zero=stage0 {NONE} {PURE}"
+    found = row("plain", words, given=1, on_gpus=1)
+    assert found is not None
+    assert found.peak == 8 * TOTAL + 2 * (TOTAL - 600 * BLOCKS) + INPUT_BYTES + BUFFER_BYTES  # of the larger group
+    less = row("plain", words, found.peak - 1, given=1, on_gpus=1)
+    assert less is not None
+    assert [found.verdict, less.verdict] == ["yes", "perhaps"]
+    assert rules_for("plain", found.config, SHAPES).at(Moment.STEP) == 0  # our runs are fused
 
 
 def test_ranks_on_a_cpu_have_what_is_offloaded_in_the_memory_that_they_compute_in() -> None:
