@@ -14,6 +14,7 @@ from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.limits import common_problems
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.offload_plan import Tier
+from zero_runtime.optim.configs import AdamWConfig, SgdConfig
 from zero_runtime.precision import MixedPrecision
 
 ON_HOST = ("deepspeed", "fsdp2")
@@ -75,7 +76,9 @@ def _own(engine: str, config: RunConfig) -> list[Broken]:
 def _of_runs(engine: str, config: RunConfig) -> Iterator[Broken]:
     """What the engine's runs refuse, and what they ignore of the group zero, in settings that its rules do not know
     better than its runs."""
-    dtypes, rule = config.precision.dtypes, config.optimizer.rule
+    weights, rule = config.precision.dtypes.weights, config.optimizer.rule
+    if isinstance(rule, AdamWConfig | SgdConfig):
+        rule = replace(rule, state_dtype="fp32")
     known = replace(
         config,
         loss=Loss(),
@@ -83,10 +86,8 @@ def _of_runs(engine: str, config: RunConfig) -> Iterator[Broken]:
         checkpoint=Checkpoint(),
         recompute=RecomputeRule(),
         measure=Measure() if config.measure.kind is MeasureKind.train else config.measure,
-        precision=Precision(MixedPrecision("bf16", weights=dtypes.weights), keep_dtype=config.precision.keep_dtype),
-        optimizer=replace(
-            config.optimizer, rule=replace(rule, state_dtype="fp32") if "state_dtype" in vars(rule) else rule
-        ),
+        precision=Precision(MixedPrecision("bf16", weights=weights), keep_dtype=config.precision.keep_dtype),
+        optimizer=replace(config.optimizer, rule=rule),
         resources=replace(config.resources, ranks=1) if engine == "plain" else config.resources,
     )
     if engine not in wings.ENGINES:
