@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from points import config_of_line
 
-from orchestrator.config.schema import Device
-from orchestrator.wings.predict import shapes
+from orchestrator.config.schema import Device, to_dict
+from orchestrator.planning.point import Point
+from orchestrator.wings.predict import memory_cache, shapes
+from orchestrator.wings.predict.fit_peers import points_of
 from orchestrator.wings.predict.peer_fit import PeerFit, peer_fit, peer_model, rules_for
 from orchestrator.wings.predict.peer_limits import limits
 from orchestrator.wings.predict.step import ConfigMemory, rules_of
@@ -175,6 +178,92 @@ def test_settings_that_the_rules_do_not_know_are_refused_by_name(engine: str, wo
     problems = [str(one) for one in limits(engine, config)]
     assert (row(engine, f"{NONE} {words}") is None) is bool(problem)
     assert problem in problems[0] if problem else not problems
+
+
+# Words that change each setting of these groups, but for those that take no bytes of the device or the host by
+# themselves: rates, constants, scales, what belongs to an optimizer or an offload that is refused, and the dtype of the
+# computation, which is the parameters' in other engines.
+WORDS = {
+    "zero": "stage=2 prefetch=2 shard_ranks=2 outer_sharding=optim reduce_at_boundary=true unit_numel=9999 "
+    "gather_dtype=int8 reduce_dtype=int8 error_feedback=true",
+    "precision": "param=fp32 reduce=bf16 accumulate=bf16 master=bf16 weights=int4 keep_dtype=[*norm*]",
+    "offload": "params=cpu optimizer=cpu ratio=0.5",
+    "optimizer": "kind=lion state_dtype=bf16",
+    "adapter": "kind=lora rank=4 targets=[q_proj]",
+    "recompute": "kind=by_operation every=3 offload=cpu products=2",
+    "loss": "kind=tiled tile=64",
+    "parallel": "tp=2 sp=2",
+}
+NO_BYTES = {
+    "precision": {"compute", "tf32"},
+    "offload": {"folder", "block_mib", "requests", "ahead", "verify"},
+    "adapter": {"alpha"},
+    "parallel": {"patterns"},
+}
+NEEDED = {  # what a setting means something with
+    "offload.ratio": "offload=optimizer_cpu",
+    "precision.weights": "adapter=lora",
+    "precision.accumulate": "batch.accumulation=2",
+    "zero.reduce_at_boundary": "batch.accumulation=2",
+    "zero.outer_sharding": "zero.shard_ranks=2",
+    "zero.error_feedback": "zero.reduce_dtype=int8",
+    "offload.params": "zero=stage3",
+    "recompute.every": "recompute=every_nth",
+    "recompute.products": "recompute=by_operation",
+    "loss.tile": "loss=tiled",
+    "adapter.rank": "adapter=lora",
+    "adapter.targets": "adapter=lora",
+}
+# DeepSpeed's rules have its default, which sends gradients in their dtype; one process sends none.
+SENDS_ITS_OWN = ("deepspeed", "plain")
+
+
+@functools.cache
+def counted_by(engine: str, line: str) -> object:
+    """What the engine's rules and the activations say of a line; None if it is refused."""
+    config = config_of_line(line)
+    config = replace(config, resources=replace(config.resources, device=Device.cuda))
+    if limits(engine, config):
+        return None
+    (point,) = points_of(engine, [Point("a", config)])
+    return rules_for(engine, point.config, shapes.units_of(point.config)), memory_cache.activations_key(point.config)
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage"),
+    [
+        ("fsdp2", 3),
+        *(
+            pytest.param(engine, stage, marks=pytest.mark.full)
+            for engine, stage in (("deepspeed", 3), ("ddp", 0), ("plain", 0), ("megatron", 1), ("nanotron", 1))
+        ),
+    ],
+)
+def test_every_setting_is_counted_or_refused(engine: str, stage: int) -> None:
+    base = f"model=llama_tiny precision=bf16 resources.device=cpu resources.ranks=4 zero=stage{stage}"
+    ignored = []
+    for group, words in WORDS.items():
+        for word in words.split():
+            name = f"{group}.{word.partition('=')[0]}"
+            if (group == "zero" and stage < 3) or (name == "precision.reduce" and engine in SENDS_ITS_OWN):
+                continue
+            before = f"{base} {NEEDED.get(name, '')}"
+            given = f"{base} optimizer=lion" if name == "optimizer.kind" else f"{before} {group}.{word}"
+            found = counted_by(engine, given)
+            ignored += [given] if found is not None and found == counted_by(engine, before) else []
+    assert not ignored, "\n".join(ignored)
+
+
+def test_the_settings_above_are_all_of_their_groups() -> None:
+    every = to_dict(config_of_line("model=llama_tiny resources.device=cpu resources.ranks=2 precision=fp16"))
+    told = {
+        group: {word.partition("=")[0] for word in words.split()} | NO_BYTES.get(group, set())
+        for group, words in WORDS.items()
+    }
+    left = {group: set(every[group]) - told[group] for group in WORDS}
+    assert all("scale" in key or "hysteresis" in key for key in left.pop("precision"))
+    assert left.pop("optimizer") >= {"lr", "clip_norm"}  # constants of the optimizers that are refused among them
+    assert not any(left.values()), left
 
 
 @pytest.mark.parametrize(
