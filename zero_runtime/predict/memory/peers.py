@@ -225,10 +225,9 @@ def fsdp2(
     later (`AllGatherState`). `foreach_reduce` copies a block's gradients into the reduce-scatter's input, which exists
     until the next block's. The root is not resharded after forward.
     """
-    numel, block, root = model.numel, model.largest_block, sum(one.numel for one in model.others)
+    block, root = model.largest_block, sum(one.numel for one in model.others)
     shard, trained = (sum(one.rows_of(world) for one in params) for params in (model.params, model.trained))
-    gathered = block if reshards else numel - root
-    # fp32 weights that compute in 16 bits are masters.
+    gathered = block if reshards else model.numel - root
     held, state = "fp32" if held_bytes == SINGLE else "16-bit", PARAMS if gather_bytes == held_bytes else OPTIMIZER
     states = [
         PeerTerm(f"{held} parameters, {held_bytes}T/N", held_bytes * trained, state=state),
