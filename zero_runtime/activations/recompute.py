@@ -59,16 +59,17 @@ class Recomputation:
         self.memory = load(ACTIVATIONS_ON_HOST)(device, copies) if rule.offload == "cpu" else None
         self.blocks = rule.picks(blocks)
         self._wrapped: Sequence[nn.Module] = blocks if self.memory is not None else self.blocks
-        keeps_products = rule.kind == "by_operation"
+        products = rule.products if rule.kind == "by_operation" else 0
         for block in self._wrapped:
             # The forward, not the block: its hooks see one forward call and one backward, and the recomputation inside
             # is not a call for them. The unit is there already, because the gradient of the block's output has arrived.
             # On the instance, where module.__call__ looks first; the class stays as it is.
             if self.memory is None:
-                block.forward = Recomputed(block.forward, keeps_products=keeps_products)
+                block.forward = Recomputed(block.forward, products=products)
             else:
                 recomputes = block in self.blocks
-                block.forward = self.memory.forward_of(block, recomputes=recomputes, keeps_products=keeps_products)
+                keeps = bool(products)
+                block.forward = self.memory.forward_of(block, recomputes=recomputes, keeps_products=keeps)
 
     def remove(self) -> None:
         """Restore the blocks' own forward and release the host memory. Idempotent; only between two steps."""
@@ -80,13 +81,13 @@ class Recomputation:
 
 
 class Recomputed:
-    """A block's forward that keeps its inputs (and its products with `keeps_products`), not its activations."""
+    """A block's forward that keeps its inputs (and every `products`-th product, if not 0), not its activations."""
 
-    def __init__(self, forward: Callable[..., Any], *, keeps_products: bool) -> None:
+    def __init__(self, forward: Callable[..., Any], *, products: int) -> None:
         self._forward = forward
         self._settings: dict[str, Any] = {"use_reentrant": False}
-        if keeps_products:
-            self._settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        if products:
+            self._settings["context_fn"] = lambda: create_selective_checkpoint_contexts(_Kept(products))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -94,5 +95,15 @@ class Recomputed:
         return checkpoint(partial(self._forward, **kwargs), *args, **self._settings)
 
 
-def _policy(_context: object, operation: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+class _Kept:
+    """The policy of one forward and its recomputation, which count the products apart."""
+
+    def __init__(self, products: int) -> None:
+        self._products, self._seen = products, {False: 0, True: 0}
+
+    def __call__(self, context: Any, operation: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+        kept = operation in KEPT_OPERATIONS
+        if operation == _aten.mm.default:
+            kept = self._seen[context.is_recompute] % self._products == 0
+            self._seen[context.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -14,6 +14,7 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.contract import Task, Updated
 from orchestrator.wings.engines.limits import broken_keys, common_problems, replicated
+from orchestrator.wings.engines.optimizer_words import step_form
 from zero_runtime.limits import as_typed
 from zero_runtime.offload_plan import Tier
 from zero_runtime.precision import ITEMSIZE_BYTES
@@ -30,7 +31,7 @@ HOOKS = (None, "bf16_compress_hook", "fp16_compress_hook")  # of what is sent, b
 
 
 def problems_of(config: RunConfig) -> list[Broken]:
-    found = [*common_problems(config, "DDP"), *broken_keys(config, settings_of)]
+    found = [*common_problems(config, "DDP in these runs"), *broken_keys(config, settings_of)]
     if (hook := settings_of(config)["comm_hook"]) not in HOOKS:
         rule = f"engine.ddp.comm_hook must be one of {', '.join(map(as_typed, HOOKS))}"
         found.append(Broken(rule, str(hook), ("engine.ddp.comm_hook=bf16_compress_hook",)))
@@ -65,14 +66,20 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def autocast_of(config: RunConfig) -> str | None:
-    param = config.precision.dtypes.param
-    return None if param == "fp32" else param
+    dtypes = config.precision.dtypes
+    return None if dtypes.param == dtypes.master else dtypes.param
 
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
-    views = bool(settings_of(config)["gradient_as_bucket_view"])
-    weights = ITEMSIZE_BYTES[config.precision.dtypes.param]
-    return peers.ddp(model, weights=weights, views=views, accumulates=config.batch.accumulation > 1)
+    dtypes = config.precision.dtypes
+    return peers.ddp(
+        model,
+        weights=ITEMSIZE_BYTES[dtypes.param],
+        held=ITEMSIZE_BYTES[dtypes.master],
+        views=bool(settings_of(config)["gradient_as_bucket_view"]),
+        accumulates=config.batch.accumulation > 1,
+        step=step_form(config, by_default=model.by_default),
+    )
 
 
 def meaning(config: RunConfig) -> RunConfig:

@@ -39,7 +39,7 @@ def problems_of(config: RunConfig) -> list[Broken]:
         (zero.shard_ranks is None, "shards over all ranks", "zero.shard_ranks", "zero.shard_ranks=null"),
     )
     found = [Broken(f"DeepSpeed in these runs {rule}", one, (fix,)) for holds, rule, one, fix in asked if not holds]
-    return [*common_problems(config, "DeepSpeed"), *found, *broken_keys(config.engine.native)]
+    return [*common_problems(config, "DeepSpeed in these runs"), *found, *broken_keys(config.engine.native)]
 
 
 def notes_of(config: RunConfig) -> list[str]:

@@ -10,6 +10,7 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.contract import Task, Updated
 from orchestrator.wings.engines.limits import broken_keys, common_problems, computed_as_param
+from orchestrator.wings.engines.optimizer_words import step_form
 from zero_runtime.offload_plan import Tier
 from zero_runtime.plan import Partition
 from zero_runtime.precision import ITEMSIZE_BYTES
@@ -31,7 +32,10 @@ def problems_of(config: RunConfig) -> list[Broken]:
     # What it sums before it reduces, over micro-batches, is summed in the dtype that it reduces.
     sums = config.batch.accumulation > 1 and (not keys["requires_gradient_sync"] or shards < ranks)
     divides = isinstance(reshard, bool) or (isinstance(reshard, int) and 1 < reshard < shards and shards % reshard == 0)
-    found = [*common_problems(config, "FSDP2"), *broken_keys(config, settings_of, "reshard_after_forward")]
+    found = [
+        *common_problems(config, "FSDP2 in these runs"),
+        *broken_keys(config, settings_of, "reshard_after_forward"),
+    ]
     if config.zero.plan.optimizer is Partition.REPLICATED:
         found.append(Broken("FSDP2 shards", "zero=stage0", ("engine=ddp", "zero=stage1")))
     if sums and reduce != "fp32":
@@ -87,6 +91,7 @@ def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
         reshards=bool(keys["reshard_after_forward"]),
         keeps_grads=config.batch.accumulation > 1 and not keys["requires_gradient_sync"],
         on_host=keys["offload"],
+        step=step_form(config, by_default=model.by_default),
     )
 
 

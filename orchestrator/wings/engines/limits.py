@@ -26,7 +26,7 @@ EXACT_WORDS = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback
 
 
 def common_problems(config: RunConfig, engine: str) -> list[Broken]:
-    """Rules that a point breaks by settings that only zero-lab's own runtime has. engine: its name in texts."""
+    """Rules that a point breaks by settings that only zero-lab's own runtime has. engine: the subject of the texts."""
     rule, recompute, measure = config.optimizer.rule, config.recompute, config.measure
     resumes = config.checkpoint.kind is not CheckpointKind.none or config.checkpoint.resume != "none"
     trains = measure.kind is MeasureKind.eval or config.trains_to_the_end
@@ -55,7 +55,7 @@ def common_problems(config: RunConfig, engine: str) -> list[Broken]:
         (blocks, "recomputes all blocks or none", f"recompute={recompute.kind}", "recompute=full"),
         (not on_disk, "offloads nothing to a disk", "offload to nvme", "offload=none"),
     )
-    return [Broken(f"{engine} in these runs {rule}", found, (fix,)) for holds, rule, found, fix in asked if not holds]
+    return [Broken(f"{engine} {rule}", found, (fix,)) for holds, rule, found, fix in asked if not holds]
 
 
 def broken_keys(config: RunConfig, settings_of: SettingsOf, judged: str = "") -> list[Broken]:

@@ -12,6 +12,7 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import Broken
 from orchestrator.wings.engines.contract import Task, Updated
 from orchestrator.wings.engines.limits import common_problems, replicated
+from orchestrator.wings.engines.optimizer_words import step_form
 from zero_runtime.offload_plan import Tier
 from zero_runtime.precision import ITEMSIZE_BYTES
 from zero_runtime.predict.memory import peers
@@ -26,7 +27,7 @@ PACKAGES, EXTRA = ("torch",), ""
 
 
 def problems_of(config: RunConfig) -> list[Broken]:
-    found = common_problems(config, "plain PyTorch")
+    found = common_problems(config, "plain PyTorch in these runs")
     if config.resources.ranks != 1:
         rule = "engine=plain is one process: resources.ranks must be 1"
         found.append(Broken(rule, str(config.resources.ranks), ("resources.ranks=1",)))
@@ -44,9 +45,11 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def memory_of(model: PeerModel, config: RunConfig) -> PeerMemory | None:
-    precision = config.precision.mixed
-    weights = ITEMSIZE_BYTES[precision.compute or precision.param]
-    return peers.plain(model, weights=weights, has_masters=precision.param != "fp32")
+    precision, step = config.precision.mixed, step_form(config, by_default=model.by_default)
+    has_masters = precision.param != precision.master
+    weights = ITEMSIZE_BYTES[(has_masters and precision.compute) or precision.param]
+    held = ITEMSIZE_BYTES[precision.master]
+    return peers.plain(model, weights=weights, has_masters=has_masters, held=held, step=step)
 
 
 def meaning(config: RunConfig) -> RunConfig:

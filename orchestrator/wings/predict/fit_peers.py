@@ -23,7 +23,7 @@ from orchestrator.wings.predict.peer_fit import NAMES, PeerFit, peer_fit
 from orchestrator.wings.predict.peer_limits import limits
 from orchestrator.wings.predict.prediction import gpu_bytes_here, overhead_of, target_here
 from orchestrator.wings.predict.step import Memories, given_micro
-from zero_runtime.predict.memory.peers import Moment
+from zero_runtime.predict.memory.peers import COPIES, Moment
 
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 HEADER = ("row", "micro", "peak", "at rest", "activations", "largest term")
@@ -40,7 +40,8 @@ def points_of(engine: str, points: Sequence[Point]) -> list[Point]:
 
 
 def _of_engine(kind: EngineKind, config: RunConfig) -> RunConfig:
-    dtype = config.precision.compute if kind is EngineKind.plain else config.precision.dtypes.param
+    dtypes, has_masters = config.precision.dtypes, config.precision.dtypes.master == "fp32"
+    dtype = config.precision.compute if kind is EngineKind.plain and has_masters else dtypes.param
     precision = replace(config.precision, compute=dtype)
     return replace(config, engine=replace(config.engine, kind=kind), precision=precision)
 
@@ -122,7 +123,15 @@ def _table(screen: Screen, found: Sequence[PeerFit]) -> None:
     rows = tuple(_given_cells(one) if given else _cells(one) for one in found)
     screen.table(Table(GIVEN if given else HEADER, rows, drops=DROPPED))
     verdicts = {one.verdict for one in found} if given else set()
-    screen.rows([Row(f"fits {word}", why) for word, why in VERDICTS.items() if word in verdicts])
+    screen.rows(_copies(found) + [Row(f"fits {word}", why) for word, why in VERDICTS.items() if word in verdicts])
+
+
+def _copies(found: Sequence[PeerFit]) -> list[Row]:
+    """What torch's default form of the optimizer costs, if the engine's rules have it."""
+    terms = [term for one in found for term in one.memory.terms if term.what.startswith(COPIES)]
+    most = max((term.nbytes for term in terms), default=0)
+    told = f"torch's default form, with {COPIES} of up to {size(most)}; a fused one has none, so `perhaps` fits"
+    return [Row("optimizer", told)] if most else []
 
 
 def _cells(one: PeerFit) -> tuple[str, ...]:
@@ -165,7 +174,8 @@ def _after(one: PeerFit) -> list[Row]:
     """What follows from the terms: bytes at rest, as torch counts them and as its allocator reserves them, the limit,
     and the host's."""
     after = size(one.memory.at(Moment.ALWAYS))
-    rows = [Row("at rest", f"{size(one.memory.resting)} between the last backward and the step, {after} after it")]
+    rest = f"{size(one.memory.resting)} between the last backward and the step, {after} after it"
+    rows = [Row("at rest", rest), *_copies([one])]
     fixed, grows = one.reserved(), one.reserved(expandable=True)
     if fixed is not None and grows is not None:
         rows.append(Row("allocated", f"{size(one.peak)} {WORKSPACES}"))

@@ -131,25 +131,24 @@ NAMES = tuple(sorted({*wings.ENGINES, *RULES_ONLY}))
 
 
 def peer_model(shapes: Mapping[str, Any], rule: OptimizerConfig) -> PeerModel:
-    """The parameters, from the shapes that a child process has found. A block's name ends with its number."""
-    blocks: list[tuple[PeerParam, ...]] = []
-    others: list[PeerParam] = []
-    for unit in shapes["units"]:
-        params = tuple(
-            PeerParam(tuple(shape), unit["trainable"], not (rule.no_decay and goes_without_decay(name, shape)))
-            for name, shape in unit["shapes"]
-        )
-        if unit["name"].rpartition(".")[2].isdigit():
-            blocks.append(params)
-        else:
-            others += params
-    return PeerModel(tuple(blocks), tuple(others), rule.state_bytes)
+    """The parameters, from the shapes that a child process has found. A block has its frozen parameters too, whatever
+    units they are in."""
+    params = {
+        name: PeerParam(tuple(shape), unit["trainable"], not (rule.no_decay and goes_without_decay(name, shape)))
+        for unit in shapes["units"]
+        for name, shape in unit["shapes"]
+    }
+    blocks = tuple(tuple(params.pop(name) for name in names) for names in shapes["blocks"])
+    return PeerModel(blocks, tuple(params.values()), rule.state_bytes)
 
 
-def rules_for(engine: str, config: RunConfig, shapes: Mapping[str, Any]) -> PeerMemory | None:
+def rules_for(
+    engine: str, config: RunConfig, shapes: Mapping[str, Any], *, by_default: bool = False
+) -> PeerMemory | None:
     """The engine's bytes on a rank of the configuration, whatever its own engine is; None if its rules do not know
-    these settings (peer_limits.py says which)."""
-    model = peer_model(shapes, config.optimizer.rule)
+    these settings (peer_limits.py says which). by_default: with torch's default form of the optimizer, which most
+    scripts have; our runs have the fused one."""
+    model = replace(peer_model(shapes, config.optimizer.rule), by_default=by_default)
     if engine in RULES_ONLY:
         return RULES_ONLY[engine](model, config)
     asked = replace(config, engine=replace(config.engine, kind=EngineKind(engine)))
@@ -197,10 +196,13 @@ def peer_fit(
 ) -> PeerFit | None:
     """How large a micro-batch fits, or whether the given one does; None if the engine's rules do not know the settings,
     or nothing was counted."""
-    rules = None if limits(engine, memory.config) else rules_for(engine, memory.config, shapes)
-    if rules is None or not memory.parts:
+    if limits(engine, memory.config):
         return None
-    micro, most = (largest(rules, memory, limit_bytes - taken) for taken in (overhead.most, overhead.least))
+    fused, rules = (rules_for(engine, memory.config, shapes, by_default=one) for one in (False, True))
+    if rules is None or fused is None or not memory.parts:
+        return None
+    micro = largest(rules, memory, limit_bytes - overhead.most)
+    most = largest(fused, memory, limit_bytes - overhead.least)
     if host_limit_bytes is not None and rules.host_bytes * ranks_per_node > host_limit_bytes:
         micro = most = 0
     if given:

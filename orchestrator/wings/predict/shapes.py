@@ -29,6 +29,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import nn
 
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.machine.processes import die_with_parent
@@ -38,16 +39,16 @@ from orchestrator.wings.predict.sliced import messages_of
 from orchestrator.worker.setup import unit_rules
 from zero_runtime.errors import brief
 from zero_runtime.offload_plan import offloaded_units
-from zero_runtime.unit_planner import plan_units
+from zero_runtime.unit_planner import block_modules, plan_units
 
 MOST = 4  # processes that count; each takes some hundred MiB
 Family = Mapping[str, Any]  # configurations by key that differ only in the micro-batch
 
 
 def units_of(config: RunConfig) -> dict[str, Any]:
-    """Shapes by unit in the order of registration, the bytes of optimizer state per element, the number of elements per
-    block of that state, the bytes of the model's buffers, the messages of tensor parallelism, and the full shapes of
-    what it divides.
+    """Shapes by unit in the order of registration, the names of the parameters of each repeated block, the bytes of
+    optimizer state per element, the number of elements per block of that state, the bytes of the model's buffers, the
+    messages of tensor parallelism, and the full shapes of what it divides.
 
     The shapes are those of a rank's slices; the number of elements (`numel`) is that of the full parameters.
     """
@@ -68,6 +69,7 @@ def units_of(config: RunConfig) -> dict[str, Any]:
             }
             for spec, offloaded in zip(specs, offloaded_units(specs, config.offload.ratio), strict=True)
         ],
+        "blocks": _blocks_of(model),
         "state_bytes": optimizer.state_bytes,
         "block_numel": optimizer.block_numel,
         "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
@@ -76,6 +78,14 @@ def units_of(config: RunConfig) -> dict[str, Any]:
         "tensor": messages_of(config, model).plain(),
         "full_shapes": {name: split.shape for spec in specs for name, split in spec.slices.splits.items()},
     }
+
+
+def _blocks_of(model: nn.Module) -> list[list[str]]:
+    """The parameters of each repeated block by name, frozen ones too. A shared one is the first block's."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    return [
+        [names.pop(id(param)) for param in block.parameters() if id(param) in names] for block in block_modules(model)
+    ]
 
 
 def _answer(config: RunConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from harness.ranks import run_ranks
 from harness.shapes import Adapters, Base, BorrowedInHead, FrozenMiddle, Layer, Parallel, Repeated, build_shape, ids_of
 from torch import nn
@@ -24,6 +25,7 @@ from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 STAGES = (0, 1, 2, 3)
 RULES = [RecomputeRule(), RecomputeRule("full"), RecomputeRule("every_nth", 2), RecomputeRule("by_operation")]
+SECOND = RecomputeRule("by_operation", products=2)
 
 
 class DropoutLayer(Layer):
@@ -99,7 +101,7 @@ def _rules(stages: tuple[int, ...]) -> None:
     for kind in (Dropout, DropoutTwice, Adapters, FrozenMiddle, BorrowedInHead, Parallel):
         for stage in stages:
             results = []
-            for rule in RULES:
+            for rule in (*RULES, SECOND):
                 model = build_shape(kind)
                 recomputation = Recomputation(model, rule)
                 results.append(losses(model, stage))
@@ -126,6 +128,28 @@ def test_each_rule_keeps_fewer_bytes_than_no_recomputation() -> None:
     kept = run_ranks(_kept, 1)[0]
     assert kept["full"] < kept["every_nth"] < kept["none"]
     assert kept["full"] < kept["by_operation"] < kept["none"]
+
+
+def _kept_of_llama() -> list[int]:
+    """Bytes that a forward of 64 tokens keeps if every product is kept, and if every second one is."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    kept = []
+    for products in (1, 2):
+        config = transformers.LlamaConfig(**sizes, num_hidden_layers=3, vocab_size=61)
+        model = transformers.LlamaForCausalLM(config)
+        Recomputation(model, RecomputeRule("by_operation", products=products))
+        runtime = runtime_of(model, 0)
+        with ActivationCensus(runtime) as activations:
+            found = runtime(torch.ones((2, 32), dtype=torch.int64))
+        kept.append(activations.bytes)
+        del found
+    return kept
+
+
+def test_every_second_product_of_a_llama_block_is_torchtitans_list() -> None:
+    """torchtitan keeps those of q, v, gate and down, and has those of k, o and up computed again."""
+    every, second = run_ranks(_kept_of_llama, 1)[0]
+    assert every - second == 3 * 64 * 4 * (16 + 32 + 48)  # layers, tokens, fp32
 
 
 @pytest.mark.parametrize(

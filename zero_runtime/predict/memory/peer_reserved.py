@@ -91,7 +91,9 @@ class _Replay:
     def step(self, micro_batches: int) -> None:
         for _ in range(micro_batches):
             self._micro_batch()
-        for block in self.hold([term.nbytes for term in self._terms[Moment.STEP]]):
+        every = [numel for unit in self._params for numel in unit]
+        parts = (self._parts(term, every) if term.each else [term.nbytes] for term in self._terms[Moment.STEP])
+        for block in self.hold([nbytes for sizes in parts for nbytes in sizes]):
             self.allocator.free(block)
         for blocks in self._gradients.values():
             for block in blocks:
@@ -127,10 +129,14 @@ class _Replay:
             for term in self._by_unit:
                 term.use(unit)
         elif kind is Mark.AFTER_BACKWARD and unit not in self._gradients:
-            total = sum(map(sum, self._params))
-            self._gradients[unit] = self.hold(
-                [term.nbytes * numel // total for term in self._terms[Moment.GRADIENTS] for numel in self._params[unit]]
-            )
+            gradients = self._terms[Moment.GRADIENTS]
+            sizes = (self._parts(term, self._params[unit]) for term in gradients)
+            self._gradients[unit] = self.hold([nbytes for part in sizes for nbytes in part])
+
+    def _parts(self, term: PeerTerm, numels: Sequence[int]) -> list[int]:
+        """The bytes of a term that parameters of so many elements have of it."""
+        total = sum(map(sum, self._params))
+        return [term.nbytes * numel // total for numel in numels]
 
 
 def _exists(term: PeerTerm, moment: Moment) -> bool:

@@ -22,6 +22,7 @@ from zero_runtime.plan import Partition, ZeroPlan
 HALF, SINGLE = 2, 4  # bytes of a 16-bit and of an fp32 number
 ADAM = 2.0 * SINGLE  # bytes of exp_avg and exp_avg_sq for a trained element
 PARAMS, GRADS, OPTIMIZER = "params", "grads", "optimizer"
+COPIES = "copies in the optimizer's step"
 
 
 class Moment(Enum):
@@ -37,7 +38,8 @@ class Moment(Enum):
 class PeerTerm:
     """One line of a prediction: what is allocated, how many bytes, and when. state: the component of the model states
     that the term is; empty for what is none. on_host: in the host's memory, by offload. each: bytes of an element, if
-    the term holds the parameters of the units that were last used, as many as its bytes are; 0 for one tensor."""
+    the term holds the parameters of the units that were last used, as many as its bytes are, or in a step a tensor for
+    each parameter; 0 for one tensor."""
 
     what: str
     nbytes: int
@@ -45,6 +47,18 @@ class PeerTerm:
     state: str = ""
     on_host: bool = False
     each: int = 0
+
+
+class StepForm(NamedTuple):
+    """How torch's optimizer steps (`word`), and the most copies that it then holds of its largest group of parameters
+    and of its largest parameter."""
+
+    word: str = "fused"
+    of_group: int = 0
+    of_param: int = 0
+
+
+FUSED = StepForm()  # its kernel updates each element alone
 
 
 class PeerParam(NamedTuple):
@@ -67,11 +81,12 @@ class PeerParam(NamedTuple):
 @dataclass(frozen=True)
 class PeerModel:
     """The parameters in the order of forward: of each repeated block, and all others. state_bytes: of the optimizer's
-    states for a trained element."""
+    states for a trained element. by_default: the optimizer steps in torch's default form, not as in our runs."""
 
     blocks: tuple[tuple[PeerParam, ...], ...]
     others: tuple[PeerParam, ...] = ()
     state_bytes: float = ADAM
+    by_default: bool = False
 
     @classmethod
     def of_numels(cls, blocks: Iterable[Iterable[int]], others: Iterable[int] = ()) -> PeerModel:
@@ -170,6 +185,18 @@ def weights_terms(
     yield PeerTerm(f"optimizer's states, {model.state_bytes:g}{what}", states, state=OPTIMIZER)
 
 
+def step_terms(model: PeerModel, form: StepForm, itemsize: int, world: int = 1) -> Iterator[PeerTerm]:
+    """The copies that torch's optimizer makes in its step of what a rank updates, `itemsize` bytes an element.
+
+    Source: torch/optim. Each group is updated alone; foreach takes the root of all its second moments at once.
+    """
+    rows = [(one.decays, one.rows_of(world)) for one in model.trained]
+    group = max((sum(numel for own, numel in rows if own is decays) for decays in (True, False)), default=0)
+    numel = form.of_group * group + form.of_param * max((numel for _, numel in rows), default=0)
+    if numel:
+        yield PeerTerm(f"{COPIES} ({form.word})", itemsize * numel, Moment.STEP, each=itemsize)
+
+
 def placed(host: bool, terms: Iterable[PeerTerm]) -> Iterator[PeerTerm]:
     """The terms, in the host's memory if `host`."""
     return (replace(term, on_host=host) for term in terms)
@@ -185,6 +212,7 @@ def fsdp2(
     reshards: bool = True,
     keeps_grads: bool = False,
     on_host: bool = False,
+    step: StepForm = FUSED,
 ) -> PeerMemory:
     """FSDP2 (`fully_shard` on every block and on the model), torch 2.13. Trained parameters and so their gradients are
     in `held_bytes`, frozen ones as they are gathered; MixedPrecisionPolicy has `gather_bytes` for param_dtype and
@@ -197,16 +225,16 @@ def fsdp2(
     later (`AllGatherState`). `foreach_reduce` copies a block's gradients into the reduce-scatter's input, which exists
     until the next block's. The root is not resharded after forward.
     """
-    numel, block, root = model.numel, model.largest_block, sum(one.numel for one in model.others)
+    block, root = model.largest_block, sum(one.numel for one in model.others)
     shard, trained = (sum(one.rows_of(world) for one in params) for params in (model.params, model.trained))
-    gathered = block if reshards else numel - root
-    # fp32 weights that compute in 16 bits are masters.
+    gathered = block if reshards else model.numel - root
     held, state = "fp32" if held_bytes == SINGLE else "16-bit", PARAMS if gather_bytes == held_bytes else OPTIMIZER
     states = [
         PeerTerm(f"{held} parameters, {held_bytes}T/N", held_bytes * trained, state=state),
         PeerTerm("frozen parameters", gather_bytes * (shard - trained), state=PARAMS),
         PeerTerm("optimizer's states", round(model.state_bytes * trained), state=OPTIMIZER),
         PeerTerm(f"gradients, {held_bytes}T/N", held_bytes * trained, Moment.GRADIENTS, GRADS),
+        *step_terms(model, step, held_bytes, world),
     ]
     terms = [
         *placed(on_host, states),
@@ -266,8 +294,17 @@ def nanotron(model: PeerModel, plan: ZeroPlan, world: int) -> PeerMemory:
     return PeerMemory("nanotron 0.5", tuple(terms))
 
 
-def ddp(model: PeerModel, *, weights: int = HALF, views: bool = True, accumulates: bool = False) -> PeerMemory:
-    """DistributedDataParallel: fp32 parameters, gradients and optimizer's states, 16P; in 16 bits by autocast.
+def ddp(
+    model: PeerModel,
+    *,
+    weights: int = HALF,
+    held: int = SINGLE,
+    views: bool = True,
+    accumulates: bool = False,
+    step: StepForm = FUSED,
+) -> PeerMemory:
+    """DistributedDataParallel: fp32 parameters, gradients and optimizer's states, 16P; in 16 bits by autocast. held:
+    bytes of an element of what is trained and of its gradients; with 2 the model is in 16 bits, without autocast.
 
     Sources: torch's documentation of DistributedDataParallel (views: with `gradient_as_bucket_view` the gradients are
     views of the buckets, which stay; without it the buckets are a second copy of them, 4T. accumulates: those of
@@ -276,27 +313,33 @@ def ddp(model: PeerModel, *, weights: int = HALF, views: bool = True, accumulate
     are held in 16 bits).
     """
     trained = model.trained_numel
-    autocast = weights == HALF  # fp32 weights that compute in 16 bits are masters
+    autocast = weights < held  # fp32 weights that compute in 16 bits are masters
+    name = "fp32" if held == SINGLE else "16-bit"
     terms = [
-        PeerTerm("fp32 parameters, 4T", SINGLE * trained, state=OPTIMIZER if autocast else PARAMS),
+        PeerTerm(f"{name} parameters, {held}T", held * trained, state=OPTIMIZER if autocast else PARAMS),
         PeerTerm("frozen parameters", weights * (model.numel - trained), state=PARAMS),
         PeerTerm("optimizer's states", round(model.state_bytes * trained), state=OPTIMIZER),
-        PeerTerm("buckets of gradients, 4T", SINGLE * trained, state=GRADS if views else ""),
+        PeerTerm(f"buckets of gradients, {held}T", held * trained, state=GRADS if views else ""),
+        *step_terms(model, step, held),
     ]
     if not views:
-        terms.append(PeerTerm("gradients, 4T", SINGLE * trained, Moment.GRADIENTS, GRADS))
+        terms.append(PeerTerm(f"gradients, {held}T", held * trained, Moment.GRADIENTS, GRADS))
     elif accumulates:
-        terms.append(PeerTerm("gradients of earlier micro-batches, 4T", SINGLE * trained, Moment.COMPUTE))
+        terms.append(PeerTerm(f"gradients of earlier micro-batches, {held}T", held * trained, Moment.COMPUTE))
     return PeerMemory("DDP with autocast" if autocast else "DDP", tuple(terms))
 
 
-def plain(model: PeerModel, *, weights: int = HALF, has_masters: bool = True) -> PeerMemory:
+def plain(
+    model: PeerModel, *, weights: int = HALF, has_masters: bool = True, held: int = SINGLE, step: StepForm = FUSED
+) -> PeerMemory:
     """PyTorch in one process (orchestrator/wings/engines/plain.py). has_masters: the weights are rounded to 16 bits,
-    whatever they are held in, and each one's gradient is added to its master's as soon as it is there."""
+    whatever they are held in, and each one's gradient is added to its master's as soon as it is there. held: bytes of
+    an element of what is updated; without masters the weights."""
     terms = [
         PeerTerm(f"parameters, {weights}P", weights * model.numel, state=PARAMS),
-        *weights_terms(model, HALF if has_masters else weights, model.trained_numel, "T"),
-        PeerTerm("fp32 gradients, 4T", SINGLE * model.trained_numel, Moment.GRADIENTS, GRADS),
+        *weights_terms(model, HALF if has_masters else SINGLE, model.trained_numel, "T"),
+        PeerTerm(f"gradients, {held}T", held * model.trained_numel, Moment.GRADIENTS, GRADS),
+        *step_terms(model, step, held),
     ]
     if has_masters:
         terms.append(PeerTerm("gradient of one parameter", weights * model.largest, Moment.COMPUTE))

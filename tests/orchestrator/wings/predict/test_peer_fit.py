@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from points import config_of_line
 
-from orchestrator.config.schema import Device
-from orchestrator.wings.predict.peer_fit import PeerFit, peer_fit, peer_model
+from orchestrator.config.schema import Device, to_dict
+from orchestrator.planning.point import Point
+from orchestrator.wings.predict import memory_cache, shapes
+from orchestrator.wings.predict.fit_peers import points_of
+from orchestrator.wings.predict.peer_fit import PeerFit, peer_fit, peer_model, rules_for
 from orchestrator.wings.predict.peer_limits import limits
 from orchestrator.wings.predict.step import ConfigMemory, rules_of
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.predict.memory.activation_count import LinearTrace, Trace
 from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
+from zero_runtime.predict.memory.peers import Moment
 from zero_runtime.predict.memory.step_memory import StepMemory, StepPeaks
 
 NUMEL, BLOCKS, RANKS, HIGH = 1000, 3, 4, 64
@@ -24,9 +29,14 @@ INPUT_BYTES = 16 * SEQ  # ids and labels of a sequence
 SHAPES: dict[str, Any] = {
     "units": [{"name": "embed_tokens", "trainable": True, "shapes": [["weight", [10, NUMEL // 10]]]}]
     + [
-        {"name": f"model.layers.{block}", "trainable": True, "shapes": [["a", [600]], ["b", [40, 10]]]}
+        {
+            "name": f"model.layers.{block}",
+            "trainable": True,
+            "shapes": [[f"{block}.a", [600]], [f"{block}.b", [40, 10]]],
+        }
         for block in range(BLOCKS)
-    ]
+    ],
+    "blocks": [[f"{block}.a", f"{block}.b"] for block in range(BLOCKS)],
 }
 
 
@@ -48,12 +58,17 @@ def row(
     return peer_fit(engine, "a", (), memory, SHAPES, limit, overhead, **more)
 
 
-def test_blocks_are_the_units_whose_names_end_with_a_number() -> None:
+def test_a_block_has_the_parameters_inside_its_module_frozen_ones_too() -> None:
     model = peer_model(SHAPES, AdamWConfig())
     assert [[one.numel for one in block] for block in model.blocks] == [[600, 400]] * BLOCKS
     assert [one.numel for one in model.others] == [NUMEL]
     assert [one.decays for one in model.blocks[0]] == [False, True]  # of one dimension, and of two
     assert model.numel == TOTAL
+    adapters = shapes.units_of(config_of_line("model=llama_tiny adapter=lora resources.device=cpu resources.ranks=2"))
+    model = peer_model(adapters, AdamWConfig())
+    assert {sum(not one.trained for one in block) for block in model.blocks} == {9}  # 7 matrices and 2 norms
+    assert [one.shape for one in model.others if one.trained] == []
+    assert len(model.others) == 3  # embedding, head and last norm
 
 
 @pytest.mark.parametrize(("stage", "bytes_each"), [(0, 18.0), (1, 6 + 12 / RANKS)])
@@ -98,6 +113,14 @@ def test_what_the_ranks_of_a_node_offload_must_fit_its_host(host: int, fits: boo
 
 PURE = "precision=bf16_pure optimizer.beta2=0.95 optimizer.state_dtype=bf16"
 NONE = "offload=none loss=full"
+OWN_OPTIMIZERS = [("plain", "adamw8bit"), ("ddp", "lion"), ("megatron", "muon")]
+OWN_WORDS = [
+    ("precision.keep_dtype=[a]", "casts all parameters, found precision.keep_dtype"),
+    ("precision.weights=int4 adapter=lora", "stores no codes, found precision.weights=int4"),
+    ("zero.unit_numel=100000", "makes its own units, found zero.unit_numel"),
+    ("zero.gather_dtype=int8", "sends exact messages, found quantised ones"),
+    ("measure=eval", "is measured for a number of steps, found measure=eval"),
+]
 ROWS = 3 * 100 + BLOCKS * (150 + 10 * 10)  # elements of rank 0, which has whole rows: 3 of the 10 of the embedding
 
 
@@ -112,7 +135,11 @@ ROWS = 3 * 100 + BLOCKS * (150 + 10 * 10)  # elements of rank 0, which has whole
         ("deepspeed", "zero=stage1 recompute=by_operation", ""),
         ("ddp", "zero=stage0 recompute=by_operation", ""),
         ("megatron", "zero=stage1 recompute=by_operation", "know no such recomputation, found recompute=by_operation"),
-        ("deepspeed", "zero=stage1 loss=tiled", "are for full losses, found loss=tiled"),
+        ("megatron", "zero=stage1 loss=tiled", "are for full losses, found loss=tiled"),
+        *(
+            (engine, f"zero=stage{stage} loss=tiled", "")
+            for engine, stage in (("fsdp2", 3), ("deepspeed", 1), ("ddp", 0))
+        ),
         ("megatron", "zero=stage1 precision=fp32", "train in 16 bits, found precision=fp32"),
         ("nanotron", "zero=stage1 offload=optimizer_cpu", "offload nothing, found offload to the host"),
         ("nanotron", "zero=stage1 parallel=tp2", ""),
@@ -121,6 +148,21 @@ ROWS = 3 * 100 + BLOCKS * (150 + 10 * 10)  # elements of rank 0, which has whole
         ("fsdp2", "zero=stage3 parallel.sp=2", "divide no sequences, found parallel.sp=2"),
         ("deepspeed", f"zero=stage1 {PURE}", ""),
         ("fsdp2", f"zero=stage3 {PURE}", ""),
+        *((engine, f"zero=stage0 {PURE}", "") for engine in ("ddp", "plain")),
+        ("plain", "zero=stage0 precision=bf16_pure", "keep fp32 masters, found precision.master=bf16"),
+        *((engine, f"zero=stage0 optimizer={name}", "has torch.optim's optimizers") for engine, name in OWN_OPTIMIZERS),
+        ("megatron", "zero=stage1 adapter=lora", "train all weights, found adapter=lora"),
+        ("nanotron", "zero=stage1 zero.shard_ranks=2", "shard over all ranks, found zero.shard_ranks"),
+        ("ddp", "zero=stage0 recompute.offload=cpu", "keep activations, found recompute.offload=cpu"),
+        ("ddp", "zero=stage0 precision.reduce=bf16", "reduce in fp32, found precision.reduce=bf16"),
+        ("fsdp2", "zero=stage3 zero.prefetch=2", "do not read zero.prefetch, found 2"),
+        (
+            "deepspeed",
+            "zero=stage2 batch.accumulation=2 zero.reduce_at_boundary=true",
+            "do not read zero.reduce_at_boundary, found True",
+        ),
+        ("deepspeed", "zero=stage3 zero.shard_ranks=2", "shards over all ranks, found zero.shard_ranks"),
+        *((engine, f"zero=stage3 {words}", told) for engine in ("fsdp2", "deepspeed") for words, told in OWN_WORDS),
         ("deepspeed", "zero=stage1 precision=bf16_pure", "keep fp32 masters, found precision.master=bf16"),
         ("nanotron", f"zero=stage1 {PURE}", "keep fp32 masters, found precision.master=bf16"),
         ("megatron", "zero=stage1 optimizer.state_dtype=bf16 optimizer.beta2=0.95", ""),
@@ -138,6 +180,92 @@ def test_settings_that_the_rules_do_not_know_are_refused_by_name(engine: str, wo
     assert problem in problems[0] if problem else not problems
 
 
+# Words that change each setting of these groups, but for those that take no bytes of the device or the host by
+# themselves: rates, constants, scales, what belongs to an optimizer or an offload that is refused, and the dtype of the
+# computation, which is the parameters' in other engines.
+WORDS = {
+    "zero": "stage=2 prefetch=2 shard_ranks=2 outer_sharding=optim reduce_at_boundary=true unit_numel=9999 "
+    "gather_dtype=int8 reduce_dtype=int8 error_feedback=true",
+    "precision": "param=fp32 reduce=bf16 accumulate=bf16 master=bf16 weights=int4 keep_dtype=[*norm*]",
+    "offload": "params=cpu optimizer=cpu ratio=0.5",
+    "optimizer": "kind=lion state_dtype=bf16",
+    "adapter": "kind=lora rank=4 targets=[q_proj]",
+    "recompute": "kind=by_operation every=3 offload=cpu products=2",
+    "loss": "kind=tiled tile=64",
+    "parallel": "tp=2 sp=2",
+}
+NO_BYTES = {
+    "precision": {"compute", "tf32"},
+    "offload": {"folder", "block_mib", "requests", "ahead", "verify"},
+    "adapter": {"alpha"},
+    "parallel": {"patterns"},
+}
+NEEDED = {  # what a setting means something with
+    "offload.ratio": "offload=optimizer_cpu",
+    "precision.weights": "adapter=lora",
+    "precision.accumulate": "batch.accumulation=2",
+    "zero.reduce_at_boundary": "batch.accumulation=2",
+    "zero.outer_sharding": "zero.shard_ranks=2",
+    "zero.error_feedback": "zero.reduce_dtype=int8",
+    "offload.params": "zero=stage3",
+    "recompute.every": "recompute=every_nth",
+    "recompute.products": "recompute=by_operation",
+    "loss.tile": "loss=tiled",
+    "adapter.rank": "adapter=lora",
+    "adapter.targets": "adapter=lora",
+}
+# DeepSpeed's rules have its default, which sends gradients in their dtype; one process sends none.
+SENDS_ITS_OWN = ("deepspeed", "plain")
+
+
+@functools.cache
+def counted_by(engine: str, line: str) -> object:
+    """What the engine's rules and the activations say of a line; None if it is refused."""
+    config = config_of_line(line)
+    config = replace(config, resources=replace(config.resources, device=Device.cuda))
+    if limits(engine, config):
+        return None
+    (point,) = points_of(engine, [Point("a", config)])
+    return rules_for(engine, point.config, shapes.units_of(point.config)), memory_cache.activations_key(point.config)
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage"),
+    [
+        ("fsdp2", 3),
+        *(
+            pytest.param(engine, stage, marks=pytest.mark.full)
+            for engine, stage in (("deepspeed", 3), ("ddp", 0), ("plain", 0), ("megatron", 1), ("nanotron", 1))
+        ),
+    ],
+)
+def test_every_setting_is_counted_or_refused(engine: str, stage: int) -> None:
+    base = f"model=llama_tiny precision=bf16 resources.device=cpu resources.ranks=4 zero=stage{stage}"
+    ignored = []
+    for group, words in WORDS.items():
+        for word in words.split():
+            name = f"{group}.{word.partition('=')[0]}"
+            if (group == "zero" and stage < 3) or (name == "precision.reduce" and engine in SENDS_ITS_OWN):
+                continue
+            before = f"{base} {NEEDED.get(name, '')}"
+            given = f"{base} optimizer=lion" if name == "optimizer.kind" else f"{before} {group}.{word}"
+            found = counted_by(engine, given)
+            ignored += [given] if found is not None and found == counted_by(engine, before) else []
+    assert not ignored, "\n".join(ignored)
+
+
+def test_the_settings_above_are_all_of_their_groups() -> None:
+    every = to_dict(config_of_line("model=llama_tiny resources.device=cpu resources.ranks=2 precision=fp16"))
+    told = {
+        group: {word.partition("=")[0] for word in words.split()} | NO_BYTES.get(group, set())
+        for group, words in WORDS.items()
+    }
+    left = {group: set(every[group]) - told[group] for group in WORDS}
+    assert all("scale" in key or "hysteresis" in key for key in left.pop("precision"))
+    assert left.pop("optimizer") >= {"lr", "clip_norm"}  # constants of the optimizers that are refused among them
+    assert not any(left.values()), left
+
+
 @pytest.mark.parametrize(
     ("engine", "stage", "words", "each"),
     [
@@ -145,6 +273,8 @@ def test_settings_that_the_rules_do_not_know_are_refused_by_name(engine: str, wo
         ("deepspeed", 1, PURE, 2 + (2 + 4 + 2) / RANKS),
         ("deepspeed", 2, PURE, 2 + (2 + 4 + 2) / RANKS),
         ("fsdp2", 3, PURE, (2 + 4 + 2) * ROWS / TOTAL),
+        # As from_pretrained(dtype=bfloat16) and torch's AdamW: no master, and nothing in fp32.
+        *((engine, 0, PURE, 2 + 4 + 2) for engine in ("plain", "ddp")),
         ("megatron", 1, "optimizer.state_dtype=bf16 optimizer.beta2=0.95", 2 + 4 + (4 + 4) / RANKS),
         ("nanotron", 1, "", 2 + 2 + 4 + 12 / RANKS),
         # Two ranks divide the layers: the shapes here are those of a rank, and two ranks share its states.
@@ -156,6 +286,17 @@ def test_bytes_at_rest_of_a_parameter(engine: str, stage: int, words: str, each:
     found = row(engine, f"zero=stage{stage} {NONE} {words}")
     assert found is not None
     assert found.memory.resting == each * TOTAL
+
+
+def test_a_step_in_torchs_default_form_is_counted_and_fits_perhaps_if_only_a_fused_one_does() -> None:
+    words = f"zero=stage0 {NONE} {PURE}"
+    found = row("plain", words, given=1, on_gpus=1)
+    assert found is not None
+    assert found.peak == 8 * TOTAL + 2 * (TOTAL - 600 * BLOCKS) + INPUT_BYTES + BUFFER_BYTES  # of the larger group
+    less = row("plain", words, found.peak - 1, given=1, on_gpus=1)
+    assert less is not None
+    assert [found.verdict, less.verdict] == ["yes", "perhaps"]
+    assert rules_for("plain", found.config, SHAPES).at(Moment.STEP) == 0  # our runs are fused
 
 
 def test_ranks_on_a_cpu_have_what_is_offloaded_in_the_memory_that_they_compute_in() -> None:
