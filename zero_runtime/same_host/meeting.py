@@ -29,7 +29,7 @@ _PEER = struct.Struct("3i")  # of SO_PEERCRED: pid, uid, gid
 
 
 class _Address(NamedTuple):
-    """Where a rank is found. host: equal for ranks with common pids and sockets. name: of its socket; empty if it has
+    """Where a rank is found. host: equal for ranks of one user with common pids and sockets. name: of its socket; empty if it has
     none. address: of `number` in its memory."""
 
     host: str
@@ -81,9 +81,10 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Meeting
 
 
 def _host() -> str:
-    """The boot of the machine with the namespaces in which a pid, a socket's name and a user mean one thing."""
+    """The boot of the machine, the namespaces in which a pid, a socket's name and a user mean one thing, and the user."""
     try:
-        return " ".join([boot_id(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "user"))])
+        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "user")]
+        return " ".join([boot_id(), *spaces, str(os.getuid())])
     except OSError:
         return f"{socket.gethostname()} {os.getpid()}"  # no /proc: only this process is known
 
@@ -98,7 +99,7 @@ def _exchange(store: dist.Store, key: str, rank: int, size: int, text: str, time
 
 def _elsewhere(found: Sequence[_Address], own: _Address) -> str:
     other = next((rank for rank, one in enumerate(found) if one.host != own.host), None)
-    return "" if other is None else f"rank {other} is on another host, or in another container"
+    return "" if other is None else f"rank {other} is on another host, in another container, or another user's"
 
 
 def _listen(name: str, size: int) -> socket.socket:
