@@ -24,10 +24,6 @@ class Tensors(NamedTuple):
         """The single tensor beside those of all ranks: its dtype and size are the collective's."""
         return (self.sent if len(self.sent) == 1 else self.received)[0]
 
-    def of(self, rank: int) -> list[torch.Tensor]:
-        """What a rank's own slots hold. If both are one tensor, no other rank reads what is written there."""
-        return [side[rank if len(side) > 1 else 0] for side in self if side]
-
 
 def lay(what: str, asked: Sequence[Tensors], rank: int) -> tuple[list[Tensors], Callable[[], None] | None]:
     """The memory for collectives that begin together, and what each calls when it has succeeded.
@@ -93,9 +89,12 @@ def _span(tensor: torch.Tensor) -> Span:
 
 
 def _read(found: Tensors, rank: int) -> list[Span]:
-    """What other ranks read, or this one reads after it has begun to write."""
-    own = [_span(one) for one in found.of(rank)]
-    return [span for span in map(_span, found.sent) if len(own) < 2 or span != own[0]]
+    """What is read while this rank writes. No other rank reads this one's own slot, so that may be written in place."""
+    spans = [_span(one) for one in found.sent]
+    received, sent = (rank if len(side) > 1 else 0 for side in found)
+    if found.received and spans and spans[sent] == _span(found.received[received]):
+        del spans[sent]
+    return spans
 
 
 def _are_shared(written: Sequence[Span], read: Sequence[Span]) -> list[bool]:
