@@ -1,4 +1,4 @@
-"""Each collective over shm means what torch.distributed says: every rank's input is what it was at the call, and outputs
+"""Each collective over shm means what torch.distributed says: a rank's input is what it was at the call, and outputs
 are filled in order. A table of collectives by kinds of memory, with gloo beside it wherever gloo means the same."""
 
 from __future__ import annotations

@@ -246,20 +246,6 @@ def _use_nothing() -> None:
     gc.collect()
 
 
-CASES: list[Callable[[], bool]] = [
-    *(_waited_backwards, _groups_crosswise, _polled, _in_futures, _in_threads, _sent_ahead, _in_modes, _forked),
-    *(_used_in_a_child, _met_again, _saved_behind),
-]
-
-
-def _all_cases() -> dict[str, bool]:
-    found = {}
-    for case in CASES:
-        found[case.__name__] = case()
-        dist.barrier()
-    return found
-
-
 def _met_again() -> bool:
     """Ranks that leave their groups and join again meet anew, also in a store that has what they once wrote."""
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
@@ -291,6 +277,20 @@ def _saved_behind() -> bool:
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
     return _is_sum(tensor) and torch.equal(loaded["own"][str(dist.get_rank())], state["own"][str(dist.get_rank())])
+
+
+CASES: list[Callable[[], bool]] = [
+    *(_waited_backwards, _groups_crosswise, _polled, _in_futures, _in_threads, _sent_ahead, _in_modes, _forked),
+    *(_used_in_a_child, _met_again, _saved_behind),
+]
+
+
+def _all_cases() -> dict[str, bool]:
+    found = {}
+    for case in CASES:
+        found[case.__name__] = case()
+        dist.barrier()
+    return found
 
 
 @pytest.mark.parametrize("world", [2, 3])
