@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -378,3 +379,17 @@ def test_a_waiting_rank_uses_no_processor_time() -> None:
     with pytest.raises(RuntimeError, match="its limit"):
         found.wait(operation, timedelta(seconds=1).total_seconds())
     assert time.process_time() - begun < 0.5  # half of the time that a wait without sleep would use
+
+
+def test_a_group_that_is_collected_with_the_interpreter_says_nothing() -> None:
+    code = "\n".join(
+        [
+            "import os, torch",
+            "from datetime import timedelta",
+            "from zero_runtime.same_host.group import SharedGroup",
+            "from zero_runtime.same_host.meeting import Meeting",
+            "os.kept, torch.kept = (SharedGroup(Meeting({}), 0, 1, timedelta(seconds=1)) for _ in range(2))",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=False)
+    assert (done.returncode, done.stderr) == (0, "")
