@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,10 +14,12 @@ import torch.distributed as dist
 
 from zero_runtime.errors import PeerError
 from zero_runtime.same_host import operations
+from zero_runtime.same_host.links import Link
 from zero_runtime.same_host.mailbox import Mailbox
 from zero_runtime.same_host.meeting import Meeting, meet
 from zero_runtime.same_host.operations import Add, Call
-from zero_runtime.same_host.progress import Operation, Steps, progress
+from zero_runtime.same_host.progress import Operation, Progress, Steps, progress
+from zero_runtime.same_host.users_tensors import Tensors, lay
 from zero_runtime.same_host.what import MESSAGE, NAMES, number_of
 from zero_runtime.same_host.work import SharedWork
 from zero_runtime.wings import SHM_MESSAGES, load
@@ -79,6 +83,8 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         self._sent: dict[int, Iterator[int]] = {peer: itertools.count(1) for peer in self._links}
         self._progress = progress()
         self._progress.add_links(self._links.values(), self._mailbox.receive)
+        # Not `__del__`: a group that a compiled model keeps is collected when the interpreter has cleared this module.
+        weakref.finalize(self, _leave, self._progress, self._links.values()).atexit = False
 
     def getBackendName(self) -> str:
         return SHM
@@ -101,6 +107,11 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         """torch asks a group's backend for what it can do beyond its collectives: here the group itself, nothing."""
         return self
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """torch asks a group for the devices of its backends, which there are none of here."""
+        return [torch.device("cpu")]
+
     def _start_coalescing(self, device: torch.device) -> None:
         raise PeerError("shm begins each collective by itself, as gloo does: expected no device to coalesce them on")
 
@@ -110,15 +121,9 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the group. The other ranks hear of it if they wait for this one. Idempotent."""
-        self._progress.remove_links(self._links.values())
-        for link in self._links.values():
-            link.close()
+        _leave(self._progress, self._links.values())
 
     abort = shutdown
-
-    def __del__(self) -> None:
-        if hasattr(self, "_progress"):
-            self.shutdown()
 
     def start(
         self,
@@ -129,8 +134,10 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         place: int = 0,
         held: tuple[Any, ...] = (),
         numel: int | None = None,
+        then: Callable[[], None] | None = None,
     ) -> Operation:
-        """Begin a collective. tensor: by whose dtype and size, or `numel`, the ranks check that they agree."""
+        """Begin a collective. tensor: by whose dtype and size, or `numel`, the ranks check that they agree. then: the
+        last part of the operation."""
         if tensor.device.type != "cpu":
             raise PeerError(f"{what}: expected a tensor on the CPU, found one on {tensor.device}; use nccl for GPUs")
         self._issued += 1
@@ -138,7 +145,7 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         size = tensor.numel() if numel is None else numel
         call = Call(self._rank, self._links, self._mailbox, number, kind, size, number_of(tensor.dtype), place)
         name = f"{what} number {number} of a group of {self._size} ranks"
-        return self._progress.start(Operation(name, call.refusing(steps(call)), self._links, (tensor, *held)))
+        return self._progress.start(Operation(name, call.refusing(steps(call)), self._links, (tensor, *held), then))
 
     def wait(self, operation: Operation) -> None:
         """Block until an operation of this group has ended."""
@@ -147,155 +154,129 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     # ---- sums --------------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> SharedWork:
-        tensors = _listed(tensors)
         op = opts.reduceOp if hasattr(opts, "reduceOp") else dist.ReduceOp.SUM if opts is None else opts
-        return self._work([self._all_reduce(one, op) for one in tensors], tensors, behind=True)
+        add, by = self._addition("all_reduce", op)
+
+        def steps(call: Call, found: Tensors) -> Steps:
+            (tensor,) = found.received
+            reduced = operations.all_reduce_small if tensor.nbytes <= SMALL else operations.all_reduce
+            return reduced(call, tensor, add, by)
+
+        found = _listed(tensors)
+        return self._begin("all_reduce", [Tensors((one,)) for one in found], steps, opts, found)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SharedWork:
         return self.allreduce(tensors, opts)
 
-    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> Operation:
-        add, by = self._addition("all_reduce", op)
-        self.observe("all_reduce", tensor, tensor)
-        flat, back = _flat(tensor)
-        reduced = operations.all_reduce_small if flat.nbytes <= SMALL else operations.all_reduce
-        return self._returning(back, self.start("all_reduce", flat, lambda call: reduced(call, flat, add, by)))
-
     def reduce(self, tensors: Any, opts: Any) -> SharedWork:
-        tensor = _only(tensors)
         add, by = self._addition("reduce", opts.reduceOp)
-        self.observe("reduce", tensor, tensor)
-        flat, back = _flat(tensor)
+        tensor, root = _only(tensors), opts.rootRank
 
-        def steps(call: Call) -> Steps:
-            yield from operations.reduce(call, flat, add, opts.rootRank)
-            if by != 1 and self._rank == opts.rootRank:
-                flat.div_(by)
+        def steps(call: Call, found: Tensors) -> Steps:
+            yield from operations.reduce(call, found.any, add, root)
+            if by != 1 and self._rank == root:
+                found.any.div_(by)
 
-        return self._work([self._returning(back, self.start("reduce", flat, steps, place=opts.rootRank))], tensors)
+        found = Tensors((tensor,)) if self._rank == root else Tensors((), (tensor,))
+        return self._begin("reduce", [found], steps, opts, tensors)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
-        return self._work([self._reduce_scatter(_only(outputs), _only(inputs), opts)], outputs)
+        return self._reduce_scatter([Tensors((_only(outputs),), _only(inputs))], opts, outputs)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SharedWork:
-        return self._work([self._reduce_scatter(output, self._parts(input), opts)], output)
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
         pairs = zip(outputs, inputs, strict=True)
-        return self._work([self._reduce_scatter(one, self._parts(whole), opts) for one, whole in pairs], outputs)
+        return self._reduce_scatter([Tensors((one,), self._parts(whole)) for one, whole in pairs], opts, outputs)
 
-    def _reduce_scatter(self, output: torch.Tensor, parts: Sequence[torch.Tensor], opts: Any) -> Operation:
+    def _reduce_scatter(self, found: Sequence[Tensors], opts: Any, outputs: Any) -> SharedWork:
         add, by = self._addition("reduce_scatter", dist.ReduceOp.SUM if opts is None else opts.reduceOp)
-        self.observe("reduce_scatter", output, list(parts))
-        flat, back = _flat(output)
-        sent = [_contiguous(one).view(-1) for one in _alike("reduce_scatter", parts, output)]
 
-        def steps(call: Call) -> Steps:
-            yield from operations.reduce_scatter(call, flat, sent, add)
+        def steps(call: Call, found: Tensors) -> Steps:
+            (total,) = found.received
+            yield from operations.reduce_scatter(call, total, found.sent, add)
             if by != 1:
-                flat.div_(by)
+                total.div_(by)
 
-        return self._returning(back, self.start("reduce_scatter", flat, steps, held=tuple(sent)))
+        return self._begin("reduce_scatter", found, steps, opts, outputs)
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
-        inputs = _listed(inputs)
-        if outputs and isinstance(outputs[0], torch.Tensor):
-            outputs = [outputs]
-        found = [self._all_gather(list(parts), own) for parts, own in zip(outputs, inputs, strict=True)]
-        return self._work(found, outputs)
+        lists = [outputs] if outputs and isinstance(outputs[0], torch.Tensor) else outputs
+        pairs = zip(lists, _listed(inputs), strict=True)
+        return self._all_gather([Tensors(list(parts), (own,)) for parts, own in pairs], opts, outputs)
 
     allgather_coalesced = allgather
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SharedWork:
-        return self._work([self._all_gather(output, input)], output)
+        return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
         pairs = zip(outputs, inputs, strict=True)
-        return self._work([self._all_gather(whole, own) for whole, own in pairs], outputs)
+        return self._all_gather([Tensors(self._parts(whole), (own,)) for whole, own in pairs], opts, outputs)
 
-    def _all_gather(self, received: list[torch.Tensor] | torch.Tensor, own: torch.Tensor) -> Operation:
-        self.observe("all_gather", received, own)
-        parts = received if isinstance(received, list) else self._parts(received)
-        sent, pairs = _contiguous(own).view(-1), [_flat(one) for one in _alike("all_gather", parts, own)]
-        flats = [flat for flat, _ in pairs]
-        operation = self.start(
-            "all_gather", sent, lambda call: operations.all_gather(call, flats, sent), held=tuple(flats)
-        )
-        for _, back in pairs:
-            self._returning(back, operation)
-        return operation
+    def _all_gather(self, found: Sequence[Tensors], opts: Any, outputs: Any) -> SharedWork:
+        def steps(call: Call, found: Tensors) -> Steps:
+            return operations.all_gather(call, found.received, found.sent[0])
+
+        return self._begin("all_gather", found, steps, opts, outputs)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
-        return self._work([self._all_to_all(outputs, inputs)], outputs)
+        def steps(call: Call, found: Tensors) -> Steps:
+            return operations.exchange(call, found.received, found.sent)
+
+        return self._begin("all_to_all", [Tensors(outputs, inputs)], steps, opts, outputs)
 
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
     ) -> SharedWork:
         received = output.split(list(output_sizes)) if output_sizes else self._parts(output)
-        sent = input.split(list(input_sizes)) if input_sizes else self._parts(input)
-        return self._work([self._all_to_all(received, sent)], output)
-
-    def _all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Operation:
-        self.observe("all_to_all", list(outputs), list(inputs))
-        sent, pairs = [_contiguous(one).view(-1) for one in inputs], [_flat(one) for one in outputs]
-        received = [flat for flat, _ in pairs]
-        # Each pair of ranks may exchange another number of elements, so that of all of them is no common one.
-        operation = self.start(
-            "all_to_all",
-            sent[0],
-            lambda call: operations.exchange(call, received, sent),
-            held=(sent, received),
-            numel=0,
-        )
-        for _, back in pairs:
-            self._returning(back, operation)
-        return operation
+        return self.alltoall(received, input.split(list(input_sizes)) if input_sizes else self._parts(input), opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> SharedWork:
         tensor, root = _only(tensors), opts.rootRank
-        self.observe("broadcast", tensor, tensor)
-        flat, back = _flat(tensor)
-        operation = self.start("broadcast", flat, lambda call: operations.from_root(call, flat, None, root), place=root)
-        return self._work([self._returning(back if self._rank != root else None, operation)], tensors)
+
+        def steps(call: Call, found: Tensors) -> Steps:
+            return operations.from_root(call, found.any, None, root)
+
+        found = Tensors((), (tensor,)) if self._rank == root else Tensors((tensor,))
+        return self._begin("broadcast", [found], steps, opts, tensors)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SharedWork:
-        (flat, back), root = _flat(_only(outputs)), opts.rootRank
-        parts = None
-        if self._rank == root:
-            parts = [_contiguous(one).view(-1) for one in _alike("scatter", _only(inputs), flat)]
-        self.observe("scatter", flat, parts)
-        operation = self.start(
-            "scatter", flat, lambda call: operations.from_root(call, flat, parts, root), place=root, held=(parts,)
-        )
-        return self._work([self._returning(back, operation)], outputs)
+        def steps(call: Call, found: Tensors) -> Steps:
+            return operations.from_root(call, found.received[0], found.sent or None, opts.rootRank)
+
+        found = Tensors((_only(outputs),), _only(inputs) if self._rank == opts.rootRank else ())
+        return self._begin("scatter", [found], steps, opts, outputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> SharedWork:
-        own, root = _contiguous(_only(inputs)).view(-1), opts.rootRank
-        pairs = [_flat(one) for one in _alike("gather", _only(outputs), own)] if self._rank == root else []
-        parts = [flat for flat, _ in pairs] or None
-        self.observe("gather", parts, own)
-        operation = self.start(
-            "gather", own, lambda call: operations.to_root(call, own, parts, root), place=root, held=(parts,)
-        )
-        for _, back in pairs:
-            self._returning(back, operation)
-        return self._work([operation], outputs)
+        def steps(call: Call, found: Tensors) -> Steps:
+            return operations.to_root(call, found.sent[0], found.received or None, opts.rootRank)
+
+        found = Tensors(_only(outputs) if self._rank == opts.rootRank else (), (_only(inputs),))
+        return self._begin("gather", [found], steps, opts, outputs)
 
     def barrier(self, opts: Any = None) -> SharedWork:
-        return self._work([self.start("barrier", torch.empty(0), operations.barrier)], None)
+        operation = self.start("barrier", torch.empty(0), operations.barrier)
+        return self._work([operation], None, behind=_is_async(opts))
+
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
+        self.barrier().wait(timeout)
 
     # ---- messages between two ranks ----------------------------------------------------------------------------------
 
     def send(self, tensors: Any, peer: int, tag: int) -> SharedWork:
         tensor = _only(tensors)
         self.observe("send", None, tensor)
-        sent = _contiguous(tensor)
-        call = self._message(next(self._sent[peer]), sent, tag)
+        ((found,), _) = lay("send", [Tensors((), (tensor,))], self._rank)
+        call = self._message(next(self._sent[peer]), found.any, tag)
         name = f"a message to rank {peer} of a group of {self._size} ranks"
-        operation = Operation(name, operations.send(call, sent, peer), self._links, (sent,))
-        return self._work([self._progress.start(operation)], tensors)
+        operation = Operation(name, operations.send(call, found.any, peer), self._links, (found.any,))
+        # The peer needs nothing more of this rank, unless the connection is full.
+        self._progress.start(operation)
+        return self._work([operation], tensors, behind=self._links[peer].is_sending)
 
     def recv(self, tensors: Any, peer: int, tag: int) -> SharedWork:
         return self._receive(tensors, [peer], tag)
@@ -304,13 +285,13 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._receive(tensors, list(self._links), tag)
 
     def _receive(self, tensors: Any, peers: Sequence[int], tag: int) -> SharedWork:
-        tensor = _only(tensors)
-        flat, back = _flat(tensor)
         source: list[int] = []
-        call = self._message(0, flat, tag)
+        ((found,), back) = lay("recv", [Tensors((_only(tensors),))], self._rank)
+        call = self._message(0, found.any, tag)
         name = f"a message from rank {' or '.join(map(str, peers))} of a group of {self._size} ranks"
-        operation = Operation(name, operations.receive(call, flat, peers, source.append), self._links, (flat,))
-        work = self._work([self._returning(back, self._progress.start(operation))], tensors)
+        steps = operations.receive(call, found.any, peers, source.append)
+        operation = self._progress.start(Operation(name, steps, self._links, (found.any,), back))
+        work = self._work([operation], tensors, behind=True)
         work.sources = source
         return work
 
@@ -320,8 +301,24 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
-    def _work(self, started: Sequence[Operation], output: Any, *, behind: bool = False) -> SharedWork:
-        if behind:  # the other ranks need this one's part, which it may not be waiting for
+    def _begin(
+        self, what: str, asked: Sequence[Tensors], steps: Callable[[Call, Tensors], Steps], opts: Any, output: Any
+    ) -> SharedWork:
+        """Begin a collective of a user, or several of one kind. output: the result of the work."""
+        for one in asked:
+            self.observe(what, one.received, one.sent)
+        laid, back = lay(what, asked, self._rank)
+        place = opts.rootRank if hasattr(opts, "rootRank") else 0
+        # Each pair of ranks may exchange another number of elements, so there is no common one.
+        numel = 0 if what == "all_to_all" else None
+        started = [
+            self.start(what, one.any, partial(steps, found=one), place=place, held=one, numel=numel, then=back)
+            for one in laid
+        ]
+        return self._work(started, output, behind=_is_async(opts))
+
+    def _work(self, started: Sequence[Operation], output: Any, *, behind: bool) -> SharedWork:
+        if behind:  # the other ranks need this one's part, and it may wait for something else
             for one in started:
                 self._progress.go_behind(one)
         return SharedWork(started, self._timeout, output)
@@ -336,23 +333,16 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
             )
         return add, self._size if kind == dist.ReduceOp.AVG else 1
 
-    def _parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
+    def _parts(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """A part of the elements of a tensor for each rank, in its order."""
         if whole.numel() % self._size:
             raise PeerError(f"expected a number of elements that is divisible by {self._size}, found {whole.numel()}")
-        return list(whole.view(self._size, -1)) if whole.is_contiguous() else list(whole.chunk(self._size))
+        return whole.view(self._size, -1).unbind() if whole.is_contiguous() else whole.chunk(self._size)
 
     def observe(self, what: str, received: Any, sent: Any) -> None:
         """Tell the observer of a collective or message."""
         if (observer := SharedGroup.observer) is not None:
             observer(what, received, sent, self._size)
-
-    @staticmethod
-    def _returning(back: Callable[[], None] | None, operation: Operation) -> Operation:
-        """The operation, at whose end a result is copied from a contiguous tensor to where it belongs."""
-        if back is not None:
-            operation.then(lambda one: back() if one.error is None else None)
-        return operation
 
 
 # torch 2.13 renamed these; 2.12 calls the old names.
@@ -366,6 +356,17 @@ for _new, _old in (
     setattr(SharedGroup, _old, getattr(SharedGroup, _new))
 
 
+def _leave(found: Progress, links: Collection[Link]) -> None:
+    found.remove_links(links)
+    for link in links:
+        link.close()
+
+
+def _is_async(opts: Any) -> bool:
+    """Whether the caller goes on before the collective has ended; torch's own callers in C++ say nothing."""
+    return getattr(opts, "asyncOp", True)
+
+
 def _listed(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
@@ -376,29 +377,3 @@ def _only(found: Any) -> Any:
         return found
     (one,) = found
     return one
-
-
-def _alike(what: str, parts: Sequence[torch.Tensor], own: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The parts, which must have the size and dtype of this rank's tensor: others' memory is read by them."""
-    for rank, part in enumerate(parts):
-        if (part.numel(), part.dtype) != (own.numel(), own.dtype):
-            expected, found = (f"{one.numel()} {str(one.dtype).removeprefix('torch.')}" for one in (own, part))
-            raise PeerError(f"{what}: expected parts of {expected}, as this rank's own, found {found} for rank {rank}")
-    return parts
-
-
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous()
-
-
-def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """A flat contiguous tensor with the elements, and what copies them back if it is not the tensor's own memory."""
-    own = tensor.detach()
-    if own.is_contiguous():
-        return own.view(-1), None
-    copy = own.contiguous()
-
-    def back() -> None:
-        own.copy_(copy)
-
-    return copy.view(-1), back

@@ -29,8 +29,8 @@ _PEER = struct.Struct("3i")  # of SO_PEERCRED: pid, uid, gid
 
 
 class _Address(NamedTuple):
-    """Where a rank is found. host: equal for ranks with common pids and sockets. name: of its socket; empty if it has
-    none. address: of `number` in its memory."""
+    """Where a rank is found. host: equal for ranks of one user with common pids and sockets. name: of its socket; empty
+    if it has none. address: of `number` in its memory."""
 
     host: str
     pid: int
@@ -48,6 +48,8 @@ class Meeting(NamedTuple):
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Meeting:
     """Connect the ranks of a group. Every rank must call it; the result's reason is the same on all of them."""
+    # A store that outlives the groups of its ranks, such as torchrun's, still has what they wrote for an earlier group.
+    store = dist.PrefixStore(str(store.add(f"meetings/{rank}", 1)), store)
     number = torch.tensor([secrets.randbits(62)])  # int64, in memory that the others are to read
     name = secrets.token_hex(16)
     with ExitStack() as stack:
@@ -81,9 +83,10 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Meeting
 
 
 def _host() -> str:
-    """The boot of the machine with the namespaces in which a pid, a socket's name and a user mean one thing."""
+    """The machine's boot, the namespaces in which a pid, a socket's name and a user mean one thing, and the user."""
     try:
-        return " ".join([boot_id(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "user"))])
+        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "user")]
+        return " ".join([boot_id(), *spaces, str(os.getuid())])
     except OSError:
         return f"{socket.gethostname()} {os.getpid()}"  # no /proc: only this process is known
 
@@ -98,7 +101,7 @@ def _exchange(store: dist.Store, key: str, rank: int, size: int, text: str, time
 
 def _elsewhere(found: Sequence[_Address], own: _Address) -> str:
     other = next((rank for rank, one in enumerate(found) if one.host != own.host), None)
-    return "" if other is None else f"rank {other} is on another host, or in another container"
+    return "" if other is None else f"rank {other} is on another host, in another container, or another user's"
 
 
 def _listen(name: str, size: int) -> socket.socket:

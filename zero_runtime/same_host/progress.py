@@ -11,7 +11,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -34,17 +34,24 @@ class Operation:
     """A collective, or a message between two ranks, under way.
 
     name: for errors. steps: a generator that goes as far as it can, and yields the ranks that it waits for. links: to
-    the ranks of its group, by rank. held: tensors that others may read until the operation has ended.
+    the ranks of its group, by rank. held: tensors that others may read until the operation has ended. then: the last
+    part, unless there was an error; operations call theirs one at a time.
     """
 
-    def __init__(self, name: str, steps: Steps, links: dict[int, Link], held: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        steps: Steps,
+        links: dict[int, Link],
+        held: tuple[Any, ...] = (),
+        then: Callable[[], None] | None = None,
+    ) -> None:
         self.name = name
         self.ended = False
         self.error: BaseException | None = None
         self.awaited: frozenset[int] = frozenset()
-        self._steps, self._links, self._held = steps, links, held
-        self._guard = threading.Lock()  # of the two lists, and of `ended`
-        self._then: list[Callable[[Operation], None]] = []
+        self._steps, self._links, self._held, self._then = steps, links, held, then
+        self._guard = threading.Lock()  # of the list, and of `ended`
         self._afterwards: list[Callable[[Operation], None]] = []
 
     def advance(self) -> None:
@@ -74,13 +81,13 @@ class Operation:
         told = ", ".join(f"{rank} (process {self._links[rank].pid})" for rank in sorted(self.awaited))
         return PeerError(f"{self.name} has waited {seconds:g} s for rank {told} of the group, its limit")
 
-    def then(self, call: Callable[[Operation], None]) -> None:
-        """Call this as the last part of the operation, before others see that it has ended; at once if it has."""
-        self._add(self._then, call)
-
     def afterwards(self, call: Callable[[Operation], None]) -> None:
         """Call this when the operation has ended; at once if it has. It may begin operations and wait for them."""
-        self._add(self._afterwards, call)
+        with self._guard:
+            if not self.ended:
+                self._afterwards.append(call)
+                return
+        call(self)
 
     @property
     def tells_end(self) -> bool:
@@ -94,22 +101,25 @@ class Operation:
         for call in calls:
             call(self)
 
-    def _add(self, calls: list[Callable[[Operation], None]], call: Callable[[Operation], None]) -> None:
-        with self._guard:
-            if not self.ended:
-                calls.append(call)
-                return
-        call(self)
-
     def _end(self, error: BaseException | None) -> None:
-        self.error, self._steps = error, iter(())
-        while True:
-            with self._guard:
-                if not self._then:
-                    self.ended, self._held = True, ()
-                    return
-                call = self._then.pop(0)
-            call(self)
+        self._steps = iter(())
+        if error is None and self._then is not None:
+            try:
+                self._then()
+            except Exception as failed:
+                error = failed
+        with self._guard:
+            self.error, self.ended, self._held = error, True, ()
+
+
+class _Parents(threading.Condition):
+    """The lock of a parent's operations, in its child: another thread of the parent may have held it at the fork."""
+
+    def __enter__(self) -> bool:
+        raise PeerError(
+            f"process {os.getpid()} was forked from a rank, whose groups are of no use to it: expected collectives and "
+            "messages in the process that made the group; start the child by `spawn`, or let it make groups of its own"
+        )
 
 
 class Progress:
@@ -121,7 +131,7 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._busy = threading.RLock()  # may be taken before `_lock`, never while that is held
+        self._busy: AbstractContextManager[Any] = threading.RLock()  # taken before `_lock`, never while that is held
         self._lock = threading.Condition()
         self._has_leader = False
         self._running: list[Operation] = []
@@ -150,6 +160,10 @@ class Progress:
                 with suppress(KeyError):
                     self._asked.unregister(descriptor)
         self._wake()
+
+    def refuse(self) -> None:
+        """Let each later use raise: this process was forked from the one whose connections these are."""
+        self._busy = self._lock = _Parents()
 
     def start(self, operation: Operation) -> Operation:
         """Begin an operation: what it can do without waiting is done here."""
@@ -288,4 +302,6 @@ def progress() -> Progress:
 
 def _forget() -> None:
     global _of_this_process
+    if _of_this_process is not None:
+        _of_this_process.refuse()
     _of_this_process = None

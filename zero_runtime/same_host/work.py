@@ -20,17 +20,18 @@ class SharedWork(_Work):  # type: ignore[misc]
     def __init__(self, started: Sequence[Operation], timeout: timedelta, output: Any = None) -> None:
         super().__init__()
         self._started, self._timeout, self._output = started, timeout, output
+        self._progress = progress()  # not a forked child's
         self.sources: list[int] = []  # the rank that a message came from
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the result is there; raises PeerError. A timeout of 0 is the group's."""
         for one in self._started:
-            progress().wait(one, (timeout or self._timeout).total_seconds())
+            self._progress.wait(one, (timeout or self._timeout).total_seconds())
         return True
 
     def is_completed(self) -> bool:
-        progress().poke()
+        self._progress.poke()
         return all(one.ended for one in self._started)
 
     def is_success(self) -> bool:
@@ -68,6 +69,6 @@ class SharedWork(_Work):  # type: ignore[misc]
                         future.set_exception(error)
 
             for one in self._started:
-                progress().go_behind(one)
+                self._progress.go_behind(one)
                 one.afterwards(end)
         return self._future

@@ -1,14 +1,19 @@
 """Runs a user's own script on ranks of this machine: their environment, their output, and how they ended.
 
 [Note: the port of the ranks]
-Rank 0 of a script listens on MASTER_PORT. The port stays bound here until the ranks have ended, without listening, so
-that no other program gets it: on Linux two sockets with SO_REUSEADDR may be bound to one port if none listens.
+Several ranks meet in a store at MASTER_PORT that a process of its own holds, since rank 0 may be the first to end.
+Rank 0 tries to hold it too, finds the port taken, and uses the store that is there, which the variable
+TORCHELASTIC_USE_AGENT_STORE permits. Its value "True", as torchrun sets it, would keep rank 0 from holding a store at
+another port that the script chooses. A rank that is alone holds its store. Its port stays bound here until it has
+ended, without listening, so that no other program gets it: on Linux two sockets with SO_REUSEADDR may be bound to one
+port if none listens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import socket
@@ -36,13 +41,16 @@ LOOK_S = 0.1
 WAIT_S = 1.0
 # A user's script may contact the hub; the ranks of our own runs do not.
 _NOT_SET = ("HF_HUB_OFFLINE",)
+_STORE = "orchestrator.wings.scripts.held_store"
+# What torch prints when rank 0 uses the store that is there: no error, see [Note: the port of the ranks].
+_NO_ERROR = re.compile(rb"[^\n]*failed to bind[^\n]*TORCHELASTIC_USE_AGENT_STORE[^\n]*\n")
 
 
 @dataclass(frozen=True)
 class Placement:
     """The ranks of a script. threads: of each rank. gpus: for CUDA_VISIBLE_DEVICES; None leaves it as it is.
 
-    address, port: where rank 0 listens; None and 0 choose the loopback and a port that is free.
+    address, port: where the ranks meet; None and 0 choose the loopback and a port that is free.
     """
 
     ranks: int
@@ -89,7 +97,7 @@ def run_script(command: Callable[[int], Sequence[str]], placement: Placement) ->
     """
     kills = kernel_kills()
     ranks: list[_Rank] = []
-    with _reserved_port(placement) as (address, port):
+    with _meeting_place(placement) as (address, port):
         try:
             for number in range(placement.ranks):
                 environment = rank_environment(placement, number, address, port, os.environ)
@@ -110,6 +118,8 @@ def rank_environment(
     settings = rank_settings(placement.device, placement.threads, base, on_one_machine=True)
     ours = {name: value for name, value in settings.items() if name not in _NOT_SET}
     words = {**place(number, placement.ranks, number, placement.ranks), "GROUP_RANK": "0", "MASTER_PORT": str(port)}
+    if placement.ranks > 1:
+        words["TORCHELASTIC_USE_AGENT_STORE"] = "1"
     if placement.gpus is not None and placement.device is Device.cuda:
         words["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
     # Without PYTHONUNBUFFERED a rank that is killed would lose what it printed last.
@@ -130,17 +140,42 @@ def _started(command: Sequence[str], environment: Mapping[str, str]) -> subproce
 
 
 @contextlib.contextmanager
-def _reserved_port(placement: Placement) -> Iterator[tuple[str, int]]:
+def _meeting_place(placement: Placement) -> Iterator[tuple[str, int]]:
     """An address of this machine and a port on it, see [Note: the port of the ranks]. Refusal if it is taken."""
     address = placement.address or loopback()
-    with socket.socket(family(address)) as holder:
+    with contextlib.ExitStack() as stack, socket.socket(family(address)) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             holder.bind((address, placement.port))
+            if placement.ranks > 1:
+                holder.listen(socket.SOMAXCONN)
         except (OSError, OverflowError) as error:
             place = f"--master_addr {address} --master_port {placement.port}"
             raise Refusal([f"{place}: expected a free port of this machine, found: {error}; leave them out"]) from error
-        yield address, holder.getsockname()[1]
+        port: int = holder.getsockname()[1]
+        if placement.ranks > 1:
+            stack.enter_context(_held_store(address, port, holder))
+        yield address, port
+
+
+@contextlib.contextmanager
+def _held_store(address: str, port: int, listening: socket.socket) -> Iterator[None]:
+    """A process that holds a store at a socket, which is closed here."""
+    process = subprocess.Popen(
+        children.words(_STORE, address, str(port), str(listening.fileno())),
+        env=children.environment(os.environ),
+        stdin=subprocess.DEVNULL,
+        pass_fds=[listening.fileno()],
+        start_new_session=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),
+    )
+    listening.close()
+    try:
+        yield
+    finally:
+        with signals_ignored():
+            end_session(process.pid)
+            process.wait()
 
 
 def _follow(ranks: Sequence[_Rank]) -> None:
@@ -224,12 +259,13 @@ class _Relay:
 
     def take(self, piece: bytes) -> bool:
         """Show a piece; False if the stream has ended, which is an empty piece."""
-        *lines, self._begun = (self._begun + piece).split(b"\n")
+        piece_shown = _NO_ERROR.sub(b"", piece)
+        *lines, self._begun = (self._begun + piece_shown).split(b"\n")
         if not piece and self._begun:
             lines, self._begun = [self._begun], b""
         self._rank.words.extend(line.decode("utf-8", errors="replace") for line in lines)
         if self._rank.number == 0:
-            self._output.first(self._target, piece)
+            self._output.first(self._target, piece_shown)
         else:
             shown = b"".join(b"rank %d: %s\n" % (self._rank.number, line) for line in lines)
             self._output.other(self._target, shown, time.monotonic())

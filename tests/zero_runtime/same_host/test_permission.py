@@ -43,6 +43,11 @@ def _be_elsewhere() -> None:
     meeting._host = lambda: "another host"
 
 
+def _be_another_user() -> None:
+    own = os.getuid()
+    os.getuid = lambda: own + 1
+
+
 def _have_no_call() -> None:
     peer_memory._function = lambda name: None
 
@@ -67,7 +72,8 @@ def _of_all(odd: Callable[[], None]) -> tuple[bool, bool, str]:
     [
         (_forbid_reading, "rank 1 may not read the memory of rank 0 (process_vm_readv: Operation not permitted)"),
         (_have_no_call, "this system has no process_vm_readv"),
-        (_be_elsewhere, "is on another host, or in another container"),
+        (_be_elsewhere, "is on another host, in another container, or another user's"),
+        (_be_another_user, "is on another host, in another container, or another user's"),
     ],
 )
 def test_all_ranks_use_gloo_if_one_may_not_read_the_others(odd: Callable[[], None], reason: str) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -16,10 +19,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from harness.patience import HANG_S, wait_until
 from harness.ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero_runtime.same_host.group import create
 from zero_runtime.same_host.links import Link, Token
 from zero_runtime.same_host.mailbox import Mailbox
 from zero_runtime.same_host.progress import Operation, Progress, progress
@@ -202,6 +207,31 @@ def _forked() -> bool:
     return code == 0 and _is_sum(after, 1) and heard
 
 
+def _used_in_a_child() -> bool:
+    """A forked child that begins or awaits an operation of its parent's gets an error; the ranks' numbers are right."""
+    group, rank = dist.new_group(), dist.get_rank()
+    awaited = dist.all_reduce(_mine(), group=group, async_op=True) if rank == 0 else None  # no other rank has begun it
+    child = _fork(lambda: _raise_in_each(lambda: dist.all_reduce(_mine(100)), awaited.wait)) if awaited else 0
+    dist.barrier()
+    right = []
+    for turn in range(3):
+        tensor = _mine(turn)
+        dist.all_reduce(tensor)
+        right.append(_is_sum(tensor, turn))
+    if awaited is None:
+        dist.all_reduce(_mine(), group=group)
+    else:
+        awaited.wait()
+        right.append(os.waitpid(child, 0)[1] == 0)
+    return all(right)
+
+
+def _raise_in_each(*calls: Callable[[], object]) -> None:
+    for call in calls:
+        with pytest.raises(RuntimeError, match="was forked from a rank"):
+            call()
+
+
 def _fork(act: Callable[[], object]) -> int:
     if pid := os.fork():
         return pid
@@ -217,8 +247,42 @@ def _use_nothing() -> None:
     gc.collect()
 
 
+def _met_again() -> bool:
+    """Ranks that leave their groups and join again meet anew, also in a store that has what they once wrote."""
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    rank, world = dist.get_rank(), dist.get_world_size()
+    kinds = []
+    for turn in range(3):
+        time.sleep(0.2 if rank == turn % world else 0.0)  # the others would take what this rank wrote before
+        group: Any = create(store, rank, world, timedelta(seconds=HANG_S))
+        tensor = _mine(turn)
+        group.allreduce([tensor]).wait()
+        kinds.append(type(group).__name__ if _is_sum(tensor, turn) else f"wrong sum in turn {turn}")
+        group.shutdown()
+    return kinds == ["SharedGroup"] * 3
+
+
+def _saved_behind() -> bool:
+    """torch saves a checkpoint in a thread while training goes on, and names a rank that is late at a barrier."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    group = dist.new_group()
+    state = {"weight": _mine(), "own": {str(dist.get_rank()): _mine(1, 3)}}
+    saving = checkpoint.async_save(state, checkpoint_id=folder[0], process_group=group)
+    tensor = _mine()
+    dist.all_reduce(tensor)
+    saving.result()
+    loaded = {"own": {str(dist.get_rank()): torch.zeros(3)}}
+    checkpoint.load(loaded, checkpoint_id=folder[0])
+    dist.monitored_barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return _is_sum(tensor) and torch.equal(loaded["own"][str(dist.get_rank())], state["own"][str(dist.get_rank())])
+
+
 CASES: list[Callable[[], bool]] = [
     *(_waited_backwards, _groups_crosswise, _polled, _in_futures, _in_threads, _sent_ahead, _in_modes, _forked),
+    *(_used_in_a_child, _met_again, _saved_behind),
 ]
 
 
@@ -315,3 +379,17 @@ def test_a_waiting_rank_uses_no_processor_time() -> None:
     with pytest.raises(RuntimeError, match="its limit"):
         found.wait(operation, timedelta(seconds=1).total_seconds())
     assert time.process_time() - begun < 0.5  # half of the time that a wait without sleep would use
+
+
+def test_a_group_that_is_collected_with_the_interpreter_says_nothing() -> None:
+    code = "\n".join(
+        [
+            "import os, torch",
+            "from datetime import timedelta",
+            "from zero_runtime.same_host.group import SharedGroup",
+            "from zero_runtime.same_host.meeting import Meeting",
+            "os.kept, torch.kept = (SharedGroup(Meeting({}), 0, 1, timedelta(seconds=1)) for _ in range(2))",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=False)
+    assert (done.returncode, done.stderr) == (0, "")

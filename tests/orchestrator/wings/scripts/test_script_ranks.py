@@ -21,6 +21,13 @@ if sys.argv[1] == "meet":
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, int(os.environ["LOCAL_RANK"]))
     sys.stdout.write(f"met {values} {sys.argv[2:]}\n")  # `print` writes word by word where nothing is buffered
+    store = dist.distributed_c10d._get_default_store()
+    if os.environ["RANK"] == "0":
+        store.set("rank 0", str(os.getpid()))
+        sys.exit()
+    while os.path.exists(f"/proc/{store.get('rank 0').decode()}"):
+        time.sleep(0.01)
+    store.get("rank 0")  # as with torchrun, the store outlives rank 0
     dist.destroy_process_group()
 elif os.environ["RANK"] == "1":
     print("the cause")
@@ -43,6 +50,7 @@ def test_ranks_meet_over_the_variables_that_torchrun_sets(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     line = "met [0, 1] ['--version', '--ranks']"  # the words of the script are its own
     assert sorted(done.stdout.splitlines()) == [line, f"rank 1: {line}"]
+    assert done.stderr.startswith("note: 2 ranks of ")
     assert "ended with exit code 0" in done.stderr
 
 
