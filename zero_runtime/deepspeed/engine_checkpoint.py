@@ -11,7 +11,7 @@ from types import FunctionType
 from typing import Any
 
 from zero_runtime.checkpoint.load import load_checkpoint, load_weights
-from zero_runtime.checkpoint.retention import newest_good_together
+from zero_runtime.checkpoint.retention import committed, newest_good_together, set_aside
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.deepspeed.client_state import from_json, to_json
 from zero_runtime.deepspeed.engine_loop import EngineLoop
@@ -20,7 +20,7 @@ from zero_runtime.deepspeed.foreign_checkpoints.deepspeed import is_deepspeed, o
 from zero_runtime.deepspeed.foreign_checkpoints.source import load_foreign
 from zero_runtime.deepspeed.model_folder import model_config
 from zero_runtime.dtypes import TORCH_DTYPE
-from zero_runtime.errors import PlanError
+from zero_runtime.errors import CheckpointError, PlanError, some
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.world import own_rank
 
@@ -98,6 +98,11 @@ def load(
         return str(foreign.path), {}
     found = newest_good_together(engine.runtime.collectives, root)
     if found is None:
+        tags = [path.name for path in root.iterdir() if path.is_dir() and committed(path)] if root.is_dir() else []
+        if tags:
+            raise CheckpointError(
+                f"engine.load_checkpoint: expected a tag, found its folders in {root}: {some(sorted(tags))}; give one"
+            )
         return None, {}
     if weights_only:
         load_weights(engine.runtime, found)
@@ -109,6 +114,8 @@ def load(
     engine.global_samples = counted.get(_SAMPLES, engine.global_steps * engine.train_batch_size())
     if with_schedule:
         _load_schedule(engine, trainer)
+    if own_rank() == 0:
+        set_aside(root, found.index.step)
     return str(found.path), from_json(trainer.get("client_state", {}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from foreign.make_deepspeed import STEPS, Model
+from harness.checkpoints import flip_a_bit
 from harness.ranks import run_ranks
 from harness.seed_loop import full_values, initialize_quietly, unequal
 from safetensors.torch import load_file
@@ -24,6 +26,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import SWALR
 
 from orchestrator import cli
+from zero_runtime.checkpoint.retention import committed
 from zero_runtime.deepspeed import engine_checkpoint
 from zero_runtime.errors import CheckpointError, PlanError
 
@@ -357,6 +360,43 @@ def test_a_checkpoint_needs_one_folder_and_a_tag_inside_it(tmp_path: Path, capfd
     run_ranks(_misnamed, 2, tmp_path)
     assert cli.main(["export-weights", str(tmp_path / "ck"), str(tmp_path / "out")]) == 1
     assert "found folders of tags: 2; take one" in capfd.readouterr().err
+
+
+def _damaged(root: Path) -> None:
+    """A damaged newest checkpoint is passed over and kept; where none is good, no script trains from new weights."""
+    engine = _engine(1, 1)
+    for tag in (None, "best"):
+        for _ in range(2):
+            _train(engine, range(1))
+            engine.save_checkpoint(root, tag=tag)
+    newest = {tag: list(committed(root / tag)) for tag in ("", "best")}
+    assert newest == {"": [1, 2], "best": [3, 4]}
+    flip_a_bit(next((root / "step-00000002").glob("rank*")), -3)
+    assert Path(engine.load_checkpoint(root)[0]) == root / "step-00000001"
+    _train(engine, range(1))
+    engine.save_checkpoint(root)
+    assert sorted(path.name[:19] for path in root.glob("step*")) == [
+        "step-00000001",
+        "step-00000002",
+        "step-00000002.aside",
+    ]
+    for place in (root, root / "best"):
+        for path in place.glob("step*/rank*"):
+            path.write_bytes(path.read_bytes() + b"x")
+    for tag in (None, "best"):
+        for weights_only in (True, False):
+            with pytest.raises(CheckpointError, match="expected a good checkpoint, found none among"):
+                engine.load_checkpoint(root, tag, load_module_only=weights_only)
+    assert engine.load_checkpoint(root, "other") == (None, {})
+    for path in root.glob("step*"):
+        shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match=r"expected a tag, found its folders in .*: best; give one"):
+        engine.load_checkpoint(root)
+    engine.destroy()
+
+
+def test_damaged_checkpoints_are_never_taken_for_an_empty_folder(tmp_path: Path) -> None:
+    run_ranks(_damaged, 1, tmp_path)
 
 
 def _from_deepspeed(zero: dict[str, Any]) -> None:
