@@ -52,7 +52,7 @@ from zero_runtime.schedule import Schedule
 from zero_runtime.shared_backward import SharedBackward, backward_under_way
 from zero_runtime.skipped_modules import optional_units
 from zero_runtime.unit import Unit
-from zero_runtime.users_backward import UsersBackwards
+from zero_runtime.users_backward import UsersBackwards, receives_gradient
 
 _current_graph_task = torch._C._current_graph_task_id
 _count_nodes = torch.autograd._get_sequence_nr
@@ -102,6 +102,9 @@ class ModuleHooks:
             {unit: len(unit.params) for unit in units if unit.trainable},
             {unit: _companions(unit, units) for unit in units if not unit.trainable},
             [unit for unit in units if unit.shared],
+            lambda unit, arrived: any(
+                receives_gradient(param) for index, param in enumerate(unit.params) if index not in arrived
+            ),
         )
         self._running: list[ModuleCall[Unit]] = []
         self._ended: ModuleCall[Unit] = ModuleCall([])  # the call that ended last
