@@ -491,6 +491,7 @@ def penalties() -> None:
                 config = {
                     "train_micro_batch_size_per_gpu": 2,
                     "gradient_accumulation_steps": micro_batches,
+                    "gradient_clipping": 0.0,
                     "optimizer": {"type": "SGD", "params": {"lr": LR}},
                     "zero_optimization": {"stage": stage},
                 }
