@@ -8,13 +8,14 @@ A parameter that the forward did not use gets no gradient. If only one rank leav
 done later there than on the other ranks. The other ranks would wait for the unit's reduction before they issue a gather
 that the first rank waits for: a deadlock. So a trained unit is also done when the gradients of the inputs of all its
 calls have arrived. The unit's own gradients have arrived by then: autograd runs the nodes that were recorded last
-first, and the nodes of a call are newer than the nodes that produced its inputs.
+first, and the nodes of a call are newer than the nodes that produced its inputs. A term of the weights that was built
+before the calls has older nodes: `awaits` tells that autograd still has a gradient for the unit.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -39,10 +40,15 @@ class BackwardTracker(Generic[Key]):
 
     trained: number of parameters of each trained unit; every other unit is frozen. companions: by frozen unit, the
     trained units with parameters inside the same modules. shared: units with a parameter that several modules use.
+    awaits: whether the backward under way has gradients for a unit beside those that arrived, by index.
     """
 
     def __init__(
-        self, trained: Mapping[Key, int], companions: Mapping[Key, Sequence[Key]], shared: Collection[Key] = ()
+        self,
+        trained: Mapping[Key, int],
+        companions: Mapping[Key, Sequence[Key]],
+        shared: Collection[Key] = (),
+        awaits: Callable[[Key, Collection[int]], bool] = lambda _unit, _arrived: False,
     ) -> None:
         self._trained = dict(trained)
         self._companions = dict(companions)
@@ -51,6 +57,7 @@ class BackwardTracker(Generic[Key]):
             for unit in others:
                 self._kept_for[unit].append(frozen)
         self._shared = frozenset(shared)
+        self._awaits = awaits
         self.backward = 0  # number of the latest backward; 0 after a forward has begun
         self._latest = 0  # the same, but kept by forwards
         self._is_own = False  # the latest backward was started by the runtime
@@ -123,7 +130,8 @@ class BackwardTracker(Generic[Key]):
             self._unclosed[unit] -= counts
         done: list[Key] = []
         for unit in call.units:  # see [Note: done on every rank]
-            if counts and self._unclosed[unit] == 0 and unit in self._trained and unit not in self._complete:
+            is_missing = counts and self._unclosed[unit] == 0 and unit in self._trained and unit not in self._complete
+            if is_missing and not self._awaits(unit, self._arrived[unit]):
                 done += self._finish(unit)
         return done + [unit for unit in call.units if unit not in done and self._frozen_is_done(unit)]
 

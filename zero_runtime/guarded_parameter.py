@@ -142,10 +142,12 @@ class ParameterGuard:
             return
         name = unit.name_of(param)
         verb, more = ("written", ", write=True") if is_written else ("read", "")
+        trains = "to train through it, read it inside the model's forward, a penalty too; for its value alone, "
         raise ParameterReadError(
-            f"parameter {name!r} (unit {unit.name}) was {verb} outside of forward and backward, {trouble}; on every "
-            f"rank, use its copy in `with runtime.full_params([{name!r}]{more}) as values:` (the drop-in: "
-            "engine.runtime.full_params; engine.save_16bit_model writes all weights)"
+            f"parameter {name!r} (unit {unit.name}) was {verb} outside of forward and backward, {trouble}; "
+            f"{'' if is_written else trains}on every rank, use its copy, which has no graph, in "
+            f"`with runtime.full_params([{name!r}]{more}) as values:` (the drop-in: engine.runtime.full_params; "
+            "engine.save_16bit_model writes all weights)"
         )
 
 

@@ -44,6 +44,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_runtime.backward_tracker import BackwardTracker, ModuleCall
+from zero_runtime.compiled_models import untraced_if_compiled
 from zero_runtime.errors import CallOrderError, ParameterReadError, ZeroError
 from zero_runtime.graph_entries import CallNodes, units_entered
 from zero_runtime.nested_tensors import tensors_in
@@ -52,7 +53,7 @@ from zero_runtime.schedule import Schedule
 from zero_runtime.shared_backward import SharedBackward, backward_under_way
 from zero_runtime.skipped_modules import optional_units
 from zero_runtime.unit import Unit
-from zero_runtime.users_backward import UsersBackwards
+from zero_runtime.users_backward import UsersBackwards, receives_gradient
 
 _current_graph_task = torch._C._current_graph_task_id
 _count_nodes = torch.autograd._get_sequence_nr
@@ -102,6 +103,9 @@ class ModuleHooks:
             {unit: len(unit.params) for unit in units if unit.trainable},
             {unit: _companions(unit, units) for unit in units if not unit.trainable},
             [unit for unit in units if unit.shared],
+            lambda unit, arrived: any(
+                receives_gradient(param) for index, param in enumerate(unit.params) if index not in arrived
+            ),
         )
         self._running: list[ModuleCall[Unit]] = []
         self._ended: ModuleCall[Unit] = ModuleCall([])  # the call that ended last
@@ -120,6 +124,7 @@ class ModuleHooks:
         self._part: nn.Module | None = None
         self._lent: ModuleCall[Unit] | None = None
         self._parts = set(model.modules())
+        self._untraced = untraced_if_compiled(model)
         self._handles = list(self._attach())
         watch_parameters(model, units, self._on_read)
 
@@ -160,11 +165,12 @@ class ModuleHooks:
                 yield module.register_load_state_dict_pre_hook(RuntimeHook(self._before_load))
 
     def _attach_calls(self, module: nn.Module, units: list[Unit]) -> Iterator[RemovableHandle]:
-        yield module.register_forward_pre_hook(RuntimeHook(self._before_forward, units), with_kwargs=True)
+        untraced = self._untraced
+        yield module.register_forward_pre_hook(RuntimeHook(untraced(self._before_forward), units), with_kwargs=True)
         # The first runs even if forward raises, as a recomputation does to stop early. The second waits for
         # collectives, so it must not run on a rank whose forward failed.
-        yield module.register_forward_hook(RuntimeHook(self._end_call), always_call=True)
-        yield module.register_forward_hook(RuntimeHook(self._after_forward))
+        yield module.register_forward_hook(RuntimeHook(untraced(self._end_call)), always_call=True)
+        yield module.register_forward_hook(RuntimeHook(untraced(self._after_forward)))
 
     # ---- forward -----------------------------------------------------------------------------------------------
 

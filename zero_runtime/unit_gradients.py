@@ -134,7 +134,8 @@ class UnitGradients:
             name = self.layout.segments[index].name
             raise UnitStateError(
                 f"unit {self.name}: expected no gradient of {name} after the unit was reduced in this "
-                "backward, found one; it would be lost. Use torch.utils.checkpoint with use_reentrant=False"
+                "backward, found one, which would be lost: if a part of the model is checkpointed, use "
+                "torch.utils.checkpoint with use_reentrant=False; compute a term of the weights after the forward"
             )
         # Only the first gradient of a backward finds another state or no tensor.
         if self.state is not GradState.LOCAL or self.unsharded_grad is None:

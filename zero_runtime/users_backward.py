@@ -41,7 +41,7 @@ class UsersBackwards:
         task = _current_graph_task()
         if task == self._other:
             return
-        if not any(_receives_gradient(param) for unit in units if unit.trainable for param in unit.params):
+        if not any(receives_gradient(param) for unit in units if unit.trainable for param in unit.params):
             self._other = task
             return
         self.parts = self._begin().parts
@@ -57,7 +57,7 @@ class UsersBackwards:
         return self.parts is not None and _current_graph_task() == -1
 
 
-def _receives_gradient(param: nn.Parameter) -> bool:
+def receives_gradient(param: nn.Parameter) -> bool:
     """Whether the pass of autograd under way adds to `param.grad`."""
     with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
         view = param.view_as(param)

@@ -92,6 +92,12 @@ class Saving:
             return Reached()
         if self._rank == 0:
             self._checkpoints.clear_leftovers()
+        reached = self._load()
+        if self._rank == 0 and self._config.kind is not CheckpointKind.none:
+            self._checkpoints.set_aside(reached.step, self._tell_passed_over)
+        return reached
+
+    def _load(self) -> Reached:
         # A job that was requeued goes on where it stopped, also with checkpoint.resume=none.
         checkpoint = self._own() if self._restarted else None
         if checkpoint is None:

@@ -198,7 +198,9 @@ ROOMS = {
         "skipped_modules": "parameter_reads pure unit",
         "graph_entries": "unit",
         "nested_tensors": "",
-        "module_hooks": "graph_entries nested_tensors parameter_reads pure skipped_modules unit users_backward",
+        "compiled_models": "pure world",
+        "module_hooks": "compiled_models graph_entries nested_tensors parameter_reads pure skipped_modules unit "
+        "users_backward",
         "step_backwards": "collectives module_hooks pure unit users_backward",
         "optim": "collectives dtypes pure slices state_tier unit wings",
         "generation": "collectives pure unit unit_parameters",

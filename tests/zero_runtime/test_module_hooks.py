@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from harness.ranks import run_ranks
 from torch import nn
 
 from zero_runtime.guarded_parameter import ParameterGuard
 from zero_runtime.module_hooks import ModuleHooks
 from zero_runtime.nested_tensors import tensors_in
+from zero_runtime.optim.configs import SgdConfig
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 A, B, C = torch.zeros(1), torch.zeros(2), torch.zeros(3)
 
@@ -177,3 +184,38 @@ def test_remove_may_be_called_again() -> None:
     _, _, _, hooks = hooked()
     hooks.remove()
     hooks.remove()
+
+
+def compiled_runs() -> dict[str, tuple[list[float], list[str]]]:
+    """The losses of three steps at stage 3, and the warnings, by what is compiled before the runtime is made."""
+    told: list[str] = []
+    found = {}
+    logging.getLogger("zero_runtime.compiled_models").addFilter(lambda one: not told.append(one.getMessage()))
+    for compiled in ("", "the model", "a wrapper", "a block"):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        if compiled == "a wrapper":
+            model = torch.compile(model, backend="eager")
+        elif compiled:
+            (model if compiled == "the model" else model[0]).compile(backend="eager")
+        told.clear()
+        settings, device = RuntimeSettings(), torch.device("cpu")
+        runtime = ZeroRuntime(model, ZeroPlan.from_stage(3), MixedPrecision(), SgdConfig(), settings, device)
+        losses = []
+        for step in range(3):
+            runtime.backward(runtime(torch.ones(4, 6) + step + dist.get_rank()).square().mean() / dist.get_world_size())
+            losses.append(runtime.step(0.1).loss)
+        runtime.close()
+        found[compiled] = losses, told.copy()
+    return found
+
+
+def test_a_compiled_model_trains_as_the_eager_one_with_a_warning_that_it_gains_nothing() -> None:
+    ranks = run_ranks(compiled_runs, 2)
+    for rank, found in enumerate(ranks):
+        assert found[""][1] == []
+        names = {"the model": "Sequential", "a wrapper": "OptimizedModule", "a block": "0"}
+        for compiled, name in names.items():
+            losses, told = found[compiled]
+            assert losses == found[""][0], compiled
+            assert [one.startswith(f"compiled: {name}: the runtime's hooks") for one in told] == [True] * (rank == 0)

@@ -10,13 +10,20 @@ from typing import Any
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.layout import step_name
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
-from zero_runtime.checkpoint.retention import Retention, Skipped, clear_leftovers, newest_good_together, open_together
+from zero_runtime.checkpoint.retention import (
+    Retention,
+    Skipped,
+    clear_leftovers,
+    newest_good_together,
+    open_together,
+    set_aside,
+)
 from zero_runtime.checkpoint.save import SaveSettings
 from zero_runtime.runtime import ZeroRuntime
 
 
 class RunCheckpoints:
-    """The checkpoints below `root`. All ranks must make the same calls, but for `clear_leftovers`.
+    """The checkpoints below `root`. All ranks must make the same calls, but for `clear_leftovers` and `set_aside`.
 
     keep_last, keep_every: see Retention. with_frozen: whether frozen parameters are saved.
     """
@@ -32,6 +39,10 @@ class RunCheckpoints:
     def clear_leftovers(self) -> None:
         """Remove what interrupted saves and deletions left. One rank calls it."""
         clear_leftovers(self._root)
+
+    def set_aside(self, step: int, tell: Callable[[Skipped], None]) -> None:
+        """Rename the checkpoints newer than a step. One rank calls it."""
+        set_aside(self._root, step, tell)
 
     def newest_good(self, tell: Callable[[Skipped], None]) -> CheckpointReader | None:
         """The newest undamaged checkpoint of all ranks; `tell` is called on rank 0 with each folder passed over."""

@@ -78,14 +78,17 @@ def _entries(root: str | Path) -> list[Path]:
 def newest_good_together(
     collectives: Collectives, root: str | Path, tell: Callable[[Skipped], None] | None = None
 ) -> CheckpointReader | None:
-    """The newest checkpoint whose files match their checksums in every rank's root, or None. A collective.
+    """The newest checkpoint whose files match their checksums in every rank's root, or None without any. A collective.
+
+    CheckpointError on every rank if there are checkpoints and none is good: their training would be lost.
 
     Each file is read by one rank only. Roots may differ, as with checkpoints that are local to a node. `tell` is called
     on rank 0 with each folder that it skips; without `tell`, they are logged.
     """
     skipped = torn(root)
     own = committed(root)
-    common = set.intersection(*(set(steps) for steps in collectives.gather_objects(list(own))))
+    every = collectives.gather_objects(list(own))
+    common = set.intersection(*map(set, every))
     skipped += [Skipped(own[step], "another rank has none of this step") for step in own if step not in common]
     found = None
     for step in sorted(common, reverse=True):
@@ -97,7 +100,31 @@ def newest_good_together(
     if collectives.rank == 0:
         for one in skipped:
             (tell or _tell)(one)
+    if found is None and any(every):
+        steps = sorted(set().union(*every))
+        raise CheckpointError(
+            f"{root}: expected a good checkpoint, found none among those of steps {', '.join(map(str, steps))} "
+            f"({skipped[-1].why}); bring back a copy of one, or begin anew with checkpoint.resume=none (a script: load "
+            "nothing, and save into another folder)"
+        )
     return found
+
+
+def set_aside(root: str | Path, step: int, tell: Callable[[Skipped], None] | None = None) -> None:
+    """Rename the checkpoints newer than `step`, from which training goes on, so that no later save deletes them.
+
+    They are damaged or of an abandoned training, would count as the last ones that retention keeps, and would be
+    replaced by the saves of their steps. One rank calls it; `tell` is called with each, or they are logged.
+    """
+    for newer, path in committed(root).items():
+        if newer > step:
+            aside = path.with_name(f"{path.name}.aside-{uuid.uuid4().hex[:8]}")
+            why = f"training goes on from step {step}; kept as {aside.name}: delete it by hand"
+            try:
+                path.rename(aside)
+            except OSError as error:
+                why = f"expected to rename it, found {error}; a save of its step will replace it"
+            (tell or _tell)(Skipped(path, why))
 
 
 def open_together(collectives: Collectives, path: str | Path) -> CheckpointReader:

@@ -105,10 +105,11 @@ class Engine(EngineLoop):
     ) -> bool:
         """Save into `save_dir` (in its folder `tag` if given) in this runtime's format. Every rank calls it alike.
 
-        `client_state`: numbers, texts, True, False, None, and lists, tuples and dicts of them, which load_checkpoint
-        returns as they were; PlanError, which names the place, for others. `save_latest` has no effect: no file is
-        needed to find the newest undamaged checkpoint. Within an accumulation it saves the end of the last step, with
-        a warning. Returns True, as DeepSpeed does.
+        `client_state`: numbers, texts, True, False, None, tensors, and lists, tuples and dicts of them, which
+        load_checkpoint returns as they were, tensors on the CPU; PlanError, which names the place, for others, as for a
+        schedule whose state has others. `save_latest` has no effect: no file is needed to find the newest undamaged
+        checkpoint. Within an accumulation it saves the end of the last step, with a warning. Returns True, as DeepSpeed
+        does.
         """
         engine_checkpoint.save(self, save_dir, tag, client_state or {}, with_frozen=not exclude_frozen_parameters)
         return True
@@ -125,7 +126,9 @@ class Engine(EngineLoop):
         """Load the newest undamaged checkpoint of `load_dir` (under `tag` if given).
 
         The checkpoint may be the runtime's or DeepSpeed's own, of any world size and stage. Returns its path and the
-        client state, or (None, {}) if there is no checkpoint. Every rank calls it, between steps.
+        client state, or (None, {}) if there is no checkpoint. CheckpointError if all are damaged, or in folders of tags
+        and none is given. Newer damaged ones are renamed, so that no save deletes them. Every rank calls it, between
+        steps.
         """
         if not load_module_strict:
             raise PlanError("engine.load_checkpoint: expected load_module_strict=True: a model half loaded is none")

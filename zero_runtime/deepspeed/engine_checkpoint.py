@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from zero_runtime.checkpoint.load import load_checkpoint, load_weights
-from zero_runtime.checkpoint.retention import newest_good_together
+from zero_runtime.checkpoint.retention import committed, newest_good_together, set_aside
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.deepspeed.client_state import from_json, to_json
 from zero_runtime.deepspeed.engine_loop import EngineLoop
+from zero_runtime.deepspeed.engine_optimizer import SCHEDULED
 from zero_runtime.deepspeed.foreign_checkpoints.deepspeed import is_deepspeed, open_deepspeed
 from zero_runtime.deepspeed.foreign_checkpoints.source import load_foreign
 from zero_runtime.deepspeed.model_folder import model_config
 from zero_runtime.dtypes import TORCH_DTYPE
-from zero_runtime.errors import PlanError
+from zero_runtime.errors import CheckpointError, PlanError, some
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.world import own_rank
 
 _COUNTERS = ("micro_steps", "global_steps", "skipped_steps")
 _SAMPLES = "global_samples"
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def folder_of(call: str, folder: object, tag: object = None) -> Path:
@@ -38,15 +40,17 @@ def folder_of(call: str, folder: object, tag: object = None) -> Path:
     return Path(folder) / inside
 
 
-def _folder_together(runtime: ZeroRuntime, call: str, folder: object, tag: object, client_state: object = None) -> Path:
+def _folder_together(
+    runtime: ZeroRuntime, call: str, folder: object, tag: object, check: Callable[[], object] = lambda: None
+) -> Path:
     """The same for all ranks, which must name one folder. A collective; PlanError on every rank.
 
-    client_state: is refused together with the folder.
+    check: its PlanError is told together with the folder's.
     """
     path, trouble = Path(), ""
     try:
         path = folder_of(call, folder, tag)
-        to_json(client_state)
+        check()
     except PlanError as error:
         trouble = str(error)
     every = runtime.collectives.gather_objects((os.path.abspath(path), trouble))
@@ -67,13 +71,12 @@ def save(engine: EngineLoop, folder: object, tag: object, client_state: dict[str
             "gradients since the last step are not saved, and training resumes from the end of that step",
             stacklevel=3,
         )
-    root = _folder_together(engine.runtime, "save_checkpoint", folder, tag, client_state)
+    states = partial(_states, engine, client_state)
+    root = _folder_together(engine.runtime, "save_checkpoint", folder, tag, states)
     trainer = {
-        "client_state": to_json(client_state),
+        **states(),
         "engine": {name: getattr(engine, name) for name in (*_COUNTERS, _SAMPLES)}
         | {"micro_steps": engine.micro_steps - engine.micro_steps_in_step},
-        "schedule": _schedule_state(engine),
-        "lr": engine.get_lr(),
         "model_config": model_config(engine.module, TORCH_DTYPE[engine.runtime.precision.param]),
     }
     settings = SaveSettings(with_frozen=with_frozen, within_step=True)
@@ -95,6 +98,11 @@ def load(
         return str(foreign.path), {}
     found = newest_good_together(engine.runtime.collectives, root)
     if found is None:
+        tags = [path.name for path in root.iterdir() if path.is_dir() and committed(path)] if root.is_dir() else []
+        if tags:
+            raise CheckpointError(
+                f"engine.load_checkpoint: expected a tag, found its folders in {root}: {some(sorted(tags))}; give one"
+            )
         return None, {}
     if weights_only:
         load_weights(engine.runtime, found)
@@ -104,22 +112,50 @@ def load(
     for name in _COUNTERS:
         setattr(engine, name, counted.get(name, found.index.step))
     engine.global_samples = counted.get(_SAMPLES, engine.global_steps * engine.train_batch_size())
-    if with_schedule and engine.lr_scheduler is not None and trainer.get("schedule"):
-        engine.lr_scheduler.load_state_dict({**engine.lr_scheduler.state_dict(), **trainer["schedule"]})
     if with_schedule:
-        # Loading the state of a torch scheduler does not set the groups' rates.
-        for group, lr in zip(engine.optimizer.param_groups, trainer.get("lr", ()), strict=False):
-            group["lr"] = lr
+        _load_schedule(engine, trainer)
+    if own_rank() == 0:
+        set_aside(root, found.index.step)
     return str(found.path), from_json(trainer.get("client_state", {}))
 
 
-def _schedule_state(engine: EngineLoop) -> dict[str, Any]:
-    """The plain values of the schedule's state: counters and rates, but not a user's functions."""
-    if engine.lr_scheduler is None:
-        return {}
-    state = engine.lr_scheduler.state_dict()
-    return {key: value for key, value in state.items() if _is_plain(value)}
+def _states(engine: EngineLoop, client_state: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a checkpoint's trainer state that the user's objects decide. PlanError, which names the place, for
+    what JSON cannot hold.
+
+    The new schedule has its own functions: torch's schedules do not save them either.
+    """
+    name, found = type(engine.lr_scheduler).__name__, engine.lr_scheduler.state_dict() if engine.lr_scheduler else {}
+    kept = {key: value for key, value in found.items() if not isinstance(value, FunctionType)}
+    groups = [
+        {key: value for key, value in group.items() if key in SCHEDULED} for group in engine.optimizer.param_groups
+    ]
+    return {
+        "client_state": to_json(client_state),
+        "schedule": to_json(kept, f"{name}.state_dict()"),
+        "groups": to_json(groups, "optimizer.param_groups"),
+    }
 
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, list) and all(isinstance(one, _PLAIN) for one in value))
+def _load_schedule(engine: EngineLoop, trainer: Mapping[str, Any]) -> None:
+    """Load the schedule's state, and what it has written into the parameter groups, which torch's load does not set.
+
+    Checkpoints of earlier releases have the rates of the groups alone, and of the schedule the plain values.
+    """
+    saved = from_json(trainer.get("schedule", {}))
+    if engine.lr_scheduler is not None and saved:
+        now = engine.lr_scheduler.state_dict()
+        left_out = [key for key, value in now.items() if key not in saved and not isinstance(value, FunctionType)]
+        if left_out and "groups" not in trainer:
+            warnings.warn(
+                f"engine.load_checkpoint: expected the whole state of {type(engine.lr_scheduler).__name__}, found one "
+                f"that an earlier release saved without {', '.join(left_out)}, which begin anew: see that "
+                "engine.get_lr() goes on as before, or step the schedule to where it was",
+                stacklevel=4,
+            )
+        engine.lr_scheduler.load_state_dict({**now, **saved})
+    groups = from_json(trainer.get("groups", [{"lr": lr} for lr in trainer.get("lr", ())]))
+    for group, values in zip(engine.optimizer.param_groups, groups, strict=False):
+        if "betas" in group and "betas" in values:
+            values["betas"] = (values["betas"][0], *group["betas"][1:])  # the second is a constant of this run
+        group.update(values)

@@ -15,8 +15,7 @@ from zero_runtime.optim.loss_scaler import FACTOR, LossScaler
 from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.runtime import ZeroRuntime
 
-_READ_EACH_STEP = (
-    "params",
+SCHEDULED = (  # the values of a group that a schedule may change
     "lr",
     "initial_lr",
     "betas",
@@ -167,7 +166,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _constants(group: dict[str, Any]) -> dict[str, Any]:
         """The values of a group that must not change, including the second beta."""
         second = {"betas[1]": group["betas"][1]} if "betas" in group else {}
-        return {key: value for key, value in group.items() if key not in _READ_EACH_STEP} | second
+        return {key: value for key, value in group.items() if key not in ("params", *SCHEDULED)} | second
 
 
 def _ids(params: Sequence[torch.Tensor]) -> list[int]:

@@ -26,6 +26,7 @@ from orchestrator.records.record_file import EventTail, read_json, require_json,
 from orchestrator.records.record_shapes import RESULT
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.report import summary
+from zero_runtime.checkpoint.retention import committed
 
 WORLD = 2
 
@@ -187,6 +188,24 @@ def test_a_run_killed_between_its_last_save_and_its_result_recovers_the_measured
     assert second.curve() == first.curve()
     assert {one.name for one in second.paths.weights.iterdir()} == {one.name for one in first.paths.weights.iterdir()}
     assert any(row.name == "measured" for row in summary.checkpoint_rows(result))
+
+
+def test_damaged_checkpoints_are_kept_and_a_run_without_a_good_one_is_refused(tmp_path: Path) -> None:
+    first = Try(tmp_path / "point", config_of(4, every=2))
+    assert first.wait() == [0, 0]
+    root = first.paths.checkpoints
+    damaged = {name: (root / name).stat().st_ino for name in ("step-00000002", "step-00000004")}
+    for path in root.glob("*/rank-00000*"):
+        path.write_bytes(path.read_bytes() + b"x")
+    refused = Try(tmp_path / "point", config_of(4, every=2))
+    assert 0 not in refused.wait()
+    assert "begin anew with checkpoint.resume=none" in refused.paths.rank_log(0).read_text()
+    assert {path.name: path.stat().st_ino for path in root.iterdir()} == damaged
+    anew = Try(tmp_path / "point", config_of(4, every=2, resume="none"))
+    assert anew.wait() == [0, 0]
+    assert anew.curve() == first.curve()
+    assert {path.name.partition(".aside-")[0]: path.stat().st_ino for path in root.glob("*.aside-*")} == damaged
+    assert sorted(committed(root)) == [2, 4]
 
 
 @pytest.mark.full

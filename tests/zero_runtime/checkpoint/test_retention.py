@@ -22,6 +22,7 @@ from zero_runtime.checkpoint.retention import (
     committed,
     newest_good_together,
     prune,
+    set_aside,
     trash_path,
 )
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
@@ -126,9 +127,43 @@ def together(root: Path) -> int | None:
 
 def test_all_ranks_select_the_same_newest_good_checkpoint(root: Path) -> None:
     assert run_ranks(together, 2, root) == [2, 2]
+
+
+def none_good(root: Path) -> list[str]:
+    collectives = Setting(1, 2).runtime().collectives
+    with pytest.raises(CheckpointError) as caught:
+        newest_good_together(collectives, root)
+    return [str(caught.value), *sorted(path.name for path in root.iterdir())]
+
+
+def test_a_folder_whose_checkpoints_are_all_damaged_is_refused_and_stays_as_it_is(root: Path) -> None:
     shutil.rmtree(root / "step-00000002")
     shutil.rmtree(root / "step-00000001")
-    assert run_ranks(together, 2, root) == [None, None]
+    before = sorted(path.name for path in root.iterdir())
+    for told, *after in run_ranks(none_good, 2, root):
+        assert after == before
+        assert told.startswith(f"{root}: expected a good checkpoint, found none among those of steps 3, 4 (")
+        assert "or begin anew with checkpoint.resume=none" in told
+
+
+def save_after_setting_aside(root: Path) -> list[str]:
+    told: list[Skipped] = []
+    if dist.get_rank() == 0:
+        set_aside(root, 2, told.append)
+    settings = SaveSettings(retention=Retention(keep_last=1))
+    for step in (3, 4):
+        save_checkpoint(Setting(1, 2).runtime(), root, step=step, trainer={}, settings=settings)
+    return [one.why for one in told]
+
+
+def test_what_was_passed_over_is_kept_by_the_saves_that_follow(root: Path) -> None:
+    damaged = {path.name: sorted(path.iterdir()) for path in (root / "step-00000003", root / "step-00000004")}
+    whys = run_ranks(save_after_setting_aside, 2, root)[0]
+    assert list(committed(root)) == [4]
+    for (name, files), why in zip(damaged.items(), whys, strict=True):
+        [aside] = root.glob(f"{name}.aside-*")
+        assert why == f"training goes on from step 2; kept as {aside.name}: delete it by hand"
+        assert [path.name for path in sorted(aside.iterdir())] == [path.name for path in files]
 
 
 def test_an_empty_or_absent_folder_has_no_checkpoint(tmp_path: Path) -> None:

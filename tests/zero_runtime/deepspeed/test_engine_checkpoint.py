@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from foreign.make_deepspeed import STEPS, Model
+from harness.checkpoints import flip_a_bit
 from harness.ranks import run_ranks
 from harness.seed_loop import initialize_quietly
 from safetensors.torch import load_file
 from torch import nn
 
 from orchestrator import cli
+from zero_runtime.checkpoint.retention import committed
 from zero_runtime.errors import CheckpointError, PlanError
 
 MADE = Path(__file__).resolve().parents[2] / "foreign" / "deepspeed"
@@ -40,6 +45,9 @@ CLIENT_STATE = {
     1: 2,
     (0, True): {"best": float("-inf"), "//tuple": [float("nan"), None, ()]},
     "rows": [{1.5: "a"}, {"1.5": ("b", [2])}],
+    "counts": Counter([2, 5, 5]),
+    "tensors": [torch.tensor(0.1), torch.tensor([[1, -2]]), torch.tensor([float("inf")], dtype=torch.bfloat16)],
+    "numpy": [np.float32(0.1), np.int8(3), np.array([[0.1]]), np.bool_(True)],
 }
 
 
@@ -155,7 +163,7 @@ def _misnamed(root: Path) -> None:
     rank = dist.get_rank()
     calls = (engine.save_checkpoint, engine.load_checkpoint)
     for state, where, kind in (
-        ({"seen": [0, torch.ones(2)]}, r"client_state\['seen'\]\[1\]", "Tensor"),
+        ({"seen": [0, torch.ones(1 << 17)]}, r"client_state\['seen'\]\[1\]", "Tensor"),
         ({torch.float32: 1}, "a key of client_state", "dtype"),
         ({"path": root}, r"client_state\['path'\]", "PosixPath"),
     ):
@@ -188,6 +196,43 @@ def test_a_checkpoint_needs_one_folder_and_a_tag_inside_it(tmp_path: Path, capfd
     run_ranks(_misnamed, 2, tmp_path)
     assert cli.main(["export-weights", str(tmp_path / "ck"), str(tmp_path / "out")]) == 1
     assert "found folders of tags: 2; take one" in capfd.readouterr().err
+
+
+def _damaged(root: Path) -> None:
+    """A damaged newest checkpoint is passed over and kept; where none is good, no script trains from new weights."""
+    engine = _engine(1, 1)
+    for tag in (None, "best"):
+        for _ in range(2):
+            _train(engine, range(1))
+            engine.save_checkpoint(root, tag=tag)
+    newest = {tag: list(committed(root / tag)) for tag in ("", "best")}
+    assert newest == {"": [1, 2], "best": [3, 4]}
+    flip_a_bit(next((root / "step-00000002").glob("rank*")), -3)
+    assert Path(engine.load_checkpoint(root)[0]) == root / "step-00000001"
+    _train(engine, range(1))
+    engine.save_checkpoint(root)
+    assert sorted(path.name[:19] for path in root.glob("step*")) == [
+        "step-00000001",
+        "step-00000002",
+        "step-00000002.aside",
+    ]
+    for place in (root, root / "best"):
+        for path in place.glob("step*/rank*"):
+            path.write_bytes(path.read_bytes() + b"x")
+    for tag in (None, "best"):
+        for weights_only in (True, False):
+            with pytest.raises(CheckpointError, match="expected a good checkpoint, found none among"):
+                engine.load_checkpoint(root, tag, load_module_only=weights_only)
+    assert engine.load_checkpoint(root, "other") == (None, {})
+    for path in root.glob("step*"):
+        shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match=r"expected a tag, found its folders in .*: best; give one"):
+        engine.load_checkpoint(root)
+    engine.destroy()
+
+
+def test_damaged_checkpoints_are_never_taken_for_an_empty_folder(tmp_path: Path) -> None:
+    run_ranks(_damaged, 1, tmp_path)
 
 
 def _from_deepspeed(zero: dict[str, Any]) -> None:
