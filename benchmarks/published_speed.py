@@ -15,7 +15,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -28,6 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from benchmarks import published_kernels  # noqa: E402
 from benchmarks.published_cases import LeftOut, summary, table  # noqa: E402
+from benchmarks.published_kernels import Kernels  # noqa: E402
 from benchmarks.published_peak import config_of  # noqa: E402
 from orchestrator.compose import arguments, compose  # noqa: E402
 from orchestrator.config.schema import Model, RunConfig  # noqa: E402
@@ -110,25 +111,26 @@ class TracedRun(NamedTuple):
         return self.memories.of(self.config)
 
 
-def traced(rows: Sequence[Row]) -> dict[str, TracedRun]:
-    """The rows that are not left out, by case. Norms are one kernel where the published run had one."""
+def traced(rows: Sequence[Row], gathers_logits: Collection[str] = ()) -> dict[str, TracedRun]:
+    """The rows that are not left out, by case. Norms are one kernel where the published run had one, and heads gather
+    in the tables `gathers_logits`."""
     configs = {row["case"]: config_of_row(row) for row in rows if not row["left_out"]}
-    answers: dict[bool, dict[str, Any]] = {False: {}, True: {}}
-    families: dict[tuple[bool, str], list[RunConfig]] = {}
-    fused = {row["case"]: row["kernels"] == "flash_norm" for row in rows}
+    kernels = {row["case"]: Kernels(row["kernels"] == "flash_norm", row["table"] in gathers_logits) for row in rows}
+    answers: dict[Kernels, dict[str, Any]] = {one: {} for one in kernels.values()}
+    families: dict[tuple[Kernels, str], list[RunConfig]] = {}
     for case, config in configs.items():
         key = memory_cache.activations_key(config, any_micro=True)
-        families.setdefault((fused[case], key), []).append(config)
-    for done, ((is_fused, _), family) in enumerate(families.items()):
+        families.setdefault((kernels[case], key), []).append(config)
+    for done, ((used, _), family) in enumerate(families.items()):
         print(f"traced {done} of {len(families)} models, lengths and recomputations", end="\r", file=sys.stderr)
-        if is_fused:
+        if any(used):
             for one in {memory_cache.units_key(config): config for config in family}.values():
-                answers[True] |= published_kernels.answers(one)
+                answers[used] |= published_kernels.answers(one, used)
         else:
-            answers[False] |= memory_cache.answers(family, family, together=True)
+            answers[used] |= memory_cache.answers(family, family, together=True)
     print(file=sys.stderr)
-    memories = {is_fused: step.Memories(known) for is_fused, known in answers.items()}
-    return {case: TracedRun(config, memories[fused[case]]) for case, config in configs.items()}
+    memories = {used: step.Memories(known) for used, known in answers.items()}
+    return {case: TracedRun(config, memories[kernels[case]]) for case, config in configs.items()}
 
 
 def _predicted(row: Row, run: TracedRun | None) -> Predicted | LeftOut:

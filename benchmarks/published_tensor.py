@@ -8,6 +8,12 @@ Between layers a rank has a part of the tokens, and the column layers of attenti
 nanotron gathers it again in backward, or keeps it (`tp_recompute_allgather`, parallel/tensor_parallel/functional.py);
 Megatron and this project gather again. The Playbook does not say which its runs did. Their bytes are those of kept
 inputs, by all rows together (the report shows both). No number is fitted.
+
+[Note: gathered logits]
+Aleph Alpha's library gathers the logits of a tensor-parallel group: its head is a ColumnParallelLinear without
+`parallel_output`, and the loss is torch's cross entropy of all logits in fp32 (Aleph-Alpha/scaling,
+transformer/model/layers/lm_head.py, losses/cross_entropy.py). The 16-bit logits stay in the pipeline's buffers until
+the next micro-batch's take their place (core/nn/parallel_module/parallel_module.py, `_execute_loss_fn`).
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from zero_runtime.predict.memory.device_overhead import DeviceOverhead
 from zero_runtime.predict.memory.peers import HALF, SINGLE, PeerMemory, PeerTerm
 
 GATHERS = 2  # of a block: the inputs of the column layers of attention, and of those of the MLP
+GATHERS_LOGITS = ("aleph_alpha",)  # see [Note: gathered logits]
 TWICE, HALVED = " (twice the micro-batch)", " (half the micro-batch)"
 
 
@@ -63,7 +70,7 @@ def tensor_runs() -> list[TensorRun]:
     rows = [row for row in table("tensor_parallel.csv") if row["outcome"] and not row["left_out"]]
     near = [_near(row, 2 * int(row["micro"]), TWICE) for row in rows]
     near += [_near(row, int(row["micro"]) // 2, HALVED) for row in rows if int(row["micro"]) > 1]
-    runs = traced([*rows, *near])
+    runs = traced([*rows, *near], GATHERS_LOGITS)
     return [_run(row, runs) for row in rows]
 
 
@@ -91,7 +98,13 @@ def _peak(row: Row, run: TracedRun, *, keeps: bool = True) -> int:
     assert memory is not None, run.memories.unknown(run.config)
     found = peer_fit.peak_of(_rules(row, run), memory, run.config.batch.micro)
     assert found is not None, run.memories.unknown(run.config)
-    return found.total + (_kept(run.config) if keeps and row["tokens"] == "gathered" else 0)
+    held = _logits(run.config) if row["table"] in GATHERS_LOGITS else 0
+    return found.total + held + (_kept(run.config) if keeps and row["tokens"] == "gathered" else 0)
+
+
+def _logits(config: RunConfig) -> int:
+    """Bytes of the 16-bit logits of a micro-batch."""
+    return config.batch.micro * config.batch.seq * int(config.model.config["vocab_size"]) * HALF
 
 
 def _kept(config: RunConfig) -> int:
@@ -118,7 +131,8 @@ def report() -> Iterator[str]:
     found = tensor_runs()
     yield from ("", "## Tensor parallelism", "")
     yield "The rules of `fit --as nanotron` for the Playbook, and 4P + 12P/N for Aleph Alpha, on the slices of a rank."
-    yield "Aleph Alpha's runs divide the tokens between layers where the name says so. The Playbook's are predicted"
+    yield "Aleph Alpha's runs divide the tokens between layers where the name says so, and gather all logits, which"
+    yield "stay until those of the next micro-batch take their place. The Playbook's are predicted"
     yield "with the gathered inputs of column layers kept for backward; the last column is the median error if they are"
     yield "gathered again, as nanotron's default and this project do."
     columns = "labels | right | within a step | peaks | median error | bias | worst | within 10 % | gathered again"

@@ -11,6 +11,7 @@ import tempfile
 
 import pytest
 from harness import attack_counts, left_out, ranks, slowest_files
+from platforms import machine
 
 # These tests wait for limits of time more than they work, and at the end of a run one process would wait alone.
 FIRST = "tests/zero_runtime/watch/"
@@ -31,6 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
     ranks.prepare_fork_server()
     # Separate slots: other work on this machine neither waits for the tests nor makes them wait.
     os.environ["ZLAB_LOCKS"] = tempfile.mkdtemp(prefix="zlab-locks-")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:  # None: xdist's worker
+        reporter.write_line(f"processor: {machine.describe()}")  # -q leaves pytest's own header out
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 VECTORS = ("sse4_2", "avx2", "fma", "f16c", "avx512f", "avx512dq", "asimd", "sve")
 MATRICES = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8", "bf16", "asimdhp")
+BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def _cpuinfo(key: str) -> str:
@@ -38,7 +39,11 @@ def describe() -> str:
     family = "/".join(filter(None, map(_cpuinfo, ("cpu family", "model", "stepping"))))
     vectors = " ".join(name for name in VECTORS if name in here) or "no vectors known"
     native = " ".join(name for name in MATRICES if name in here) or "none"
-    return f"{model} (family {family}), {os.cpu_count()} cores; vectors: {vectors}; 16-bit matrix products: {native}"
+    bf16 = "native" if here & BF16 else "not native"
+    return (
+        f"{model} (family {family}), {os.cpu_count()} cores; bf16 products: {bf16}; 16-bit matrix instructions: "
+        f"{native}; vectors: {vectors}"
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ on their values; they are small compared with the others and are counted in the 
 
 [Note: kernels]
 Operations are those of a CPU, down to the kernels that torch chooses there. For a CUDA device attention and
-normalizations differ (CudaAttention; cuda_norms.py). The scratch memory inside a kernel is not counted.
+normalizations differ (CudaAttention; cuda_norms.py). The scratch memory inside a kernel is not counted; for products of
+16-bit matrices on a CPU it depends on the processor (docs/platforms.md).
 """
 
 from __future__ import annotations
