@@ -208,9 +208,13 @@ def _from_bytes(ids: list[int]) -> str:
 
 
 def save_byte_tokenizer(folder: str | Path) -> None:
-    """Saves a tokenizer for byte tokens: token b is byte b, so encoding and decoding returns the same text."""
-    letters = bytes_to_unicode()
+    """Saves a tokenizer for byte tokens: token b is byte b, so encoding and decoding returns the same text. Its end
+    token is BYTE_END."""
+    end = chr(BYTE_END)  # by its own name: a letter for it would be taken for the end where a text has that letter
+    letters = bytes_to_unicode() | {BYTE_END: end}
     bare = Tokenizer(BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
     bare.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     bare.decoder = ByteLevelDecoder()
-    PreTrainedTokenizerFast(tokenizer_object=bare, clean_up_tokenization_spaces=False).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=bare, clean_up_tokenization_spaces=False, eos_token=end).save_pretrained(
+        folder
+    )
