@@ -142,7 +142,8 @@ def run_quietly(request: SweepRequest, hardware: Hardware, screen: Screen | None
     sweep, process = begun.sweep, begun.sent.process
     try:
         if screen is not None and process is not None:
-            SweepWatch(sweep, screen, lambda: process.poll() is None).until_end()
+            # A study says a line for each of its trials.
+            SweepWatch(sweep, screen, lambda: process.poll() is None, says_points=not request.study).until_end()
         if process is None or process.wait() == TAKEN:
             while cluster_of(sweep).runs(sweep):
                 time.sleep(watch_sweep.pause_s(sweep))

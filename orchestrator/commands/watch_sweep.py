@@ -43,10 +43,17 @@ class SweepWatch:
     """Shows a sweep until all its points have ended."""
 
     def __init__(
-        self, sweep: SweepPaths, screen: Screen, alive: Callable[[], bool] | None = None, *, leaving: str = "stop"
+        self,
+        sweep: SweepPaths,
+        screen: Screen,
+        alive: Callable[[], bool] | None = None,
+        *,
+        leaving: str = "stop",
+        says_points: bool = True,
     ) -> None:
-        """`alive`: whether the controller of a sweep on this machine still runs. `leaving`: what Ctrl-C does."""
-        self._leaving = leaving
+        """`alive`: whether the controller of a sweep on this machine still runs. `leaving`: what Ctrl-C does.
+        `says_points`: without a terminal, whether changes of points are printed besides warnings."""
+        self._leaving, self._says_points, self._has_looked = leaving, says_points, False
         self._sweep, self._screen = sweep, screen
         self._alive = alive or (lambda: controller_pid(sweep) is not None)
         self._cluster, self._is_sent = cluster_of(sweep), is_on_cluster(sweep)
@@ -74,14 +81,16 @@ class SweepWatch:
         # Checked before the records are read: a controller that has ended writes nothing more.
         over = not self._is_sent and (self._ended or not self._alive())
         events = self._events.read_new()
-        is_past = not self._shown and any(event["event"] == "end" for event in events)  # it ended before the first look
+        if not self._has_looked:  # a search has told the events of its earlier trials
+            ends = [at for at, event in enumerate(events, start=1) if event["event"] == "end"]
+            events, self._has_looked = events[ends[-1] if ends else 0 :], True
         for event in events:
-            if event["event"] == "warning" and not is_past:
+            if event["event"] == "warning":
                 self._screen.warn(event["text"])
             self._ended = self._ended or event["event"] == "end"
         current = self._cluster.look(self._sweep)
         over = over or (self._is_sent and all(point.state.final for point in current))
-        if not self._screen.live:
+        if not self._screen.live and self._says_points:
             self._say_changes(current)
         return None if over else current
 

@@ -20,7 +20,7 @@ CONFIG = "config.json"
 WEIGHTS = (files.WEIGHTS, files.WEIGHTS_INDEX)
 ADAPTER = "adapter_config.json"
 GENERATION = "generation_config.json"
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json")  # all that transformers needs without a config.json
 # Files for the tokenizer or for generation, not weights. An export copies them.
 COMPANIONS = (
@@ -30,7 +30,7 @@ COMPANIONS = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    TEMPLATE,
     GENERATION,
 )
 TEMPLATES = "additional_chat_templates/*.jinja"  # one of them may be the default
@@ -42,6 +42,15 @@ def tokenizer_folder(path: str | None, adapter: str | None) -> Path | None:
     if adapter is not None and all((expanded(adapter) / name).exists() for name in TOKENIZER_FILES):
         return expanded(adapter)
     return None if path is None else expanded(path)
+
+
+def has_template(path: str | None, adapter: str | None) -> bool:
+    """Whether a chat template is beside the tokenizer of a model, in a file of its own or in the tokenizer's."""
+    if (folder := tokenizer_folder(path, adapter)) is None:
+        return False
+    settings = folder / TOKENIZER_FILES[1]
+    is_inside = settings.is_file() and b'"chat_template"' in settings.read_bytes()
+    return is_inside or (folder / TEMPLATE).is_file() or any(folder.glob(TEMPLATES))
 
 
 def companions(folder: Path) -> list[Path]:

@@ -36,12 +36,13 @@ def text_has_a_path(scene: Scene, data: Data) -> Broken | None:
     return Broken(f"data={data.kind} needs data.path=FILE_OR_FOLDER", "none", ("data=stdlib",))
 
 
-def text_is_there(scene: Scene, data: Data) -> Broken | None:
+def text_is_there(scene: Scene, data: Data, model: Model) -> Broken | None:
     if data.kind not in FROM_FILES or data.path is None:
         return None
     path = expanded(data.path)
     if path.is_file() or path.is_dir():  # a device or a pipe may never end, and cannot be read twice
-        found: Broken | None = wings.load(wings.FIRST_RECORD)(path, str(data.kind))
+        templated = tokenizer_of(model, data) is Tokenizer.model and pretrained.has_template(model.path, model.adapter)
+        found: Broken | None = wings.load(wings.FIRST_RECORD)(path, str(data.kind), templated=templated)
         return found
     fixes = () if path.exists() else fix_of_path("data.path", path, also_files=True)
     return Broken(

@@ -243,7 +243,7 @@ RULES = (
     Rule(data_rules.tokenizer_is_there, ("model", "data")),
     Rule(data_rules.adapter_can_be_made, ("adapter",)),
     Rule(data_rules.text_has_a_path, ("data",)),
-    Rule(data_rules.text_is_there, ("data",)),
+    Rule(data_rules.text_is_there, ("data", "model")),
     Rule(data_rules.vocabulary_holds_bytes, ("model", "data")),
     Rule(data_rules.kind_of_model_allows, ("model", "data", "batch", "parallel", "loss", "measure", "train")),
     Rule(data_rules.validation_has_data, ("data", "measure")),

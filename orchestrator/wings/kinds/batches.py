@@ -17,7 +17,7 @@ from orchestrator.config.schema import DataKind, Model, RunConfig
 from orchestrator.wings.kinds.kind import ModelKind, SampleShape, kind_of, sample_of
 from orchestrator.wings.pairs.packing import PackedRows
 from orchestrator.wings.pairs.pairs_file import read_pairs
-from orchestrator.wings.pairs.windows import Encoded, bytes_of_pairs
+from orchestrator.wings.pairs.windows import Encoded, bytes_of_pairs, unread_note
 from orchestrator.workloads.data import IGNORED_LABEL, TokenBatch, TokenData, load_data, split
 from orchestrator.workloads.models import model_config
 from orchestrator.workloads.sources import SYNTHETIC_WINDOWS, Encode, IntArray, Windows, random_bits
@@ -48,7 +48,13 @@ def build(config: RunConfig, encode: Encode | None, encode_pairs: Any) -> TokenD
         assert data.path is not None
         pairs = (encode_pairs.encode if encode_pairs else bytes_of_pairs)(read_pairs(Path(data.path)))
         translated = Translations(pairs, seq, config)
-        return _made(config, f"pairs:{Path(data.path).name}", translated, translated.stored, translated.notes)
+        return _made(
+            config,
+            f"pairs:{Path(data.path).name}",
+            translated,
+            translated.stored,
+            (*translated.notes, *unread_note(pairs)),
+        )
     # A window is a sequence and the token after it; that of an encoder-decoder is a source and its continuation.
     base = load_data(
         str(data.kind),

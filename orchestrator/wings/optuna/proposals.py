@@ -50,7 +50,7 @@ def _tell(study: optuna.Study, line: SearchLine, values: Values, outcome: Trial)
     if math.isfinite(value):
         study.tell(trial, value)
     else:  # the sampler takes a pruned trial for the worst, and forgets a failed one
-        is_bad = outcome.values is not None or outcome.fits_not
+        is_bad = outcome.values is not None or outcome.fits_not or outcome.diverged
         study.tell(trial, state=TrialState.PRUNED if is_bad else TrialState.FAIL)
 
 

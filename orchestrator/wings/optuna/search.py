@@ -140,6 +140,8 @@ class Search:
         self._screen.say(f"{many(self._line.trials, 'trial')} by {self._line.by}, {order} first", "bold")
         about = [row for row in plan_rows(self._config, "") if row.name in ("model", "data")]
         self._screen.rows([*(Row(one.key, one.described()) for one in self._line.searched), *about])
+        for word in self._line.replaced:
+            self._screen.warn(f"{word} is replaced by the values that are searched")
         if not higher_first and any(one.key.startswith("batch.") for one in self._line.searched):
             self._screen.warn(
                 f"trials with more tokens a step have an easier {self._line.by}: search the batch by=tokens_per_second"
@@ -173,7 +175,7 @@ class Search:
         before = len(self._known)
         order = list(dict.fromkeys([*self._known, *new]))
         lines = [self._line.words(values) for values in order]
-        outcomes = trials.measure(lines, self._asked, self._screen if self._screen.live else None)
+        outcomes = trials.measure(lines, self._asked, self._screen)
         self._known = dict(zip(order, outcomes, strict=True))
         for number, trial in enumerate(list(self._known.values())[before:], before + 1):
             if trial.folder in self._told:
@@ -189,7 +191,9 @@ class Search:
     def _fails(self) -> bool:
         """Whether the last trials have no value for the same reason; says so."""
         last = list(self._known.values())[-SAME_FAILURES:]
-        if len(last) < SAME_FAILURES or len({(trial.values, trial.message) for trial in last}) > 1 or last[0].values:
+        if len(last) < SAME_FAILURES or len({(trial.values, trial.message) for trial in last}) > 1:
+            return False
+        if last[0].values or last[0].diverged:  # a diverged trial is an answer: the worst
             return False
         self._screen.warn(f"the search ends: {SAME_FAILURES} trials in a row have no value for the same reason")
         return True

@@ -54,13 +54,15 @@ class Searched:
 
 
 class SearchLine(NamedTuple):
-    """The words of a search. by: the metric, empty if none is given. at_once: how many trials are proposed together."""
+    """The words of a search. by: the metric, empty if none is given. at_once: how many trials are proposed together.
+    replaced: fixed values of settings that are searched too."""
 
     searched: tuple[Searched, ...]
     fixed: tuple[str, ...]
     trials: int
     at_once: int
     by: str
+    replaced: tuple[str, ...] = ()
 
     def words(self, values: Sequence[str]) -> list[str]:
         """The overrides of the trial with these values."""
@@ -86,7 +88,9 @@ def read(words: Sequence[str], types: Mapping[str, Any]) -> SearchLine:
             raise Refusal([told])
     if not searched:
         raise Refusal([NOTHING])
-    return SearchLine(tuple(searched.values()), tuple(fixed), int(own["n"]), int(own["at_once"]), own["by"])
+    replaced = tuple(word for word in fixed if word.partition("=")[0] in searched)
+    kept = tuple(word for word in fixed if word not in replaced)
+    return SearchLine(tuple(searched.values()), kept, int(own["n"]), int(own["at_once"]), own["by"], replaced)
 
 
 def _searched(word: str, hint: Any) -> Searched | None:

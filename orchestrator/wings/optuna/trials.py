@@ -58,6 +58,11 @@ class Trial:
     folder: Path | None = None
 
     @property
+    def diverged(self) -> bool:
+        """Whether its loss was no longer finite."""
+        return self.state is RunState.error and "NonFiniteError" in self.message
+
+    @property
     def fits_not(self) -> bool:
         """Whether it is known that the point cannot run: out of memory, or refused."""
         return self.state.answered and not self.state.measured

@@ -1,33 +1,26 @@
-"""Looks at the first record of each file of data, so that a wrong file is refused before anything starts."""
+"""Looks at the first records of each file of data, so that a wrong file is refused before anything starts."""
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.strict import Broken
-from orchestrator.wings.pairs.pairs_file import (
-    COLUMNS,
-    CONVERSATIONS,
-    JSON_FILES,
-    MESSAGES,
-    PAIR_KEYS,
-    opened,
-    pair_files,
-    pair_of,
-    parsed,
-)
+from orchestrator.wings.pairs.conversation import COLUMNS, CONVERSATIONS, MESSAGES, PAIR_KEYS, pair_of
+from orchestrator.wings.pairs.pairs_file import JSON_FILES, opened, pair_files, parsed
 from orchestrator.wings.pairs.tables import is_table, rows
 from orchestrator.wings.pairs.text_records import LINES, TEXT, text_record
 from orchestrator.workloads.text_files import READ_AS_RECORDS, TABLES, text_files
 
-LOOK_BYTES = 1 << 20  # a record that is longer is judged by the ranks
+LOOK_BYTES = 1 << 20  # of each file; the ranks judge the records after them, and one that is longer
 PAIRS = "pairs"
 MOST_FILES = 16  # of a folder, whose first records are checked: one may have thousands
 SPLIT = re.compile(
@@ -35,15 +28,15 @@ SPLIT = re.compile(
 )  # starts the names of the parts of a data set
 
 
-def problem(path: Path, kind: str) -> Broken | None:
-    """What is wrong with the first record of data.path, a file or a folder that is there; None if nothing is, or if it
-    cannot be told from the first bytes."""
+def problem(path: Path, kind: str, *, templated: bool = True) -> Broken | None:
+    """What is wrong with the first records of data.path, a file or a folder that is there; None if nothing is, or if it
+    cannot be told from the first bytes. templated: whether a chat template writes pairs."""
     stat = path.stat()
-    return _problem(path, kind, (stat.st_mtime_ns, stat.st_size))
+    return _problem(path, kind, templated, (stat.st_mtime_ns, stat.st_size))
 
 
 @lru_cache  # each point of a sweep asks
-def _problem(path: Path, kind: str, stamp: tuple[int, int]) -> Broken | None:
+def _problem(path: Path, kind: str, templated: bool, stamp: tuple[int, int]) -> Broken | None:
     try:
         files = pair_files(path) if kind == PAIRS else text_files(path)
         if not files and kind == PAIRS:
@@ -52,11 +45,18 @@ def _problem(path: Path, kind: str, stamp: tuple[int, int]) -> Broken | None:
             return Broken(f"data.path must be a folder with files of {ends}", f"none in {path}", (fix,))
         if (kind == PAIRS or is_table(files[0])) and (split := _one_split(path, files)):
             return split
+        is_empty = len(files) <= MOST_FILES
         for file in files[:MOST_FILES]:
             if kind == PAIRS or file.name.endswith(LINES) or is_table(file):
-                _check(file, kind)
-            elif file == path and file.name.endswith(".gz") and not file.name.endswith(READ_AS_RECORDS):
+                for place, record in _records(file, kind):
+                    is_empty = False
+                    _judge(place, record, kind, templated)
+                continue
+            is_empty = is_empty and not file.stat().st_size
+            if file == path and file.name.endswith(".gz") and not file.name.endswith(READ_AS_RECORDS):
                 raise ValueError(f"{file}: expected text, {' or '.join(READ_AS_RECORDS)}, found another .gz")
+        if is_empty:
+            return Broken("data.path must be a file or a folder with records or text", f"none in {path}")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         return Broken(f"data.path: expected a compressed file in {path}", f"another: {error}")
     except OSError:
@@ -102,35 +102,40 @@ def _one_split(folder: Path, files: Sequence[Path]) -> Broken | None:
     return Broken(rule, f"{', '.join(parts)} in {folder}; a folder of its own for each part", fixes)
 
 
-def _check(path: Path, kind: str) -> None:
+def _records(path: Path, kind: str) -> Iterator[tuple[str, Any]]:
+    """The records in the first bytes of a file with their places: all that end there. Only the first one of a table, or
+    of a longer array. None for a longer file whose first one does not end there."""
     if is_table(path):
-        place, record = next(rows(path, (*COLUMNS, TEXT), at_once=1), (str(path), None))
-        if record is not None:  # an empty shard is no fault
-            _judge(place, record, kind)
+        yield from itertools.islice(rows(path, (*COLUMNS, TEXT), at_once=1), 1)
         return
     with opened(path) as file:
         start = file.read(LOOK_BYTES)
-    whole, text = len(start) < LOOK_BYTES, start.decode(errors="replace").lstrip()
-    if kind == PAIRS and text.startswith("["):
-        place = f"{path}, record 1"
-        inside = text[1:].lstrip()
-        try:
-            record, _ = json.JSONDecoder().raw_decode(inside)
-        except (ValueError, RecursionError):
-            if whole:  # of a whole file, the same error as the ranks'
-                parsed(str(path), text)
+    whole, text = len(start) < LOOK_BYTES, start.decode(errors="replace")
+    if kind == PAIRS and text.lstrip().startswith("["):
+        if whole:
+            yield from ((f"{path}, record {at}", one) for at, one in enumerate(parsed(str(path), text), start=1))
+            return
+        with suppress(ValueError, RecursionError):
+            yield f"{path}, record 1", json.JSONDecoder().raw_decode(text.lstrip()[1:].lstrip())[0]
             return
     else:
-        line, end, _ = text.partition("\n")
-        if not text or not (end or whole):
-            return
-        place = f"{path}, line {1 + start[: len(start) - len(start.lstrip())].count(10)}"
-        record = parsed(place, line)
-    _judge(place, record, kind)
+        lines = text.split("\n") if whole else text.split("\n")[:-1]
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield (place := f"{path}, line {number}"), parsed(place, line)
+    if not whole:
+        yield str(path), None
 
 
-def _judge(place: str, record: Any, kind: str) -> None:
+def _judge(place: str, record: Any, kind: str, templated: bool) -> None:
+    if record is None:
+        return
     try:
-        pair_of(place, record) if kind == PAIRS else text_record(place, record)
+        if kind != PAIRS:
+            text_record(place, record)
+        elif not templated:
+            pair_of(place, record).check_plain()
+        else:
+            pair_of(place, record)
     except ValueError as error:
         raise _WrongRecord(str(error), record, kind) from None

@@ -29,13 +29,24 @@ def rows(path: Path, keys: Sequence[str], at_once: int = ROWS) -> Iterator[tuple
     number = 0
     try:
         for names, batch in _batches(path, keys, at_once):
+            if twice := [name for name in batch.schema.names if names.count(name) > 1]:
+                raise ValueError(f"{path}: expected one column {twice[0]}, found several; remove all but one")
             for row in batch.to_pylist():
                 number += 1
-                yield f"{path}, row {number}", dict.fromkeys(names) | row
-    except pyarrow.ArrowException as error:
+                yield f"{path}, row {number}", dict.fromkeys(names) | {key: _given(row[key]) for key in row}
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         kind = "Parquet" if path.suffix == ".parquet" else "Arrow"
         why = " ".join(str(error).split())
         raise ValueError(f"{path}: expected a file of {kind}, found another ({why}); write it again") from None
+
+
+def _given(value: Any) -> Any:
+    """A value without the nulls that a column's type adds to objects that lack some of its keys."""
+    if isinstance(value, dict):
+        return {key: _given(one) for key, one in value.items() if one is not None}
+    return [_given(one) for one in value] if isinstance(value, list) else value
 
 
 def _batches(path: Path, keys: Sequence[str], at_once: int) -> Iterator[tuple[list[str], Any]]:
@@ -59,5 +70,5 @@ def _batches(path: Path, keys: Sequence[str], at_once: int) -> Iterator[tuple[li
         own = [name for name in names if name in keys] or names[:1]
         parts = opened if is_stream else (opened.get_batch(at) for at in range(opened.num_record_batches))
         for part in parts:
-            kept = part.select(own)
+            kept = part.select([at for at, name in enumerate(names) if name in own])
             yield from ((names, kept.slice(start, at_once)) for start in range(0, len(kept), at_once))

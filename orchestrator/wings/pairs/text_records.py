@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.wings.pairs import tables
-from orchestrator.wings.pairs.pairs_file import opened, parsed, text_of
+from orchestrator.wings.pairs.conversation import text_of
+from orchestrator.wings.pairs.pairs_file import opened, parsed
 
 TEXT = "text"
 LINES = (".jsonl", ".jsonl.gz")

@@ -7,6 +7,7 @@ one belongs to a response, else -100. A longer pair loses its end; if nothing of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -15,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.text.units import many
-from orchestrator.wings.pairs.pairs_file import Pair, read_pairs
+from orchestrator.wings.pairs.conversation import Pair
+from orchestrator.wings.pairs.pairs_file import read_pairs
 from orchestrator.workloads.sources import Example, IntArray, Windows
 
 _T = TypeVar("_T", bound=np.generic)
@@ -24,11 +26,13 @@ BYTE_END = 0  # ends a response that is read as bytes: no text has it
 
 class Encoded(NamedTuple):
     """The token ids before a conversation's last answer, and of that answer with its end. `answered`: where in the
-    prompt earlier answers with their ends begin and stop."""
+    prompt earlier answers that are trained begin and stop, with their ends. unread: keys of the record that neither
+    tokens nor labels depend on."""
 
     prompt: list[int]
     answer: list[int]
     answered: tuple[tuple[int, int], ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 class EncodePairs(NamedTuple):
@@ -38,30 +42,42 @@ class EncodePairs(NamedTuple):
     writes_roles: bool
 
 
-def joined(parts: Sequence[tuple[list[int], list[int]]]) -> Encoded:
+def joined(pair: Pair, parts: Sequence[tuple[list[int], list[int]]], unread: Sequence[str]) -> Encoded:
     """A conversation of its parts: each the tokens of a context, and those of the answer to it."""
     tokens: list[int] = []
     spans = []
-    for context, answer in parts:
+    for at, (context, answer) in zip(pair.answers(), parts, strict=True):
         start = len(tokens) + len(context)
         tokens += [*context, *answer]
-        spans.append((start, len(tokens)))
+        if at not in pair.untrained:
+            spans.append((start, len(tokens)))
     last = spans[-1][0]
-    return Encoded(tokens[:last], tokens[last:], tuple(spans[:-1]))
+    return Encoded(tokens[:last], tokens[last:], tuple(spans[:-1]), (*pair.unread, *unread))
 
 
 def plain_parts(pair: Pair) -> Iterator[tuple[str, str]]:
-    """Each answer of a conversation, after the texts since the answer before it."""
-    texts, begin = [*(turn["content"] for turn in pair.turns), pair.response], 0
+    """Each answer of a conversation, after the texts since the one before it. ValueError if it is more than texts."""
+    pair.check_plain()
+    texts, begin = [str(turn["content"]) for turn in pair.turns], 0
     for at in pair.answers():
         yield "\n".join(texts[begin:at]), texts[at]
         begin = at + 1
 
 
+def unread_note(pairs: Sequence[Encoded]) -> tuple[str, ...]:
+    """What names the keys of records that nothing depends on, once each."""
+    found = Counter(key for pair in pairs for key in pair.unread)
+    return (f"not read, keys of records: {', '.join(f'{key} ({of:,})' for key, of in found.items())}",) if found else ()
+
+
 def bytes_of_pairs(pairs: Sequence[Pair]) -> list[Encoded]:
     """A token for each byte; each answer ends with BYTE_END."""
     return [
-        joined([([*context.encode()], [*answer.encode(), BYTE_END]) for context, answer in plain_parts(pair)])
+        joined(
+            pair,
+            [([*context.encode()], [*answer.encode(), BYTE_END]) for context, answer in plain_parts(pair)],
+            pair.extra_keys(),
+        )
         for pair in pairs
     ]
 
@@ -75,7 +91,7 @@ class PairWindows(Windows):
     def __init__(self, pairs: Sequence[Encoded], seq: int, *, without_roles: int = 0) -> None:
         """without_roles: how many pairs are conversations whose tokens do not say whose turn it is."""
         super().__init__(seq)
-        self._without_roles = without_roles
+        self._without_roles, self._unread = without_roles, unread_note(pairs)
         self._length = seq + 1
         spans = [(*pair.answered, (len(pair.prompt), len(pair.prompt) + len(pair.answer))) for pair in pairs]
         kept = [(pair, own) for pair, own in zip(pairs, spans, strict=True) if own[0][0] < self._length]
@@ -111,7 +127,7 @@ class PairWindows(Windows):
         if self._without_roles:
             talks = many(self._without_roles, "conversation")
             found.append(f"the turns of {talks} are joined without roles: a chat template in model.path writes them")
-        return tuple(found)
+        return (*found, *self._unread)
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -169,7 +185,7 @@ def read_windows(path: Path, seq: int, fraction: float, encode: EncodePairs | No
     """The windows of a file. `encode`: None makes a token of each byte. ValueError if there are too few pairs for
     training and, with a `fraction` above 0, validation."""
     pairs, (encode_pairs, writes_roles) = read_pairs(path), encode or EncodePairs(bytes_of_pairs, writes_roles=False)
-    without_roles = 0 if writes_roles else sum(len(pair.turns) > 1 for pair in pairs)
+    without_roles = 0 if writes_roles else sum(len(pair.turns) > 2 for pair in pairs)
     windows = PairWindows(encode_pairs(pairs), seq, without_roles=without_roles)
     if windows.count < (2 if fraction else 1):
         raise ValueError(

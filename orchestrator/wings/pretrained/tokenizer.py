@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from orchestrator.wings.pairs.pairs_file import Pair
+from orchestrator.wings.pairs.conversation import CALLS, TOOLS, Message, Pair
 from orchestrator.wings.pairs.windows import BYTE_END, Encoded, EncodePairs, joined, plain_parts
 
 Encode = Callable[[list[str]], list[list[int]]]
@@ -85,19 +85,19 @@ class _PairEncoder:
         texts = [text for one in parts for part in one for text in part]
         ids = iter(self._ids(texts))
         found = [[(next(ids), next(ids)) for _ in one] for one in parts]
-        if self.has_template:
-            return list(map(joined, found))
-        end = [] if self.end is None else [self.end]
-        for pair, one in zip(pairs, found, strict=True):
-            one[:] = [(context, [*answer, *end]) for context, answer in one]
-            one[0] = (self.prompt(pair.turns[: next(pair.answers())]), one[0][1])  # with what begins a text
-        return list(map(joined, found))
+        unread = [self._unwritten(pair) if self.has_template else pair.extra_keys() for pair in pairs]
+        if not self.has_template:
+            end = [] if self.end is None else [self.end]
+            for pair, one in zip(pairs, found, strict=True):
+                one[:] = [(context, [*answer, *end]) for context, answer in one]
+                one[0] = (self.prompt(pair.turns[: next(pair.answers())]), one[0][1])  # with what begins a text
+        return list(map(joined, pairs, found, unread))
 
-    def prompt(self, turns: Sequence[Mapping[str, str]]) -> list[int]:
+    def prompt(self, turns: Sequence[Message]) -> list[int]:
         """The tokens of a prompt alone."""
         if self.has_template:
-            return self._ids([self._rendered(turns, opens_answer=True)])[0]
-        ids: list[int] = self._tokenizer(Pair(tuple(turns), "").prompt, verbose=False)["input_ids"]
+            return self._ids([self._rendered(Pair(tuple(turns)), opens_answer=True)])[0]
+        ids: list[int] = self._tokenizer("\n".join(turn["content"] for turn in turns), verbose=False)["input_ids"]
         return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids
 
     @property
@@ -105,7 +105,9 @@ class _PairEncoder:
         """The token that ends a response: the first special one that the template writes after it, or else the
         tokenizer's end token."""
         if self.has_template:
-            ((_, response),) = self._templated(Pair(({"role": "user", "content": "a"},), "b"))
+            ((_, response),) = self._templated(
+                Pair(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
+            )
             special = set(self._tokenizer.all_special_ids)
             found = next((token for token in self._ids([response])[0] if token in special), None)
             if found is not None:
@@ -116,10 +118,10 @@ class _PairEncoder:
     def _templated(self, pair: Pair) -> list[tuple[str, str]]:
         """The texts of each answer and of what comes before it. They are tokenized apart, so that the prompt's tokens
         are those that generation begins with."""
-        turns, parts, before = [*pair.turns, {"role": "assistant", "content": pair.response}], [], ""
+        parts, before = list[tuple[str, str]](), ""
         for at in pair.answers():
-            prompt = self._rendered(turns[:at], opens_answer=True)
-            whole = self._rendered(turns[: at + 1], opens_answer=False)
+            prompt = self._rendered(pair._replace(turns=pair.turns[:at]), opens_answer=True)
+            whole = self._rendered(pair._replace(turns=pair.turns[: at + 1]))
             if not whole.startswith(prompt) or not prompt.startswith(before):
                 raise ValueError(
                     "data: expected a chat template whose text of a prompt begins that of the whole conversation, "
@@ -130,10 +132,44 @@ class _PairEncoder:
             before = whole
         return parts
 
-    def _rendered(self, turns: Sequence[Mapping[str, str]], *, opens_answer: bool) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=opens_answer
-        )
+    def _unwritten(self, pair: Pair) -> tuple[str, ...]:
+        """The keys of messages that the template leaves out. ValueError if it leaves out a call, a tool or a turn."""
+        without = {TOOLS: [pair._replace(tools=())] if pair.tools else []}
+        for at, turn in enumerate(pair.turns):
+            before, after = pair.turns[:at], pair.turns[at + 1 :]
+            if turn["role"] not in ("user", "assistant") and turn["content"].strip():
+                without.setdefault(f"messages of {turn['role']}", []).append(pair._replace(turns=(*before, *after)))
+            for key in turn.keys() - {"role", "content"}:
+                less = {name: value for name, value in turn.items() if name != key}
+                without.setdefault(key, []).append(pair._replace(turns=(*before, less, *after)))
+        whole = self._rendered(pair) if any(without.values()) else ""
+        lost = [key for key, others in without.items() if any(self._is_text(one, whole) for one in others)]
+        if found := [key for key in lost if key in (CALLS, TOOLS) or key.startswith("messages of ")]:
+            raise ValueError(
+                f"{pair.place}: expected what the chat template of the model writes, found {' and '.join(found)}, "
+                "which it leaves out; change chat_template.jinja in the model's folder, or the data"
+            )
+        return tuple(sorted(lost))
+
+    def _is_text(self, pair: Pair, text: str) -> bool:
+        try:
+            return self._rendered(pair) == text
+        except ValueError:  # the template needs what is not there
+            return False
+
+    def _rendered(self, pair: Pair, *, opens_answer: bool = False) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(turn) for turn in pair.turns],
+                tools=list(pair.tools) or None,
+                tokenize=False,
+                add_generation_prompt=opens_answer,
+            )
+        except Exception as error:  # a template raises what it likes
+            raise ValueError(
+                f"{pair.place}: expected messages that the chat template of the model writes, found others "
+                f"({type(error).__name__}: {error}); change chat_template.jinja in the model's folder, or the data"
+            ) from None
         return text
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
@@ -172,9 +208,13 @@ def _from_bytes(ids: list[int]) -> str:
 
 
 def save_byte_tokenizer(folder: str | Path) -> None:
-    """Saves a tokenizer for byte tokens: token b is byte b, so encoding and decoding returns the same text."""
-    letters = bytes_to_unicode()
+    """Saves a tokenizer for byte tokens: token b is byte b, so encoding and decoding returns the same text. Its end
+    token is BYTE_END."""
+    end = chr(BYTE_END)  # by its own name: a letter for it would be taken for the end where a text has that letter
+    letters = bytes_to_unicode() | {BYTE_END: end}
     bare = Tokenizer(BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
     bare.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     bare.decoder = ByteLevelDecoder()
-    PreTrainedTokenizerFast(tokenizer_object=bare, clean_up_tokenization_spaces=False).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=bare, clean_up_tokenization_spaces=False, eos_token=end).save_pretrained(
+        folder
+    )

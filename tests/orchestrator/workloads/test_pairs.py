@@ -16,8 +16,9 @@ from harness.ranks import run_alone
 from harness.sft_files import make_sft_files
 from pyarrow import parquet
 
+from orchestrator.wings.pairs.conversation import Pair
 from orchestrator.wings.pairs.first_record import problem
-from orchestrator.wings.pairs.pairs_file import Pair, place_to_mend, read_pairs
+from orchestrator.wings.pairs.pairs_file import place_to_mend, read_pairs
 from orchestrator.wings.pairs.text_records import LINES
 from orchestrator.wings.pairs.windows import BYTE_END, Encoded, PairWindows, bytes_of_pairs
 from orchestrator.workloads.data import IGNORED_LABEL, TokenData, load_data
@@ -25,6 +26,11 @@ from orchestrator.workloads.sources import read_text
 from orchestrator.workloads.text_files import TABLES
 
 GOOD = '{"prompt": "a", "response": "\u2028"}'
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "a", "arguments": {"b": 1}}}],
+}
 USER = {"role": "user", "content": "two?"}
 ANSWER = {"role": "assistant", "content": "2"}
 
@@ -57,11 +63,12 @@ def test_each_form_of_a_record_is_a_prompt_and_a_response(
     (as_array,) = read_pairs(write(tmp_path / "one.json", [record]))
     lines = tmp_path / "one.jsonl"
     lines.write_text(json.dumps(record) + "\n\n")
-    assert read_pairs(lines) == [as_array]
+    as_array = as_array._replace(place="")
+    assert [one._replace(place="") for one in read_pairs(lines)] == [as_array]
     packed = tmp_path / "one.jsonl.gz"
     packed.write_bytes(gzip.compress(lines.read_bytes()))
-    assert read_pairs(packed) == [as_array]
-    assert (as_array.prompt, as_array.response) == (prompt, response)
+    assert [one._replace(place="") for one in read_pairs(packed)] == [as_array]
+    assert ("\n".join(turn["content"] for turn in as_array.turns[:-1]), as_array.response) == (prompt, response)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +124,10 @@ def test_a_file_that_holds_no_pairs_is_refused_with_its_place(text: str, told: s
         ("a.tar.gz", "x", "text", "found another .gz", ()),
         ("a.jsonl", '{"text": "a"}', "text", "None", None),
         ("a.json", GOOD, "pairs", "None", None),
+        ("a.jsonl", GOOD + "\n{", "pairs", "line 2: expected a JSON array of objects", ()),
+        ("a.jsonl", "\n", "pairs", "data.path must be a file or a folder with records or text", ()),
+        ("a.json", "[]", "pairs", "data.path must be a file or a folder with records", ()),
+        ("a.jsonl", "", "text", "data.path must be a file or a folder with records", ()),
         ("a.json", "[" + GOOD, "text", "None", None),
     ],
 )
@@ -196,6 +207,18 @@ def test_rows_of_tables_are_checked_as_records_are(end: str, tmp_path: Path, mon
     save(texts, [{"text": "one"}, {"text": None}])
     with pytest.raises(ValueError, match="row 2: expected a text as its text, found NoneType"):
         read_text(texts)
+    twice = pa.table([["a"], ["b"], ["c"]], names=["prompt", "response", "response"])
+    if end == ".parquet":
+        parquet.write_table(twice, texts)
+    else:
+        with pa.ipc.new_stream(str(texts), twice.schema) as writer:
+            writer.write_table(twice)
+    assert "expected one column response" in str(problem(texts, "pairs"))
+    texts.write_bytes(both.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=f"{re.escape(str(texts))}: expected a file of"):
+        read_pairs(texts)
+    called = [{"messages": [USER, CALLED]}, {"messages": [USER, ANSWER | {"weight": 1}]}]
+    assert read_pairs(save(texts, called))[1].turns == (USER, ANSWER)  # without the nulls of columns of another row
     texts.write_bytes(b"ARROW1 or another")
     assert "expected a file of" in str(problem(texts, "text"))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -278,7 +301,7 @@ def _talk_by_template(folder: Path) -> tuple[str, list[str]]:
 
     model, _ = make_sft_files(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    (one,) = _PairEncoder(tokenizer).encode([Pair((USER, ANSWER, USER), "3")])
+    (one,) = _PairEncoder(tokenizer).encode([Pair((USER, ANSWER, USER, {**ANSWER, "content": "3"}))])
     ids = [*one.prompt, *one.answer]
     spans = [*one.answered, (len(one.prompt), len(ids))]
     return tokenizer.decode(ids), [tokenizer.decode(ids[start:stop]) for start, stop in spans]
@@ -333,7 +356,7 @@ def _encoded(folder: Path) -> list[Any]:
 
     model, _ = make_sft_files(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    pair = Pair((USER,), "2")
+    pair = Pair((USER, ANSWER))
     texts = texts_of(model, 384)
     (templated,) = _PairEncoder(tokenizer).encode([pair])
     found: list[Any] = [tokenizer.decode(part) for part in templated[:2]]
@@ -360,4 +383,6 @@ def test_pairs_are_written_by_the_chat_template_or_else_end_with_the_end_token(t
 
 
 def test_bytes_of_a_pair_end_with_a_byte_that_no_text_has() -> None:
-    assert bytes_of_pairs([Pair((USER,), "é")]) == [Encoded([*b"two?"], [*"é".encode(), BYTE_END])]
+    assert bytes_of_pairs([Pair((USER, {**ANSWER, "content": "é"}))]) == [
+        Encoded([*b"two?"], [*"é".encode(), BYTE_END])
+    ]

@@ -10,6 +10,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from points import STUB, TINY
@@ -20,6 +21,7 @@ from orchestrator.config.strict import Refusal
 from orchestrator.records import sweep_record
 from orchestrator.records.run_state import RunState
 from orchestrator.report import comparison
+from orchestrator.report.screen import Screen
 from orchestrator.wings.optuna import search, space
 from orchestrator.wings.optuna.space import Searched
 from orchestrator.wings.optuna.trials import Trial
@@ -45,10 +47,10 @@ needs_optuna = pytest.mark.skipif(
     ],
 )
 def test_a_range_or_a_list_is_searched(word: str, expected: Searched, is_log: bool) -> None:
-    line = space.read([word, "n=1", "zero=stage2"], TYPES)
+    line = space.read([word, "n=1", "precision=fp32"], TYPES)
     assert line.searched == (expected,)
     assert expected.is_log == is_log
-    assert line.fixed == ("zero=stage2",)
+    assert line.fixed == ("precision=fp32",)
 
 
 @pytest.mark.parametrize("word", ["zero=stage2", "output=..", "data.path=../a", "model.path=..", "x=[1,2]", "x='a,b'"])
@@ -113,6 +115,44 @@ def test_proposals_depend_only_on_the_trials_so_far() -> None:
         assert stage in ("stage1", "stage2")
         known[values] = Trial(str(number), *outcomes[number % len(outcomes)])
     assert len(set(proposed(line, known, 5, higher_first=True))) == 5
+
+
+DIVERGED = "rank 0: NonFiniteError: step 3: the loss is nan"
+
+
+@needs_optuna
+@pytest.mark.parametrize(
+    ("outcome", "state"),
+    [
+        (Trial("", RunState.error, None, DIVERGED), "PRUNED"),  # the worst, like a point that does not fit
+        (Trial("", RunState.oom, None, "out of memory"), "PRUNED"),
+        (Trial("", RunState.error, None, "rank 0: KeyError: 'a'"), "FAIL"),
+    ],
+)
+def test_a_diverged_trial_counts_as_the_worst_and_ends_no_search(
+    outcome: Trial, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import optuna
+
+    from orchestrator.wings.optuna.proposals import proposed
+
+    told: list[object] = []
+    tell = optuna.Study.tell
+    monkeypatch.setattr(optuna.Study, "tell", lambda *args, **more: (told.append(more["state"]), tell(*args, **more)))
+    line = space.read(["optimizer.lr=1e-5..1e-3"], TYPES)
+    known = {(f"{rate}e-5",): outcome for rate in (1, 2, 3)}
+    assert proposed(line, known, 1, higher_first=False)
+    assert told == [optuna.trial.TrialState[state]] * 3
+    config: Any = None  # of what is measured: here nothing is
+    under_way = search.Search(line, search.Asked(("loss_last",)), config, Screen())
+    under_way._known = known
+    assert under_way._fails() == ("NonFiniteError" not in outcome.message)
+
+
+def test_a_fixed_value_of_a_setting_that_is_searched_is_named() -> None:
+    line = space.read(["batch.micro=1", "batch.micro=1,2", "zero=stage2"], TYPES)
+    assert (line.fixed, line.replaced) == (("zero=stage2",), ("batch.micro=1",))
+    assert line.words(["2"]) == ["zero=stage2", "batch.micro=2"]
 
 
 @needs_optuna
