@@ -24,6 +24,7 @@ LINE = ("model=llama_tiny", "hardware=a10", "hardware.gpus=4", "recompute=none,f
 TWO = (*LINE, "resources.ranks=2")
 # 1.2 GiB for a rank, of which CUDA's context and cuBLAS take at most 0.7 GiB if the rank is the only one.
 SMALL = (*LINE, "resources.ranks=1", "hardware.memory_mib=1200")
+PRICED = ("hardware.price_per_hour=1.5", "hardware.currency=USD")
 HIGHEST = command.TRACED_TOKENS // 128
 
 
@@ -339,7 +340,7 @@ def test_a_second_question_reads_no_trace(say: Say, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(LinearTrace, "of_plain", read)
     assert say(*TWO, "--all") == first
-    assert say(*TWO, "hardware.memory_mib=40000").code == 0  # nor does another limit, if it fits no fewer
+    assert say.json(*TWO)
 
 
 def test_what_the_allocator_reserves_is_a_column_for_gpus_and_none_for_cpu_ranks(say: Say) -> None:
@@ -386,7 +387,7 @@ def test_an_evaluation_is_refused_with_one_error(verb: str, capsys: pytest.Captu
 
 def test_a_price_adds_the_cost_of_a_billion_tokens_at_the_estimated_speed(say: Say, counted: Path) -> None:
     line = [word.replace("a10", "a100_80gb") for word in TWO]
-    priced = say(*line, "hardware.price_per_hour=1.5", "hardware.currency=USD").out.splitlines()
+    priced = say(*line, *PRICED).out.splitlines()
     header = next(line for line in priced if "USD/1B tokens" in line)
     assert re.search(r"tokens/s +MFU +USD/1B tokens", header)
     row = priced[priced.index(header) + 1].split()
@@ -394,6 +395,13 @@ def test_a_price_adds_the_cost_of_a_billion_tokens_at_the_estimated_speed(say: S
     mfu, cost = int(row[4]) / 100, float(row[6].removeprefix("~").replace(",", ""))
     # Two digits of each end are shown: at most half of the last one, 5 %, is lost.
     assert mfu == pytest.approx(6 * 1_869_504 * (least + most) / 2 / (2 * 312e12), abs=0.005 + 0.05)
+    (known,) = [one for one in say.json(*line, *PRICED) if one["label"] == row[0]]
+    assert known["predicted"]["tokens_per_second_within"] == pytest.approx([least, most], rel=0.05)
+    assert (known["predicted"]["mfu"], known["cost_per_billion_tokens"]) == pytest.approx((mfu, cost), rel=0.06)
+    found = json.loads(say(*line, *PRICED, "train.tokens=1e9", "--json").out)
+    (taken,) = found["take"]
+    assert (taken["label"], taken["micro"], taken["second"]) == (row[0], HIGHEST, "stage2")
+    assert (taken["job"].endswith(" USD"), known["currency"], found["enough_ranks"]) == (True, "USD", [])
     assert row[6].startswith("~")
     dearest, cheapest = (2 * 1.5 * 1e9 / (3600 * speed) for speed in (least, most))
     assert cheapest < cost < dearest
