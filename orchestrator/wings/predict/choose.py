@@ -150,14 +150,9 @@ def _ranked(fits: Sequence[Fit], micro: int | None, order: str, screen: Screen) 
 def _by_work(fits: Sequence[Fit], micro: int | None) -> list[Candidate]:
     """Without a known speed: each row once, the least work first, at the given micro-batch, else at the largest, and on
     CPU ranks at one that a short run makes."""
-    found = []
-    for one in fit_rows.order(fits):
-        if micro is not None:
-            found += [Candidate(one, micro)] * (micro <= one.micro)
-        else:
-            is_on_gpu = one.config.resources.device is Device.cuda
-            found.append(Candidate(one, one.micro if is_on_gpu else min(one.micro, FIRST[-1])))
-    return found
+    most = max(one.micro for one in fits) if _is_on_gpus(fits) else FIRST[-1]
+    found = [Candidate(one, micro or min(one.micro, most)) for one in fit_rows.order(fits)]
+    return [one for one in found if one.micro <= one.fit.micro]
 
 
 def _rows(words: Sequence[str], tried: Mapping[str, str]) -> tuple[list[Fit], int, int | None]:

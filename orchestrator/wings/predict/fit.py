@@ -23,25 +23,18 @@ from orchestrator.text.paths import program
 from orchestrator.text.streams import complain, few
 from orchestrator.text.units import many
 from orchestrator.wings.kinds.kind import sample_of
-from orchestrator.wings.predict import (
-    at_rest,
-    counting_child,
-    fit_estimator,
-    fit_peers,
-    memory_cache,
-    more_ranks,
-    step,
-    take,
-)
+from orchestrator.wings.predict import at_rest, counting_child, fit_estimator, fit_peers, memory_cache, step
 from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.counting_child import Answer
 from orchestrator.wings.predict.fit_page import Columns, FitPage, named
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.fit_words import TOKENS, Length, document, job_of, predicted, with_folder
 from orchestrator.wings.predict.memory_cache import activations_key, units_key
+from orchestrator.wings.predict.more_ranks import enough_ranks
 from orchestrator.wings.predict.prediction import attention_note, gpu_bytes_here, overhead_of
 from orchestrator.wings.predict.rough_time import offloads, without_offload
 from orchestrator.wings.predict.step import MICRO, given_micro
+from orchestrator.wings.predict.take import documents, of_machines
 from orchestrator.wings.predict.target import Target, target_of
 from orchestrator.wings.words.machine_names import NODES, RANKS, Machine, machines
 
@@ -130,12 +123,11 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None, jo
     asked_points = points if asked.explain is None else [named(points, asked.explain)]
     settle = fit.all_settled if asked.json or asked.all or asked.explain is not None else fit.settled
     fits = fits_of(asked_points, quiet=True, settle=settle)  # answers are known, and what is to be said of them was
-    enough = [] if over or asked.explain is not None else more_ranks.enough(points, fits, fits_of)
-    choices = take.of_machines(fits)
+    enough = {} if over or asked.explain is not None else enough_ranks(points, fits, fits_of)
+    choices = of_machines(fits)
     if asked.json:
-        more = {"take": take.documents(choices, job), "enough_ranks": [one.to_dict() for one in enough]}
-        speeds = {one.label: predicted(one) for one in fits}
-        print(document(points[0].config.model.name, fits, speeds, **more))
+        speeds, taken = {one.label: predicted(one) for one in fits}, documents(choices, job)
+        print(document(points[0].config.model.name, fits, speeds, take=taken, enough_ranks=enough))
     else:
         typed = arguments.split(overrides)
         folder = typed.flags.get("--config-dir")
@@ -148,7 +140,7 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None, jo
         elif over:
             page.by_number(fits, over, show_all=asked.all)
         else:
-            page.rows(fits, choices, more_ranks.rows(enough), show_all=asked.all)
+            page.rows(fits, choices, enough, show_all=asked.all)
     if len(fits) < len(asked_points):
         return INCOMPLETE
     return OK if any(one.micro for one in fits) else FAILED

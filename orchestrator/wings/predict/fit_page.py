@@ -17,11 +17,12 @@ from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, digits, many, significant, size
 from orchestrator.wings.kinds.kind import sample_of
-from orchestrator.wings.predict import fit_arithmetic, note_ledger, take
+from orchestrator.wings.predict import fit_arithmetic, more_ranks, note_ledger, take
 from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.fit_words import Length, with_less
 from orchestrator.wings.predict.moments import all_moments
+from orchestrator.wings.predict.more_ranks import Enough
 from orchestrator.wings.predict.prediction import hardware_name
 from orchestrator.wings.predict.speed import NOT_SHOWN, ROUGH, Speed
 from orchestrator.wings.predict.step import with_micro
@@ -89,8 +90,8 @@ class FitPage:
     ) -> None:
         self._screen, self._words, self._flags, self._job = screen, list(words), list(flags), job
 
-    def rows(self, fits: Sequence[Fit], choices: Sequence[Taken], more: Sequence[Row], *, show_all: bool) -> None:
-        """The rows that fit, how many are not shown, and which to take. more: what follows that."""
+    def rows(self, fits: Sequence[Fit], choices: Sequence[Taken], enough: Enough, *, show_all: bool) -> None:
+        """The rows that fit, how many are not shown, which to take, and how many ranks need no offload."""
         best = fit.best(fits)
         given = all(one.given for one in fits)
         shown = list(fits) if show_all or (given and len(fits) <= FEW) else best
@@ -106,7 +107,7 @@ class FitPage:
                 self._screen.say(note)
             self._screen.rows(_words(shown))
         self._close(fits, best, shown)
-        if answer := [*self._taken(choices), *more]:
+        if answer := [*self._taken(choices), *more_ranks.rows(enough)]:
             self._screen.console.print()
             self._screen.rows(answer)
         self._propose([take.fastest_machine(choices).first.fit] if choices else [_nearest(fits)])
@@ -364,8 +365,9 @@ def _words(fits: Sequence[Fit]) -> list[Row]:
     found = [Row(word, text) for word, text in IN_LABELS.items() if word in labelled]
     if any(one.sent_bytes for one in fits):
         found.append(Row("sent", "what one rank sends to the others in a step"))
-    verdicts = {one.verdict for one in fits}
-    return found + [Row(f"fits {one}", text) for one, text in VERDICTS.items() if one in verdicts]
+    return found + [
+        Row(f"fits {word}", text) for word, text in VERDICTS.items() if word in {one.verdict for one in fits}
+    ]
 
 
 def _can_be_planned(config: RunConfig) -> bool:

@@ -134,8 +134,7 @@ class Fit:
         tight. A larger one reserves more. See `used_bytes`: it replays steps, so only rows that count should ask."""
         if self.tight is not None or not self.micro:
             return self
-        low, high = (self.micro - 1) if self.given else 0, self.micro + 1
-        middle = self.micro
+        low, high, middle = self.micro - 1 if self.given else 0, self.micro + 1, self.micro
         while high - low > 1:
             fits = self.at(middle).used_bytes[1] <= self.limit_bytes
             low, high = (middle, high) if fits else (low, middle)

@@ -28,12 +28,9 @@ def machine(config: RunConfig) -> str:
 def predicted(one: Fit) -> dict[str, Any]:
     """The speed of a row and its price, for other programs."""
     speed, config = one.speed(hardware_name(one.config)), to_dict(one.config)
-    price = costs.price_of(config)
-    return {
-        "predicted": speed and speed.to_dict(),
-        "cost_per_billion_tokens": costs.predicted_cost(config, speed.shown if speed else None),
-        "currency": price and price.currency,
-    }
+    price, cost = costs.price_of(config), costs.predicted_cost(config, speed.shown if speed else None)
+    known = {"predicted": speed and speed.to_dict(), "currency": price and price.currency}
+    return {**known, "cost_per_billion_tokens": cost}
 
 
 def document(model: str, rows: Iterable[Any], cells: Mapping[str, Mapping[str, Any]] | None = None, **more: Any) -> str:

@@ -28,7 +28,6 @@ from orchestrator.wings.predict.rough_time import lacking
 from orchestrator.wings.predict.speed import interval
 
 AGAIN = {"by_operation": "computes cheap operations again", "every_nth": "computes some blocks again"}
-LEAST_WORK = "so the row with the least extra work wins"
 
 
 class Taken(NamedTuple):
@@ -131,7 +130,7 @@ def decided(choice: Taken) -> str:
         return "no other row is to be compared"
     if choice.by_speed:
         return "the speed: no other row's range reaches that of the first"
-    return f"{choice.why_not}, {LEAST_WORK}"
+    return f"{choice.why_not}, so the row with the least extra work wins"
 
 
 def described(one: Candidate) -> str:
@@ -173,31 +172,23 @@ def rows_of_machines(choices: Sequence[Taken], job: Length | None) -> list[Row]:
         one = choice.first
         found.append(Row("take", "; ".join([f"{described(one)}: {work_text(one.fit)}", *job_texts(one, job)])))
     known = {one.first: ends for one in choices if (ends := interval(one.first.speed)) is not None}
-    name = fastest.fit.label
     near = [one.fit.label for one, ends in known.items() if ends[1] >= known[fastest][0]]
     if not known:
         why = "no machine is the first, because no speed is known"
-    elif len(known) == 1:
-        why = f"{name} is the only one whose speed is known; the others cannot be compared"
     elif len(near) == 1:
-        why = f"{name}: its range of speed lies above those of the other machines"
+        why = f"{near[0]}: no other known range of speed reaches its own"
     else:
         why = f"{' and '.join(near)} cannot be told apart: their ranges of speed overlap"
-    unknown = "; the others cannot be compared" * (1 < len(known) < len(choices))
+    unknown = "; the others cannot be compared" * (0 < len(known) < len(choices))
     return [*found, Row("decided", why + unknown)]
 
 
 def documents(choices: Sequence[Taken], job: Length | None) -> list[dict[str, Any]]:
     """The choice of each machine as plain data, for other programs."""
-    return [
-        {
-            "machine": machine(choice.first.config),
-            "label": choice.first.fit.label,
-            "micro": choice.first.micro,
-            "overrides": list(choice.first.overrides),
-            "second": choice.second and choice.second.fit.label,
-            "decided": decided(choice),
-            "job": "".join(job_texts(choice.first, job)),
-        }
-        for choice in choices
-    ]
+    found = []
+    for choice in choices:
+        one, second = choice.first, choice.second and choice.second.fit.label
+        row = {"machine": machine(one.config), "label": one.fit.label, "micro": one.micro, "second": second}
+        told = {"decided": decided(choice), "job": "".join(job_texts(one, job))}
+        found.append({**row, "overrides": list(one.overrides), **told})
+    return found

@@ -401,7 +401,7 @@ def test_a_price_adds_the_cost_of_a_billion_tokens_at_the_estimated_speed(say: S
     found = json.loads(say(*line, *PRICED, "train.tokens=1e9", "--json").out)
     (taken,) = found["take"]
     assert (taken["label"], taken["micro"], taken["second"]) == (row[0], HIGHEST, "stage2")
-    assert (taken["job"].endswith(" USD"), known["currency"], found["enough_ranks"]) == (True, "USD", [])
+    assert (taken["job"].endswith(" USD"), known["currency"], found["enough_ranks"]) == (True, "USD", {})
     assert row[6].startswith("~")
     dearest, cheapest = (2 * 1.5 * 1e9 / (3600 * speed) for speed in (least, most))
     assert cheapest < cost < dearest

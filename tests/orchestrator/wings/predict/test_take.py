@@ -141,7 +141,7 @@ def test_the_row_that_is_taken_is_one_to_defend(question: str) -> None:
     ("speeds", "told"),
     [
         ({"a100": (26, 44), "h200": (19, 32)}, "a100 and h200 cannot be told apart: their ranges of speed overlap"),
-        ({"a100": (33, 44), "h200": (19, 32)}, "a100: its range of speed lies above those of the other machines"),
+        ({"a100": (33, 44), "h200": (19, 32)}, "a100: no other known range of speed reaches its own"),
         (
             {"a100": (26, 44), "h200": (19, 32), "h100": (40, 50)},
             "a100 and h100 cannot be told apart: their ranges of speed overlap",
@@ -150,7 +150,10 @@ def test_the_row_that_is_taken_is_one_to_defend(question: str) -> None:
             {"a100": (26, 44), "h200": (19, 32), "a10": None},
             "a100 and h200 cannot be told apart: their ranges of speed overlap; the others cannot be compared",
         ),
-        ({"a100": (26, 44), "a10": None}, "a100 is the only one whose speed is known; the others cannot be compared"),
+        (
+            {"a100": (26, 44), "a10": None},
+            "a100: no other known range of speed reaches its own; the others cannot be compared",
+        ),
         ({"a10": None, "t4": None}, "no machine is the first, because no speed is known"),
     ],
 )
@@ -179,5 +182,5 @@ def test_the_number_of_ranks_is_named_from_which_on_no_offload_is_needed(states:
     def fits_of(points: list[Point], **_: object) -> list[Fit]:
         return [counted(one, 40, 10, states=states) for one in points]
 
-    found = more_ranks.enough(points, fit_rows.all_settled(fits_of(points)), fits_of)
+    found = more_ranks.enough_ranks(points, fit_rows.all_settled(fits_of(points)), fits_of)
     assert [row.text for row in more_ranks.rows(found)] == told
