@@ -172,15 +172,16 @@ def test_machines_whose_speeds_overlap_cannot_be_told_apart(
     [
         (40 * 24, ["without an offload it fits from 24 ranks on (row)"]),
         (41 * 32, ["without an offload it fits from 40 ranks on (row)"]),
-        (10**9, ["without an offload it does not fit with 1,024 ranks either (row)"]),
+        (10**9, ["without an offload it does not fit with 1,024 ranks either (large)"]),
         (40 * 16, []),
     ],
 )
 def test_the_number_of_ranks_is_named_from_which_on_no_offload_is_needed(states: int, told: list[str]) -> None:
-    points = [point("zero=stage3 resources.nodes=2 resources.ranks=16")]
+    nodes = "resources.nodes=2 resources.ranks=16"
+    points = [point(f"zero=stage3 {nodes}", "large"), point(f"zero=stage3 recompute=full {nodes}", "row")]
 
     def fits_of(points: list[Point], **_: object) -> list[Fit]:
-        return [counted(one, 40, 10, states=states) for one in points]
+        return [counted(one, 40 if one.label == "row" else 95, 10, states=states) for one in points]
 
     found = more_ranks.enough_ranks(points, fit_rows.all_settled(fits_of(points)), fits_of)
     assert [row.text for row in more_ranks.rows(found)] == told
