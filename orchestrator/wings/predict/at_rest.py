@@ -111,7 +111,7 @@ def show(screen: Screen, found: Sequence[Resting], why: str, *, as_json: bool) -
     screen.rows(
         [
             Row("not known", f"activations, peak and time of a step: {ROUTED}"),
-            Row("fits perhaps", "the states do, beside what CUDA and NCCL take"),
+            Row("perhaps", "model states fit; activations are unknown"),
         ]
     )
     return OK if any(one.fits != "no" for one in found) else FAILED

@@ -29,13 +29,11 @@ PARTS = {
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A row of `fit` at one micro-batch. speed: None if it is not predicted. tight_at: the larger micro-batch whose
-    tensors fit, but not what torch's allocator reserves for them; 0 if that is not why this one is smaller."""
+    """A row of `fit` at one micro-batch. speed: None if it is not predicted."""
 
     fit: Fit
     micro: int
     speed: Speed | None = None
-    tight_at: int = 0
 
     @property
     def label(self) -> str:

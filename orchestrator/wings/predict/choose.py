@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if not any(one.micro for one in fits) and "offload" not in fit.names(words) and _is_on_gpus(fits):
         screen.say("nothing fits with all states in memory: looking at scratch files on drives")
         fits, tried, micro = _rows(words, {**fit.AXES, "offload": ON_DRIVES})
-    fitting = [one for one in fits if one.micro]
+    fitting = fit_rows.surest(fits)
     screen.say(f"{many(len(fits), 'combination')}: {len(fitting)} fit, with a micro-batch of up to {_largest(fits)}")
     if not fitting:
         complain(f"error: nothing fits; the nearest, {fits[0].label}: {fits[0].reason}")
@@ -148,18 +148,11 @@ def _ranked(fits: Sequence[Fit], micro: int | None, order: str, screen: Screen) 
 
 
 def _by_work(fits: Sequence[Fit], micro: int | None) -> list[Candidate]:
-    """Without a known speed: each row once, the least work first, at the given micro-batch, else at the largest for
-    which the allocator has room, and on CPU ranks at one that a short run makes."""
-    name = hardware_name(fits[0].config)
-    found = []
-    for one in fit_rows.order(fits):
-        if micro is not None:
-            found += [Candidate(one, micro)] * (micro <= one.micro)
-        elif one.config.resources.device is Device.cuda:
-            found.append(take.roomy(Candidate(one, one.micro), name))
-        else:
-            found.append(Candidate(one, min(one.micro, FIRST[-1])))
-    return found
+    """Without a known speed: each row once, the least work first, at the given micro-batch, else at the largest, and on
+    CPU ranks at one that a short run makes."""
+    most = max(one.micro for one in fits) if _is_on_gpus(fits) else FIRST[-1]
+    found = [Candidate(one, micro or min(one.micro, most)) for one in fit_rows.order(fits)]
+    return [one for one in found if one.micro <= one.fit.micro]
 
 
 def _rows(words: Sequence[str], tried: Mapping[str, str]) -> tuple[list[Fit], int, int | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace, RawDescriptionHelpFormatter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
@@ -28,11 +28,13 @@ from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.counting_child import Answer
 from orchestrator.wings.predict.fit_page import Columns, FitPage, named
 from orchestrator.wings.predict.fit_rows import Fit
-from orchestrator.wings.predict.fit_words import TOKENS, Length, document, job_of, with_folder
+from orchestrator.wings.predict.fit_words import TOKENS, Length, document, job_of, predicted, with_folder
 from orchestrator.wings.predict.memory_cache import activations_key, units_key
+from orchestrator.wings.predict.more_ranks import enough_ranks
 from orchestrator.wings.predict.prediction import attention_note, gpu_bytes_here, overhead_of
 from orchestrator.wings.predict.rough_time import offloads, without_offload
 from orchestrator.wings.predict.step import MICRO, given_micro
+from orchestrator.wings.predict.take import documents, of_machines
 from orchestrator.wings.predict.target import Target, target_of
 from orchestrator.wings.words.machine_names import NODES, RANKS, Machine, machines
 
@@ -119,9 +121,13 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None, jo
         at_rest.refuse_flags({"table": over, "explain": asked.explain})
         return at_rest.show(Screen(make_console()), at_rest.rows(points, known), why, as_json=asked.json)
     asked_points = points if asked.explain is None else [named(points, asked.explain)]
-    fits = fits_of(asked_points, quiet=True)  # the answers are known, and what is to be said of them was
+    settle = fit.all_settled if asked.json or asked.all or asked.explain is not None else fit.settled
+    fits = fits_of(asked_points, quiet=True, settle=settle)  # answers are known, and what is to be said of them was
+    enough = {} if over or asked.explain is not None else enough_ranks(points, fits, fits_of)
+    choices = of_machines(fits)
     if asked.json:
-        print(document(points[0].config.model.name, fits))
+        speeds, taken = {one.label: predicted(one) for one in fits}, documents(choices, job)
+        print(document(points[0].config.model.name, fits, speeds, take=taken, enough_ranks=enough))
     else:
         typed = arguments.split(overrides)
         folder = typed.flags.get("--config-dir")
@@ -134,7 +140,7 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None, jo
         elif over:
             page.by_number(fits, over, show_all=asked.all)
         else:
-            page.rows(fits, show_all=asked.all)
+            page.rows(fits, choices, enough, show_all=asked.all)
     if len(fits) < len(asked_points):
         return INCOMPLETE
     return OK if any(one.micro for one in fits) else FAILED
@@ -307,9 +313,11 @@ def _traced_for(points: Sequence[Point]) -> list[RunConfig]:
     return [one for config, micros in found.values() for one in step.traced([config], sorted(micros))]
 
 
-def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
-    """How large a micro-batch of each point fits, in the order of `fit.order`. Points that cannot be predicted are
-    reported on stderr. Refusal if none can be."""
+def fits_of(
+    points: Sequence[Point], *, quiet: bool, settle: Callable[[Sequence[Fit]], list[Fit]] = fit.all_settled
+) -> list[Fit]:
+    """How large a micro-batch of each point fits. settle: which rows are settled, and their order. Points that cannot
+    be predicted are reported on stderr. Refusal if none can be."""
     answers = answers_for(points, quiet=quiet)
     memories = step.Memories(answers, recalls=True)
     gpu_bytes, host_bytes = gpu_bytes_here(), memory_bytes()
@@ -332,8 +340,8 @@ def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
             return found
 
         found = row(point.config)
-        fits.append(replace(found, plain=row(without_offload(point.config))) if asks_for_plain else found)
-    return fit.order(fits)
+        fits.append(replace(found, plain=row(without_offload(point.config)).settled()) if asks_for_plain else found)
+    return settle(fits)
 
 
 def _counted(points: Sequence[Point], answers: Mapping[str, Answer]) -> list[Point]:

@@ -17,14 +17,16 @@ from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, digits, many, significant, size
 from orchestrator.wings.kinds.kind import sample_of
-from orchestrator.wings.predict import fit_arithmetic, note_ledger, take
+from orchestrator.wings.predict import fit_arithmetic, more_ranks, note_ledger, take
 from orchestrator.wings.predict import fit_rows as fit
 from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.fit_words import Length, with_less
 from orchestrator.wings.predict.moments import all_moments
+from orchestrator.wings.predict.more_ranks import Enough
 from orchestrator.wings.predict.prediction import hardware_name
 from orchestrator.wings.predict.speed import NOT_SHOWN, ROUGH, Speed
 from orchestrator.wings.predict.step import with_micro
+from orchestrator.wings.predict.take import Taken
 from orchestrator.wings.profile import costs
 from orchestrator.wings.words.machine_names import values
 
@@ -50,7 +52,7 @@ COLUMNS = {
 }
 FEW = 12  # rows at a given micro-batch that are all shown
 VERDICTS = {
-    "tight": "the tensors fit; with all that torch's allocator reserves for them they do not",
+    "tight": "exceeds memory once the overhead of torch's allocator is counted",
     "perhaps": "if CUDA, cuBLAS and NCCL take the least of their range",
 }
 # What options do, by the words for them in a row's label.
@@ -88,8 +90,8 @@ class FitPage:
     ) -> None:
         self._screen, self._words, self._flags, self._job = screen, list(words), list(flags), job
 
-    def rows(self, fits: Sequence[Fit], *, show_all: bool) -> None:
-        """The rows that fit, and how many are not shown."""
+    def rows(self, fits: Sequence[Fit], choices: Sequence[Taken], enough: Enough, *, show_all: bool) -> None:
+        """The rows that fit, how many are not shown, which to take, and how many ranks need no offload."""
         best = fit.best(fits)
         given = all(one.given for one in fits)
         shown = list(fits) if show_all or (given and len(fits) <= FEW) else best
@@ -97,7 +99,7 @@ class FitPage:
         if shown:
             unit = _unit(max(one.peak.total for one in shown))
             or_one = ", or at 1" if any(not one.micro for one in shown) else ""
-            at = "at the given micro-batch" if given else f"at the largest micro-batch whose tensors fit{or_one}"
+            at = "at the given micro-batch" if given else f"at the largest micro-batch that fits{or_one}"
             self._say(f"bytes of one rank in {unit[0]}, {at}")
             table = _table(shown, unit)
             self._screen.table(table)
@@ -105,19 +107,25 @@ class FitPage:
                 self._screen.say(note)
             self._screen.rows(_words(shown))
         self._close(fits, best, shown)
+        if answer := [*self._taken(choices), *more_ranks.rows(enough)]:
+            self._screen.console.print()
+            self._screen.rows(answer)
+        self._propose([take.fastest_machine(choices).first.fit] if choices else [_nearest(fits)])
 
     def by_number(self, fits: Sequence[Fit], over: Columns, *, show_all: bool) -> None:
         """One row for each setting, one column for each number: the largest micro-batch."""
         best = fit.best(fits)
         shown = list(fits) if show_all else best
         self._screen.rows(_head(fits[0], fits, over_ranks=over.name == "ranks"))
-        cells = {(over.row(one), over.of(one)): _micro(one) for one in fits}
         names = dict.fromkeys(over.row(one) for one in shown)
+        fits = [one.settled() if over.row(one) in names else one for one in fits]
+        cells = {(over.row(one), over.of(one)): one.verdict if one.tight else _micro(one) for one in fits}
         self._say(f"the largest micro-batch of a rank, by {COLUMNS[over.name]}")
         rows = tuple((name, *(cells.get((name, number), ABSENT) for number in over.numbers)) for name in names)
         self._screen.table(Table(("row", *map(str, over.numbers)), rows))
+        self._screen.rows([Row("tight", VERDICTS["tight"])] * ("tight" in cells.values()))
         if left := len({over.row(one) for one in fits} - set(names)):
-            self._say(f"{many(left, 'row')} not shown: others fit as much with less to do; --all shows them")
+            self._say(f"{many(left, 'row')} hidden: others fit as much with no more work (--all)")
         first = (best or [_nearest(fits)])[0]
         machines = [word for word in first.overrides if word.startswith(MACHINES) and word not in self._words]
         self._propose([replace(first, label=over.row(first))], machines)
@@ -164,7 +172,8 @@ class FitPage:
         needless = len(fits) - len(not_fitting) - len(best)
         rows = []
         if needless and len(shown) < len(fits):
-            rows.append(Row("not shown", f"{needless} that fit no more with at least as much to do; --all shows them"))
+            hidden = f"{many(needless, 'row')}: no larger batch and no less work than a row above (--all)"
+            rows.append(Row("hidden", hidden))
         if not_fitting:
             nearest = _nearest(not_fitting)
             others = f", {nearest.label}" if len(not_fitting) > 1 else ""
@@ -179,29 +188,12 @@ class FitPage:
             self._screen.say(f"the offload of {one.label} is not needed: {one.needless}")
         if any(one.capped for one in shown):
             self._screen.say("+: the largest that was tried")
-        for one in [one for one in shown if one.most_micro > one.micro and not one.given][:1]:
-            self._screen.say(
-                f"{_micro(one)}: {one.most_micro} fits if CUDA, cuBLAS and NCCL take the least of their range"
-            )
-        self._propose(self._taken(fits, best) or [_nearest(not_fitting)])
 
-    def _taken(self, fits: Sequence[Fit], best: Sequence[Fit]) -> list[Fit]:
-        """Says which row to take, which is the second, and what decided; the row, at the micro-batch to take."""
-        if not best:
-            return []
-        groups: dict[GpuNode, list[Fit]] = {}
-        for one in best:
-            groups.setdefault(one.config.hardware, []).append(one)
-        others = [one for one in fits if one.micro and one not in best] if len(best) == 1 else []
-        choices = [take.of_fits([*rows, *others[:1]], hardware_name(rows[0].config)) for rows in groups.values()]
-        self._screen.console.print()
-        first = choices[0]
+    def _taken(self, choices: Sequence[Taken]) -> list[Row]:
+        """Which row to take, which is the second, and what decided; none if nothing fits."""
         if len(choices) == 1:
-            self._screen.rows(take.rows(first, self._job))
-        else:
-            first = take.best_machine(choices)
-            self._screen.rows(take.rows_of_machines(choices, first, self._job))
-        return [replace(first.first.fit, micro=first.first.micro)]
+            return take.rows(choices[0], self._job)
+        return take.rows_of_machines(choices, self._job) if choices else []
 
     def _propose(self, best: Sequence[Fit], more: Sequence[str] = ()) -> None:
         explained = [Row("explain", f"{program()} {self._line(*more, '--explain', one.label)}") for one in best[:1]]
@@ -269,7 +261,7 @@ def _head(one: Fit, beside: Sequence[Fit] = (), *, over_ranks: bool = False) -> 
     where = node.name if node.is_described else "this machine"
     on_cpu, is_open = config.resources.device is Device.cpu, "batch.seq" not in values(one.overrides)
     at = "" if over_ranks else f"{many(config.resources.ranks, 'rank')} on {many(config.resources.nodes, 'node')}, "
-    taken = f"; CUDA, cuBLAS and NCCL take {size(one.overhead.least)} to {size(one.overhead.most)}"
+    taken = f"; CUDA, cuBLAS and NCCL take {size(one.overhead.least)} to {size(one.overhead.most)}, the most is counted"
     memory = "" if over_ranks and on_cpu else f"{size(one.limit_bytes)} for a rank"
     rows = [
         Row("model", f"{model}; {precision}"),
@@ -307,7 +299,7 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
         (
             one.label,
             _micro(one),
-            one.verdict if one.given else ABSENT,
+            one.verdict if one.given or one.verdict != "yes" else ABSENT,
             take.amount(with_micro(one.config, one.micro)).partition(" ")[0] if one.micro else ABSENT,
             ABSENT if (speed := one.speed(hardware_name(one.config))) is None else speed.text,
             ABSENT if speed is None else speed.mfu_text,
@@ -345,12 +337,15 @@ def _notes(fits: Sequence[Fit]) -> list[str]:
     speeds = [speed for one in fits if (speed := one.speed(hardware_name(one.config))) is not None and speed.rough]
     notes = []
     if any(one.within and not one.outside for one in speeds):
-        notes.append(f"tokens/s: of all ranks; {ROUGH} from the data sheet, where 80 % of other published runs are")
+        estimated = "estimated from the data sheet; 80 % of published runs fall in this range"
+        notes.append(f"tokens/s: of all ranks; {ROUGH} {estimated}")
         notes.append("MFU: at the middle of the range, 6 FLOP for each parameter and token, of the peak")
     if any(one.within is None and not one.outside for one in speeds):
-        notes.append(f"{ROUGH} without a range: no published run has an offload, so it only orders such rows")
+        notes.append(
+            f"{ROUGH} without a range: no published run with an offload to base one on; it only orders such rows"
+        )
     unlike = {one.outside for one in speeds} - {""}
-    notes += [f"{NOT_SHOWN}: no speed is estimated, because no published run is known for {why}" for why in unlike]
+    notes += [f"{NOT_SHOWN}: no published run with {why} to base a speed on" for why in unlike]
     return [*notes, "see docs/speed.md"] if notes else []
 
 
@@ -370,11 +365,9 @@ def _words(fits: Sequence[Fit]) -> list[Row]:
     found = [Row(word, text) for word, text in IN_LABELS.items() if word in labelled]
     if any(one.sent_bytes for one in fits):
         found.append(Row("sent", "what one rank sends to the others in a step"))
-    verdicts = {one.verdict for one in fits if one.given}
-    found += [Row(f"fits {one}", text) for one, text in VERDICTS.items() if one in verdicts]
-    if tight := sum(one.verdict == "tight" and not one.given for one in fits):
-        found.append(Row("reserved", f"in {many(tight, 'row')} {VERDICTS['tight']}; `take` has a smaller micro-batch"))
-    return found
+    return found + [
+        Row(f"fits {word}", text) for word, text in VERDICTS.items() if word in {one.verdict for one in fits}
+    ]
 
 
 def _can_be_planned(config: RunConfig) -> bool:
@@ -385,11 +378,7 @@ def _can_be_planned(config: RunConfig) -> bool:
 def _micro(one: Fit) -> str:
     if one.given:
         return str(one.given)
-    if one.capped:
-        return f"{one.micro}+"
-    if one.micro == one.most_micro:
-        return str(one.micro) if one.micro else ABSENT
-    return f"{one.micro}-{one.most_micro}"
+    return f"{one.micro}{'+' * one.capped}" if one.micro else ABSENT
 
 
 def _settings(one: Fit) -> list[str]:
@@ -411,13 +400,12 @@ def _after(one: Fit) -> list[Row]:
         rows.append(Row("allocated", f"{size(one.peak.total)} {WORKSPACES}"))
         rows.append(Row("reserved", f"{reserved} by torch's allocator with expandable segments, as in runs"))
     used = dict.fromkeys((size(least), size(most)))
-    rows.append(Row("used", " to ".join(used)))
+    rows.append(Row("used", " to ".join(used) + ", reserved and libraries" * (one.reserved is not None)))
     left = one.limit_bytes - most
     spare = f"{size(left)} are left" if left >= 0 else f"{size(-left)} too few"
     rows.append(Row("limit", f"{size(one.limit_bytes)}: {spare}"))
-    larger = one.memory.peak(one.micro + 1) if one.micro else None
-    if larger is not None:
-        need = larger.total + one.overhead.most
+    if one.micro and not one.given and one.memory.peak(one.micro + 1) is not None:
+        need = one.at(one.micro + 1).used_bytes[1]
         rows.append(Row("one more", f"micro-batch {one.micro + 1} would use up to {size(need)}"))
     if one.host_bytes:
         node = f"{one.ranks_per_node} ranks of a node: {size(one.host_of_node)}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from orchestrator.config.schema import Device, LossKind, RunConfig
 from orchestrator.text.units import size
+from orchestrator.wings.kinds.kind import sample_of
 from orchestrator.wings.predict.moments import all_moments, met, on_device, worst
 from orchestrator.wings.predict.speed import Speed, speed_of
 from orchestrator.wings.predict.step import ConfigMemory, with_micro
@@ -46,9 +47,10 @@ class Fit:
 
     group: the settings other than those that are compared with each other; rows of different groups do not exclude each
     other. limit_bytes: the memory that a rank may allocate from; overhead: what libraries take of it. micro: the
-    largest micro-batch that fits with the most that they take; 0 if none does. most_micro: the largest that may fit,
-    with the least. given: the only micro-batch that was asked for, if one was. capped: every traced micro-batch fits.
-    peak: of the worst moment at `counted`.
+    largest micro-batch that fits with the most that they take; 0 if none does. tight: whether its tensors fit, but not
+    what torch's allocator reserves for them; None until `settled` has asked, and `micro` is then the most that may fit.
+    most_micro: the largest whose tensors fit with the least that libraries take. given: the only micro-batch that was
+    asked for, if one was. capped: every traced micro-batch fits. peak: of the worst moment at `counted`.
     host_bytes, scratch_bytes: of one rank at that micro-batch, offloaded and for the copy of the last save.
     host_limit_bytes: host memory of a node with `ranks_per_node` ranks; None if it is not known, or is what the ranks
     compute in. plain: the same without its offload, if it was asked for.
@@ -71,6 +73,7 @@ class Fit:
     host_limit_bytes: int | None = None
     given: int = 0
     plain: Fit | None = None
+    tight: bool | None = None
 
     @property
     def counted(self) -> int:
@@ -111,17 +114,46 @@ class Fit:
 
     @property
     def used_bytes(self) -> tuple[int, int]:
-        """The memory of the device in use at the peak, at least and at most."""
-        return self.peak.total + self.overhead.least, self.peak.total + self.overhead.most
+        """The memory of the device in use at the peak, with the least and with the most that libraries take: what the
+        allocator reserves for the tensors, on a CPU the tensors alone. The most must be within `limit_bytes`."""
+        held = self.peak.total if self.reserved is None else self.reserved.reserved
+        return held + self.overhead.least, held + self.overhead.most
+
+    def at(self, micro: int) -> Fit:
+        """The row with another traced micro-batch."""
+        if micro == self.counted:
+            return self
+        memory, peak = replace(self.memory, config=with_micro(self.config, micro)), self.memory.peak(micro)
+        assert peak is not None, "the micro-batch was traced"
+        host = self.host_bytes + memory.host_bytes(micro) - memory.host_bytes(self.counted)
+        sent = memory.sent_bytes()
+        return replace(self, micro=micro, capped=False, peak=peak, host_bytes=host, sent_bytes=sent, tight=None)
+
+    def settled(self) -> Fit:
+        """The row at the largest micro-batch for which the allocator has room too, or, if it has for none, at 1 and
+        tight. A larger one reserves more. See `used_bytes`: it replays steps, so only rows that count should ask."""
+        if self.tight is not None or not self.micro:
+            return self
+        low, high, middle = self.micro - 1 if self.given else 0, self.micro + 1, self.micro
+        while high - low > 1:
+            fits = self.at(middle).used_bytes[1] <= self.limit_bytes
+            low, high = (middle, high) if fits else (low, middle)
+            middle = (low + high) // 2
+        micro = self.given or max(low, 1)
+        return replace(self.at(micro), tight=low < micro)
+
+    @property
+    def sent_per_token(self) -> float:
+        """Bytes that all ranks send for a token of a step."""
+        config = with_micro(self.config, self.counted)
+        return self.sent_bytes * config.ranks / (config.batch.global_size * sample_of(config).tokens)
 
     @property
     def needless(self) -> str:
         """That the offload is not needed at the smallest micro-batch; empty if it is, or if that was not asked."""
-        if self.plain is None or not self.plain.micro:
+        if self.plain is None or not self.plain.micro or self.plain.tight:
             return ""
-        least = self.plain.memory.peak(1)
-        assert least is not None, "a micro-batch that fits was traced"
-        used = size(least.total + self.overhead.most)
+        used = size(self.plain.at(1).used_bytes[1])
         fitting = "is the largest that fits" if self.plain.micro == 1 else f"up to {self.plain.micro} fit"
         return f"micro-batch 1 uses {used} of {size(self.limit_bytes)} without it, and {fitting}"
 
@@ -176,9 +208,6 @@ class Fit:
         of_node = f"{self.ranks_per_node} x {size(host.host)}"
         return f"{host.name} uses {of_node} of a node's host memory of {size(self.host_limit_bytes)} ({host.why})"
 
-    def _given_dict(self) -> dict[str, Any]:
-        return {"fits": self.verdict, "reserved_bytes": self.reserved and self.reserved.reserved}
-
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for other programs."""
         return {
@@ -198,7 +227,8 @@ class Fit:
             "used_bytes_most": self.used_bytes[1],
             "resting_bytes": self.resting_bytes,
             "peak_bytes": self.peak.total,
-            **(self._given_dict() if self.given else {}),
+            "fits": self.verdict,
+            "reserved_bytes": self.reserved and self.reserved.reserved,
             "peak_when": self.peak.when,
             "peak_parts_bytes": dict(parts(self.peak)),
             "binds": self.binds,
@@ -310,30 +340,50 @@ class _Room:
 
 
 def order(fits: Sequence[Fit]) -> list[Fit]:
-    """The rows that fit first, and among them those whose step has the least to do in addition to the model's own work:
-    copies to the host, then recomputation, then data to send. The larger micro-batch first among equals, and with an
-    offload before recomputation: the copies of a step are the same for any micro-batch. The rows of a machine are
-    together."""
+    """The rows that fit first, tight ones last of them, and among equals those whose step has the least to do in
+    addition to the model's own work: copies to the host, then recomputation, then data to send for a token. With an
+    offload the larger micro-batch first: the copies of a step are the same for any micro-batch. The rows of a machine
+    are together."""
     nodes = list(dict.fromkeys(one.config.hardware for one in fits))
     return sorted(fits, key=lambda one: (nodes.index(one.config.hardware), *order_key(one)))
 
 
 def order_key(fit: Fit) -> tuple[Any, ...]:
-    """What `order` sorts by: (fits not, kinds of offload, -micro-batch if there is one, recomputation, bytes sent,
-    -micro-batch, tiled loss)."""
+    """What `order` sorts by: (fits not, tight, kinds of offload, -micro-batch if there is one, recomputation, bytes
+    sent for a token, -micro-batch, tiled loss)."""
     offloads = (fit.host_bytes > 0) + (fit.scratch_bytes > 0)
     recomputed = RECOMPUTED[str(fit.config.recompute.kind)]
     copied_for = -fit.micro if offloads else 0
-    return (fit.micro == 0, offloads, copied_for, recomputed, fit.sent_bytes, -fit.micro, _is_tiled(fit))
+    ends = (recomputed, fit.sent_per_token, -fit.micro, _is_tiled(fit))
+    return (fit.micro == 0, bool(fit.tight), offloads, copied_for, *ends)
 
 
 def _is_tiled(fit: Fit) -> bool:
     return fit.config.loss.kind is LossKind.tiled
 
 
+def settled(fits: Sequence[Fit]) -> list[Fit]:
+    """The rows, those of `best` settled, in the order of `order`. The others cannot replace them: what they are taken
+    to fit is the most that they may."""
+    while waiting := {one.label for one in best(fits) if one.tight is None}:
+        fits = [one.settled() if one.label in waiting else one for one in fits]
+    return order(fits)
+
+
+def all_settled(fits: Sequence[Fit]) -> list[Fit]:
+    """All rows settled, in the order of `order`."""
+    return order([one.settled() for one in fits])
+
+
+def surest(fits: Sequence[Fit]) -> list[Fit]:
+    """The rows that fit for sure; the tight ones if there are no others."""
+    fitting = [one for one in fits if one.micro]
+    return [one for one in fitting if not one.tight] or fitting
+
+
 def best(fits: Sequence[Fit]) -> list[Fit]:
-    """The rows that fit, without each row for which another fits at least as large a micro-batch and has at most as
-    much to do: bytes offloaded and sent, and operations computed again. Of equal rows the first is kept."""
+    """The rows that fit, without each row for which another fits as surely at least as large a micro-batch and has at
+    most as much to do: bytes offloaded and sent, and operations computed again. Of equal rows the first is kept."""
     fitting = [(one, _burdens(one)) for one in fits if one.micro]
     return [
         one
@@ -350,4 +400,5 @@ def best(fits: Sequence[Fit]) -> list[Fit]:
 
 def _burdens(fit: Fit) -> tuple[int, ...]:
     recomputed = RECOMPUTED[str(fit.config.recompute.kind)]
-    return (-fit.micro, fit.host_bytes, fit.scratch_bytes, fit.sent_bytes, recomputed, int(_is_tiled(fit)))
+    copied = (fit.host_bytes, fit.scratch_bytes, fit.sent_bytes)
+    return (int(bool(fit.tight)), -fit.micro, *copied, recomputed, int(_is_tiled(fit)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orchestrator.config.pretrained import CONFIG
@@ -12,6 +12,7 @@ from orchestrator.config.schema import DataKind, RunConfig, to_dict
 from orchestrator.config.strict import Refusal
 from orchestrator.text.paths import expanded
 from orchestrator.text.units import count
+from orchestrator.wings.predict.fit_rows import Fit
 from orchestrator.wings.predict.prediction import hardware_name
 from orchestrator.wings.profile import costs
 from orchestrator.wings.words.machine_names import values
@@ -24,10 +25,19 @@ def machine(config: RunConfig) -> str:
     return config.hardware.name if config.hardware.is_described else hardware_name(config)
 
 
-def document(model: str, rows: Iterable[Any]) -> str:
-    """The rows for other programs, each with its machine. rows: what has a `config` and `to_dict`."""
-    listed = [{"machine": machine(one.config), **one.to_dict()} for one in rows]
-    return json.dumps({"model": model, "rows": listed}, ensure_ascii=False)
+def predicted(one: Fit) -> dict[str, Any]:
+    """The speed of a row and its price, for other programs."""
+    speed, config = one.speed(hardware_name(one.config)), to_dict(one.config)
+    price, cost = costs.price_of(config), costs.predicted_cost(config, speed.shown if speed else None)
+    known = {"predicted": speed and speed.to_dict(), "currency": price and price.currency}
+    return {**known, "cost_per_billion_tokens": cost}
+
+
+def document(model: str, rows: Iterable[Any], cells: Mapping[str, Mapping[str, Any]] | None = None, **more: Any) -> str:
+    """The rows for other programs, each with its machine. rows: what has a `config` and `to_dict`. cells: more of each,
+    by label. more: what is said of all of them."""
+    listed = [{"machine": machine(one.config), **one.to_dict(), **(cells or {}).get(one.label, {})} for one in rows]
+    return json.dumps({"model": model, **more, "rows": listed}, ensure_ascii=False)
 
 
 class Length(NamedTuple):

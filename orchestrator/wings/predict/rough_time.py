@@ -100,14 +100,14 @@ def outside(config: RunConfig, time: RoughTime) -> str:
     """Why the table of shares does not know a case like this; empty if it does."""
     node, resources = config.hardware, config.resources
     if not is_causal(config.model):
-        return "models that are no causal language models"
+        return "models other than causal language models"
     if resources.nodes > MOST_NODES:
         return f"more than {MOST_NODES} nodes"
     if config.parallel.tp > resources.ranks // resources.nodes:
-        return "tensor-parallel groups of more than one node"
+        return "tensor-parallel groups across nodes"
     slowest = (node.link_gb_per_s or 0.0) <= (node.host_link_gb_per_s or 0.0)
     if resources.ranks > resources.nodes and slowest:
-        return "GPUs that exchange data over PCIe alone"
+        return "PCIe-only GPUs"
     if not generation(node.gpu or ""):
         return f"GPUs other than {' and '.join(GENERATIONS)}"
     if time.launch_share > MOST_LAUNCHING:

@@ -1,32 +1,33 @@
 """Which row to take: of those that fit one, a second, and what decided between them. Pure.
 
 [Note: what decides]
-Speeds decide where they can: the fastest row is taken unless another's range reaches into its own. Rows whose ranges
-overlap are not told apart, and neither is a row whose speed is not known; of these the one with the least work beside
-the model's own is taken, in the order of fit_rows.order_key. An estimate with an offload has no range of its own: it is
-at least as uncertain as one without, whose range is taken for it.
+Rows for which torch's allocator lacks room are left out as long as there are others. Speeds decide where they can: the
+fastest row is taken unless another's range reaches into its own. Rows whose ranges overlap cannot be told apart, and
+neither can a row whose speed is not known; of these the one with the least work beside the model's own is taken, in the
+order of fit_rows.order_key. An estimate with an offload has no range of its own: it is at least as uncertain as one
+without, whose range is taken for it. Machines are compared by the same ranges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
-from orchestrator.config.schema import Device, LossKind, RunConfig
+from orchestrator.config.hardware import GpuNode
+from orchestrator.config.schema import LossKind, RunConfig
 from orchestrator.report.summary import Row
 from orchestrator.text.paths import program
 from orchestrator.text.units import size
 from orchestrator.wings.kinds.kind import sample_of
 from orchestrator.wings.predict.choice import Candidate
-from orchestrator.wings.predict.fit_rows import RECOMPUTED, Fit, order_key
-from orchestrator.wings.predict.fit_words import Length, length_text
+from orchestrator.wings.predict.fit_rows import RECOMPUTED, Fit, best, order_key, surest
+from orchestrator.wings.predict.fit_words import Length, length_text, machine
+from orchestrator.wings.predict.prediction import hardware_name
 from orchestrator.wings.predict.rough_time import lacking
-from orchestrator.wings.predict.speed import interval, speed_of
-from orchestrator.wings.predict.step import with_micro
+from orchestrator.wings.predict.speed import interval
 
 AGAIN = {"by_operation": "computes cheap operations again", "every_nth": "computes some blocks again"}
-WORK = "no offload, or the larger micro-batch with one; then no recomputation, less to send, a larger micro-batch"
 
 
 class Taken(NamedTuple):
@@ -40,10 +41,24 @@ class Taken(NamedTuple):
 
 
 def of_fits(fits: Sequence[Fit], hardware: str) -> Taken:
-    """Of rows that fit, at least one, each at its largest micro-batch for which the allocator has room."""
-    choice = taken([Candidate(one, one.micro, one.speed(hardware)) for one in fits])
-    second = choice.second and roomy(choice.second, hardware)
-    return choice._replace(first=roomy(choice.first, hardware), second=second)
+    """Of settled rows that fit, at least one, each at its largest micro-batch."""
+    return taken([Candidate(one, one.micro, one.speed(hardware)) for one in surest(fits)])
+
+
+def of_machines(fits: Sequence[Fit]) -> list[Taken]:
+    """The choice of each machine for which one of these rows, see fit_rows.settled, fits."""
+    machines: dict[GpuNode, list[Fit]] = {}
+    for one in fits:
+        machines.setdefault(one.config.hardware, []).append(one)
+    found = [_compared(rows) for rows in machines.values()]
+    return [of_fits(rows, hardware_name(rows[0].config)) for rows in found if rows]
+
+
+def _compared(fits: Sequence[Fit]) -> list[Fit]:
+    """The rows of a machine that no other makes needless, and one that is needless if there is but one."""
+    found = best(fits)
+    others = (one.settled() for one in fits if one.micro and one.label != found[0].label)
+    return [*found, *islice((one for one in others if not one.tight), len(found) == 1)]
 
 
 def taken(rows: Sequence[Candidate]) -> Taken:
@@ -67,47 +82,27 @@ def _near(rows: Sequence[Candidate]) -> tuple[list[Candidate], bool, str]:
     if len(near) == 1:
         return near, True, ""
     lacks = len(known) < len(near)
-    return _by_work(near), False, "not every speed is known" if lacks else "the ranges of the fastest overlap"
+    return _by_work(near), False, "not every speed is known" if lacks else "the fastest cannot be told apart"
 
 
 def _by_work(rows: Sequence[Candidate]) -> list[Candidate]:
-    return sorted(rows, key=lambda one: order_key(replace(one.fit, micro=one.micro)))
+    return sorted(rows, key=lambda one: order_key(one.fit.at(one.micro)))
 
 
 def _unknown(rows: Sequence[Candidate]) -> str:
     outside = {one.speed.outside for one in rows if one.speed is not None} - {""}
     if outside:
-        return f"no speed is known: no published run is known for {', '.join(sorted(outside))}"
+        return f"no speed is known here (no published run with {', '.join(sorted(outside))} to base one on)"
     if rows[0].config.hardware.is_described:
-        return f"no speed is known: the data sheet lacks {' and '.join(lacking(rows[0].config)) or 'a number'}"
-    return f"no speed is known: {program()} calibrate measures it here"
-
-
-def roomy(one: Candidate, hardware: str) -> Candidate:
-    """The candidate at the largest micro-batch whose reservations by the allocator fit as well, not its tensors alone;
-    unchanged if that is its own, if none is, if it was given, or on a CPU."""
-    if one.config.resources.device is not Device.cuda or one.fit.given:
-        return one
-
-    def fits(micro: int) -> bool:
-        found = one.fit.memory.reserved(micro)
-        return found is None or found.reserved + one.fit.overhead.most <= one.fit.limit_bytes
-
-    if fits(one.micro) or not fits(1):
-        return one
-    low, high = 1, one.micro
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    smaller = replace(one.fit.memory, config=with_micro(one.fit.config, low))
-    return Candidate(one.fit, low, speed_of(smaller, hardware), tight_at=one.micro)
+        return f"no speed is known here (the data sheet lacks {' and '.join(lacking(rows[0].config)) or 'a number'})"
+    return f"no speed is known here ({program()} calibrate measures it)"
 
 
 def work_text(fit: Fit) -> str:
     """What a step of the row does beside the model's own work."""
     kind = str(fit.config.recompute.kind)
-    unknown = ", of which it is not known how much there is" * fit.host_unknown
-    found = [f"keeps {size(fit.host_of_node)} in a node's host memory{unknown}"] * (fit.host_bytes > 0)
+    unknown = "; this preset does not know yours (hardware.host_memory_gib=N)" * fit.host_unknown
+    found = [f"needs {size(fit.host_of_node)} of host RAM per node{unknown}"] * (fit.host_bytes > 0)
     found += [f"keeps {size(fit.scratch_bytes * fit.ranks_per_node)} in scratch files"] * (fit.scratch_bytes > 0)
     found += [AGAIN.get(kind, "computes every block again")] * (RECOMPUTED[kind] > 0)
     found += ["takes the loss in tiles"] * (fit.config.loss.kind is LossKind.tiled)
@@ -121,12 +116,12 @@ def why_second(choice: Taken) -> str:
     if choice.by_speed and second.speed is not None:
         slower = 1 - second.tokens_per_second / first.tokens_per_second
         return f"{slower:.0%} slower by prediction"
-    pairs = zip(*(order_key(replace(one.fit, micro=one.micro)) for one in (first, second)), strict=True)
-    at = next((place for place, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
-    sent = f"sends {size(second.fit.sent_bytes)} in a step, the first {size(first.fit.sent_bytes)}"
+    fits = [one.fit.at(one.micro) for one in (first, second)]
+    at = next((place for place, pair in enumerate(zip(*map(order_key, fits), strict=True)) if pair[0] != pair[1]), None)
+    mine, theirs = (size(round(one.sent_per_token)) for one in fits)
     fewer = f"its micro-batch is smaller, the first has {first.micro}"
-    reasons = {2: fewer, 4: sent, 5: fewer}
-    return "as much to do" if at is None else reasons.get(at, work_text(second.fit))
+    reasons = {3: fewer, 5: f"sends {theirs} a token, the first {mine}", 6: fewer}
+    return "as much to do" if at is None else reasons.get(at, work_text(fits[1]))
 
 
 def decided(choice: Taken) -> str:
@@ -135,14 +130,14 @@ def decided(choice: Taken) -> str:
         return "no other row is to be compared"
     if choice.by_speed:
         return "the speed: no other row's range reaches that of the first"
-    return f"the least work ({WORK}), because {choice.why_not}"
+    return f"{choice.why_not}, so the row with the least extra work wins"
 
 
 def described(one: Candidate) -> str:
     """The row with its micro-batch, the tokens or images of a step, and its speed."""
     speed = "" if one.speed is None or one.speed.outside else f", {one.speed.text} tokens/s"
-    room = f" (with {one.tight_at} torch's allocator lacks room)" if one.tight_at else ""
-    return f"{one.fit.label}, micro-batch {one.micro}{room}, {amount(one.config)} a step{speed}"
+    micro = f"micro-batch {one.micro}{' (tight)' * bool(one.fit.tight)}"
+    return f"{one.fit.label}, {micro}, {amount(one.config)} a step{speed}"
 
 
 def amount(config: RunConfig) -> str:
@@ -164,26 +159,36 @@ def job_texts(one: Candidate, job: Length | None) -> list[str]:
     return [] if job is None else [length_text(job, one.config, interval(one.speed))]
 
 
-def best_machine(choices: Sequence[Taken]) -> Taken:
+def fastest_machine(choices: Sequence[Taken]) -> Taken:
     """The choice of the machine whose row is the fastest by prediction; the first if no speed is known."""
     known = [one for one in choices if interval(one.first.speed) is not None]
     return max(known, key=lambda one: one.first.tokens_per_second) if known else choices[0]
 
 
-def rows_of_machines(choices: Sequence[Taken], best: Taken, job: Length | None) -> list[Row]:
+def rows_of_machines(choices: Sequence[Taken], job: Length | None) -> list[Row]:
     """The row to take on each of several machines, the job there, and what decided between the machines."""
-    found = []
+    found, fastest = [], fastest_machine(choices).first
     for choice in choices:
         one = choice.first
         found.append(Row("take", "; ".join([f"{described(one)}: {work_text(one.fit)}", *job_texts(one, job)])))
     known = {one.first: ends for one in choices if (ends := interval(one.first.speed)) is not None}
-    name = best.first.fit.label
+    near = [one.fit.label for one, ends in known.items() if ends[1] >= known[fastest][0]]
     if not known:
         why = "no machine is the first, because no speed is known"
-    elif len(known) < len(choices):
-        why = f"{name} is the fastest of those whose speed is known; the others cannot be compared"
-    elif all(ends[1] < known[best.first][0] for one, ends in known.items() if one is not best.first):
-        why = f"{name}: its range of speed lies above those of the other machines"
+    elif len(near) == 1:
+        why = f"{near[0]}: no other known range of speed reaches its own"
     else:
-        why = f"{name} is the fastest by prediction, but ranges overlap: it is not told from the next"
-    return [*found, Row("decided", why)]
+        why = f"{' and '.join(near)} cannot be told apart: their ranges of speed overlap"
+    unknown = "; the others cannot be compared" * (0 < len(known) < len(choices))
+    return [*found, Row("decided", why + unknown)]
+
+
+def documents(choices: Sequence[Taken], job: Length | None) -> list[dict[str, Any]]:
+    """The choice of each machine as plain data, for other programs."""
+    found = []
+    for choice in choices:
+        one, second = choice.first, choice.second and choice.second.fit.label
+        row = {"machine": machine(one.config), "label": one.fit.label, "micro": one.micro, "second": second}
+        told = {"decided": decided(choice), "job": "".join(job_texts(one, job))}
+        found.append({**row, "overrides": list(one.overrides), **told})
+    return found

@@ -171,7 +171,7 @@ def test_a_tensor_parallel_group_of_two_nodes_shows_no_number() -> None:
     time = rough_time.RoughTime(StepSeconds(1.0, 0, 0, 0, 0, 0, 0), launch_share=0.0)
     assert [rough_time.outside(one, time) for one in groups.values()] == [
         "",
-        "tensor-parallel groups of more than one node",
+        "tensor-parallel groups across nodes",
     ]
 
 
