@@ -39,7 +39,9 @@ SLURM = {*hints_of(Cluster)} - {"kind", "exclusive", "usd_per_gpu_hour"}
 NOT_FOR: dict[str, Collection[str]] = {
     **dict.fromkeys(("precision/fp32", "precision/bf16", "precision/bf16_pure"), LOSS_SCALE),
     **dict.fromkeys(("offload/optimizer_cpu", "offload/optimizer_param_cpu"), NVME),
-    **dict.fromkeys(("recompute/none", "recompute/full", "recompute/by_operation"), ("every",)),
+    **dict.fromkeys(("recompute/none", "recompute/full"), ("every", "products")),
+    "recompute/by_operation": ("every",),
+    "recompute/every_nth": ("products",),
     **dict.fromkeys(("data/stdlib", "data/synthetic"), ("path", "packing")),
     "data/text": ("packing",),
     "offload/none": ("ratio", "step", *NVME),

@@ -302,9 +302,10 @@ class SharedGroup(_ProcessGroup):  # type: ignore[misc]
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _begin(
-        self, what: str, asked: Sequence[Tensors], steps: Callable[[Call, Tensors], Steps], opts: Any, output: Any
+        self, what: str, asked: Sequence[Tensors], steps: Callable[..., Steps], opts: Any, output: Any
     ) -> SharedWork:
-        """Begin a collective of a user, or several of one kind. output: the result of the work."""
+        """Begin a collective of a user, or several of one kind. steps: called with the call and its tensors, `found`.
+        output: the result of the work."""
         for one in asked:
             self.observe(what, one.received, one.sent)
         laid, back = lay(what, asked, self._rank)

@@ -213,9 +213,6 @@ def plain(memory: Memory) -> dict[str, Case]:
     }
 
 
-# ---- calls whose tensors share memory --------------------------------------------------------------------------------
-
-
 def shared(memory: Memory) -> dict[str, Case]:
     """Collectives whose inputs or outputs share bytes."""
     rank, world = memory.rank, memory.world
@@ -224,23 +221,9 @@ def shared(memory: Memory) -> dict[str, Case]:
     firsts, same = [memory.of(rank), *memory.empties()[1:]], memory.empty()
     whole, wholes = torch.cat(memory.mine()), torch.cat(memory.mine())
     added, lists, into_lists = memory.of(rank), memory.mine(), memory.empty()
-    twice, halves = memory.of(rank), torch.cat([memory.of(rank), memory.of(rank, 1)])
     to_me = [memory.of(peer, rank) for peer in range(world)]
     scattered, gathered = [memory.of(0, slot) for slot in range(world)], memory.empties()
     gathered[1 if rank == 0 else 0].copy_(memory.of(rank))
-    outputs, inputs = [torch.zeros(world * N), torch.zeros(world * N)], [memory.of(rank), memory.of(rank, 1)]
-    outputs[1][N * (world - 1) :] = inputs[0]  # the first input is the end of the second output
-    sums, given = torch.cat(memory.mine()), torch.cat([memory.of(rank, slot + 7) for slot in range(world)])
-
-    def coalesced(call: Callable[..., Any], *pairs: tuple[torch.Tensor, ...]) -> Callable[[Any, bool], Work]:
-        def issue(group: Any, is_async: bool) -> Work:
-            works: list[Work] = []
-            with together(group, is_async, works):
-                for pair in pairs:
-                    call(*pair, group=group)
-            return works[0]
-
-        return issue
 
     return {
         "all_gather_single(x, x[:n])": Case(
@@ -281,21 +264,44 @@ def shared(memory: Memory) -> dict[str, Case]:
             gathered if rank == 0 else [],
             memory.every() if rank == 0 else [],
         ),
+        **_shared_together(memory),
+    }
+
+
+def _together(call: Callable[..., Any], *pairs: tuple[torch.Tensor, ...]) -> Callable[[Any, bool], Work]:
+    def issue(group: Any, is_async: bool) -> Work:
+        works: list[Work] = []
+        with together(group, is_async, works):
+            for pair in pairs:
+                call(*pair, group=group)
+        return works[0]
+
+    return issue
+
+
+def _shared_together(memory: Memory) -> dict[str, Case]:
+    """Collectives issued together, of which one writes what another reads or writes."""
+    rank, world = memory.rank, memory.world
+    twice, halves = memory.of(rank), torch.cat([memory.of(rank), memory.of(rank, 1)])
+    outputs, inputs = [torch.zeros(world * N), torch.zeros(world * N)], [memory.of(rank), memory.of(rank, 1)]
+    outputs[1][N * (world - 1) :] = inputs[0]  # the first input is the end of the second output
+    sums, given = torch.cat(memory.mine()), torch.cat([memory.of(rank, slot + 7) for slot in range(world)])
+    return {
         "coalesced all_reduce of x and x": Case(
-            coalesced(dist.all_reduce, (twice,), (twice,)), [twice], [memory.total()]
+            _together(dist.all_reduce, (twice,), (twice,)), [twice], [memory.total()]
         ),
         "coalesced all_reduce of parts that overlap": Case(
-            coalesced(dist.all_reduce, (halves[: N + 2],), (halves[N:],)),
+            _together(dist.all_reduce, (halves[: N + 2],), (halves[N:],)),
             [halves],
             [torch.cat([memory.total(), memory.total(1)])],
         ),
         "coalesced all_gather into another's input": Case(
-            coalesced(all_gather_single, (outputs[0], outputs[1][N * (world - 1) :]), (outputs[1], inputs[1])),
+            _together(all_gather_single, (outputs[0], outputs[1][N * (world - 1) :]), (outputs[1], inputs[1])),
             outputs,
             [torch.cat(memory.every(slot)) for slot in range(2)],
         ),
         "coalesced reduce_scatter into another's input": Case(
-            coalesced(reduce_scatter_single, (given[:N], sums), (sums[:N], given)),
+            _together(reduce_scatter_single, (given[:N], sums), (sums[:N], given)),
             [given[:N], sums[:N]],
             [memory.total(rank), memory.total(rank + 7)],
         ),
@@ -351,9 +357,6 @@ def test_every_collective_means_the_same_whatever_its_memory(world: int) -> None
     assert not any(found), "\n".join(line for lines in found for line in lines)
 
 
-# ---- one rank that reads late ----------------------------------------------------------------------------------------
-
-
 @contextmanager
 def reading_late(last: int) -> Iterator[None]:
     """Let this rank read a peer only after the peer has written all it can, up to the collective with this number."""
@@ -404,9 +407,6 @@ def _shared_while_one_is_late() -> list[str]:
 def test_a_rank_that_reads_late_reads_what_was_sent_and_not_what_was_received(world: int) -> None:
     found = run_ranks(_shared_while_one_is_late, world)
     assert not any(found), "\n".join(line for lines in found for line in lines)
-
-
-# ---- one rank that waits for something else --------------------------------------------------------------------------
 
 
 def _while_one_waits_elsewhere() -> list[str]:

@@ -213,28 +213,16 @@ def test_a_table_has_a_column_for_each_number_of_ranks_on_as_many_nodes_as_they_
 
 
 @pytest.mark.full
-def test_a_table_has_a_column_for_each_number_of_slices(monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
+def test_a_table_has_a_column_for_each_number_of_slices_and_of_parts(monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
     monkeypatch.setattr(counting_child, "start_process", WarmShapes)  # slices are counted for this table alone
-    small = (*LINE, "zero=stage1,stage3", "offload=none", "resources.ranks=4")
-    code, out, _ = say(*small, "--table", "tp=1,2")
-    assert code == 0
-    assert [line.split() for line in out.splitlines() if line.startswith("row ")] == [["row", "1", "2"]]
-    rows = {row["label"]: row for row in say.json(*small, "--table", "tp=1,2")}
-    assert {row["tp"] for row in rows.values()} == {1, 2}
-    states = {label: row["peak_parts_bytes"]["parameters"] for label, row in rows.items()}
+    line = (*LINE, "offload=none", "resources.ranks=4", "--table")
+    assert "by the ranks that hold parts of one sequence (parallel.sp)" in say(*line, "sp=1,2", "zero=stage3").out
+    sliced = {row["label"]: row for row in say.json(*line, "tp=1,2", "zero=stage1,stage3")}
+    parted = {row["label"]: row for row in say.json(*line, "sp=1,2", "zero=stage3")}
+    assert {row["tp"] for row in sliced.values()} == {row["sp"] for row in parted.values()} == {1, 2}
+    states = {label: row["peak_parts_bytes"]["parameters"] for label, row in sliced.items()}
     assert states["stage1-tp2"] < states["stage1-tp1"] < 2 * states["stage1-tp2"]  # norms are replicated
-
-
-@pytest.mark.full
-def test_a_table_has_a_column_for_each_number_of_parts(monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
-    monkeypatch.setattr(counting_child, "start_process", WarmShapes)
-    small = (*LINE, "zero=stage3", "offload=none", "resources.ranks=4", "--table", "sp=1,2")
-    code, out, _ = say(*small)
-    assert code == 0
-    assert "by the ranks that hold parts of one sequence (parallel.sp)" in out
-    rows = {row["label"]: row for row in say.json(*small)}
-    assert {row["sp"] for row in rows.values()} == {1, 2}
-    kept = {label: row["peak_parts_bytes"]["blocks"] / row["micro"] for label, row in rows.items()}
+    kept = {label: row["peak_parts_bytes"]["blocks"] / row["micro"] for label, row in parted.items()}
     assert kept["stage3-sp2"] < 0.6 * kept["stage3-sp1"]  # of a sequence; each rank has half of it
 
 
