@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -184,6 +184,9 @@ class Fsdp2Engine:
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, shard in self._shards.items():
             yield name, shard.full_tensor().detach()  # type: ignore[attr-defined]
+
+    def begin_again(self, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._update.begin_again(values)
 
     def close(self) -> None:
         del self.module, self._update
