@@ -15,7 +15,7 @@ from work_runs import GLOBAL_SIZE, RANKS, Run, Work, config_of, entries_of
 
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
-from orchestrator.config.schema import to_dict
+from orchestrator.config.schema import Measure, to_dict
 from orchestrator.machine.hardware import Hardware
 from orchestrator.planning.point import Point
 from orchestrator.planning.points import judged
@@ -23,6 +23,7 @@ from orchestrator.planning.rules.scene import Scene
 from orchestrator.report.entry import Entry
 from orchestrator.wings.engines.checksums import AT_ONCE, checksum, hexadecimal
 from orchestrator.wings.engines.equality import LEAST, MULTIPLE, WorkVerdict, bounds, verdicts, work_key
+from orchestrator.wings.engines.equality import STEPS as FIRST_STEPS
 from orchestrator.wings.engines.spread import variants
 from zero_runtime.same_host import probe
 
@@ -147,6 +148,19 @@ def test_equal_work_is_counted_alike_by_all(entries: dict[str, Entry]) -> None:
         assert {key: work["late"][key] for key in ("steps", "trained", "messages")}.items() <= work.items()
     assert len({step["tokens"] for step in plain["steps"]}) == STEPS
     assert {label: one for label, one in verdicts(list(entries.values())).items() if not one.is_equal} == {}
+
+
+def test_the_work_of_an_attempt_that_is_one_round_is_judged(tmp_path: Path) -> None:
+    """Else the rows of a sweep that is stopped between its rounds would have no verdict."""
+    measure = Measure(warmup_steps=FIRST_STEPS, steps=4, rounds=2, validation_batches=0)
+    runs = [
+        Run(kind, replace(config_of(Work(), kind, ranks=ranks), measure=replace(measure, rounds=ranks)))
+        for kind, ranks in (("plain", 1), ("ddp", RANKS))
+    ]
+    found = entries_of(tmp_path, runs[:1]) | entries_of(tmp_path, runs[1:], short=True)
+    assert [(entry.result or {})["steps"] for entry in found.values()] == [FIRST_STEPS + 4] * 2
+    assert [len((entry.result or {})["rounds"][0]["step_ms"]) for entry in found.values()] == [4, 2]
+    assert verdicts(list(found.values())) == {"plain": WorkVerdict(()), "ddp": WorkVerdict((), basis="plain")}
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------------------
