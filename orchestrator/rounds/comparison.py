@@ -13,7 +13,8 @@ by least squares, and a is the logarithm of the ratio at equal speed of the core
 Welch, A perspective on the use of control variables to increase the efficiency of Monte Carlo simulations, Management
 Science 27 (1981), 322-335). It keeps the part 1 - R^2 of the variance. b is not set to 1, because the steps of several
 ranks also wait for each other; where the reference tells nothing, b is near 0 and the fit costs a factor of
-(n - 2) / (n - 3) in the variance. So it is used from CONTROLLED rounds on. The reference work has no speed of its own
+(n - 2) / (n - 3) in the variance. So it is used from CONTROLLED rounds on, and not where the cores kept one speed: on a
+quiet machine six rounds show 3.7 % with it and 2.6 % without. The reference work has no speed of its own
 in a process: benchmarks/core_speed.py finds no more difference between processes than their rounds explain.
 """
 
@@ -115,7 +116,9 @@ def of_turns(
     """The same from the times of rounds in which both took turns. reference: the ratio of their reference work in each
     round; see [Note: equal speed of the cores]."""
     gaps = [math.log(mine / theirs) for mine, theirs in zip(one, other, strict=True)]
-    found = _of_turns(gaps) if reference is None else _at_equal_speed(gaps, list(map(math.log, reference)))
+    cores = list(map(math.log, reference or ()))
+    # Decided by the reference work alone, so that the choice does not favour a result.
+    found = _at_equal_speed(gaps, cores) if cores and statistics.stdev(cores) > EQUAL else _of_turns(gaps)
     return _comparison(found, family, equal, len(gaps))
 
 
