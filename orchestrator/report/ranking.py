@@ -400,6 +400,15 @@ def standard(overrides: Sequence[str]) -> list[str]:
     return [*without_key(overrides, *keys), STANDARD]
 
 
+def with_more_rounds(command: Sequence[str], ranked: Sequence[Ranked]) -> list[str]:
+    """The command that measures points which are not judged in as many rounds as judge them."""
+    row = max(ranked, key=lambda row: row.more_rounds)
+    measure, measured = row.entry.config["measure"], recorded.used_rounds(row.entry.result or {})
+    rounds, steps = len(measured) + row.more_rounds, math.ceil(measure["steps"] / measure["rounds"])
+    kept = without_key(command, "measure.steps", "measure.rounds")
+    return [*kept, f"measure.rounds={rounds}", f"measure.steps={rounds * steps}"]
+
+
 def longer(overrides: Sequence[str], *, evaluates: bool) -> str:
     """The command that measures a point longer; after an evaluation text from the same weights, because
     measure=standard would train them."""

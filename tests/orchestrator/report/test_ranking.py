@@ -108,6 +108,14 @@ def test_as_many_more_rounds_as_are_proposed_show_what_is_asked(times: int, is_j
     assert [tied for _, _, tied in found] == [False, is_judged]
 
 
+def test_the_next_command_measures_as_many_rounds_as_judge_the_rows() -> None:
+    entries = [make_entry(label, 100, rounds=2 * each) for label, each in ORDERS.items()]
+    measure = {"measure": {"steps": 60, "rounds": 6}}
+    ranked = ranking.rank([replace(entry, config=measure) for entry in entries])
+    found = ranking.with_more_rounds(["-m", "zero=stage0,stage1", "measure=standard", "measure.steps=60"], ranked)
+    assert found == ["-m", "zero=stage0,stage1", "measure=standard", "measure.rounds=9", "measure.steps=90"]
+
+
 def test_speeds_of_fewer_than_three_rounds_have_no_place_and_no_winner() -> None:
     ranked = ranking.rank([make_entry("a", 100, rounds=(1.0,)), make_entry("b", 50, rounds=(1.0,)), LACKING])
     assert [(row.entry.label, row.place) for row in ranked] == [("a", None), ("b", None), ("stage0", None)]
