@@ -169,7 +169,7 @@ def _beside(leader: Ranked, entry: Entry, how: Metric, rivals: int) -> Ranked | 
         return None
     # Ranges that lie apart are no tie, even if nobody would choose by so small a difference.
     one, two = (of_rounds(how.times(result)) for result in (best, other))
-    are_apart = one.high < two.low or two.high < one.low
+    are_apart = one.high < two.low
     if are_apart and found.low > 1:
         return None
     if found.hidden <= JUDGED and not are_apart:

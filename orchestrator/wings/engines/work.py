@@ -128,6 +128,7 @@ class CountedWork(Listener):
         """The dtypes and messages of a step after all that were timed; then the first steps once more. A collective."""
         run, reports = self.run, list[StepReport]()
         accounts, count = run.measurement.accounts, min(ALIKE_STEPS, len(self._work["steps"]))
+        run.loop.step(run.measurement)  # which gathers again what was let go when the weights were read
         run.runtime.reset_ledger()
         with MessageCount(len(self._first)) as counted:
             run.loop.step(run.measurement, counts=True)
