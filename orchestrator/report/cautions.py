@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrator.records.versions import words
 from orchestrator.report.entry import Entry
-from orchestrator.report.ranking import Ranked, clock
+from orchestrator.report.ranking import Ranked, by_table, clock, why_unjudged
 from orchestrator.report.summary import missing_text
 from orchestrator.rounds import recorded
 from orchestrator.rounds.comparison import SpeedVerdict, compare
@@ -54,6 +54,12 @@ def reused(ranked: Sequence[Ranked]) -> list[str]:
 def without_place(ranked: Sequence[Ranked]) -> list[str]:
     """One line if rows that were measured have no place: which and why."""
     named = [f"{row.entry.label} ({row.apart})" for row in ranked if row.apart]
+    for rows in by_table(ranked).values():
+        for place in sorted(
+            {row.may_be for row in rows if row.may_be and row.may_be > 1}
+        ):  # of the first the answer says it
+            unjudged = [row for row in rows if row.may_be == place]
+            named.append(f"{', '.join(row.entry.label for row in unjudged)} ({why_unjudged(unjudged)})")
     return [f"without a place: {', '.join(named)}"] if named else []
 
 

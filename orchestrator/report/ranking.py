@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,7 +18,7 @@ from orchestrator.rounds import recorded
 from orchestrator.rounds.comparison import EQUAL, SpeedVerdict, compare
 from orchestrator.rounds.intervals import LEAST, RoundsEstimate, of_rounds
 from orchestrator.text.paths import program
-from orchestrator.text.units import ABSENT, change_text, digits, loss, size
+from orchestrator.text.units import ABSENT, change_text, digits, loss, many, size
 
 
 class Metric(NamedTuple):
@@ -41,6 +42,7 @@ OF_TRAINING = "loss_validation"  # the metric of a sweep whose points train to a
 # The settings of an evaluation that generation does not have: in part they would contradict its own data.
 OF_EVALUATION = ("measure", "data", "batch")
 STANDARD = "measure=standard"
+JUDGED = 0.05  # the relative difference that rounds must show, or a row has no place
 DEFAULT_METRIC = "tokens_per_second"
 METRICS = {
     DEFAULT_METRIC: Metric(
@@ -82,6 +84,7 @@ def rule(metric: str) -> str:
     """Describes how the rows are ordered."""
     order = "higher" if METRICS[metric].higher_first else "lower"
     tie = f"its rounds show no difference of more than {100 * EQUAL:g} % from the first row of its group"
+    tie += f", and would show one of {100 * JUDGED:.0f} %; rows that they do not judge have no place"
     tie = tie if METRICS[metric].times else "the same value"
     return f"sorted by {METRICS[metric].words}, {order} first; = marks a tie: {tie}"
 
@@ -89,13 +92,17 @@ def rule(metric: str) -> str:
 @dataclass(frozen=True)
 class Ranked:
     """`place` is None without a result, and for a speed without enough rounds. `tied`: the rounds show no difference
-    from the first row with the same place; `hidden`: the relative difference up to which they would show none. `apart`:
-    why it has no place though it was measured; `table`: the name of its table, if there are several."""
+    from the first row with the same place; `hidden`: the relative difference up to which they would show none.
+    `may_be`: the place that none of several rows has, because the rounds do not judge which of them it is;
+    `more_rounds`: how many more would. `apart`: why it has no place though it was measured; `table`: the name of its
+    table, if there are several."""
 
     entry: Entry
     place: int | None = None
     tied: bool = False
     hidden: float = 0.0
+    may_be: int | None = None
+    more_rounds: int = 0
     metric: str = DEFAULT_METRIC
     apart: str = ""
     table: str = ""
@@ -139,23 +146,36 @@ def _in_one_table(entries: Sequence[Entry], metric: str, apart: Collection[str])
             ranked.append(Ranked(entry, metric=metric))
             continue
         placed += 1
-        hidden = None if leader is None else _hidden(leader.entry, entry, how, rivals)
         # A row is compared with the first of its group: ties of neighbours would chain rows that differ.
-        if leader is None or hidden is None:
-            leader = Ranked(entry, placed, metric=metric)
-            ranked.append(leader)
-        else:
-            ranked.append(Ranked(entry, leader.place, tied=True, hidden=hidden, metric=metric))
+        beside = None if leader is None else _beside(leader, entry, how, rivals)
+        ranked.append(beside or Ranked(entry, placed, metric=metric))
+        leader = leader if beside else ranked[-1]
+    # One row that is not judged may be before all others of its group.
+    unjudged = {row.may_be for row in ranked} - {None}
+    ranked = [
+        replace(row, place=None, tied=False, may_be=row.place) if row.place in unjudged else row for row in ranked
+    ]
     return ranked + [Ranked(entry, metric=metric) for entry in entries if values[id(entry)] is None]
 
 
-def _hidden(leader: Entry, entry: Entry, how: Metric, rivals: int) -> float | None:
-    """If the entry may be as good as the leader: up to which relative difference it would seem so; else None."""
-    best, other = leader.result or {}, entry.result or {}
+def _beside(leader: Ranked, entry: Entry, how: Metric, rivals: int) -> Ranked | None:
+    """The entry in the group of this first row, if it may be as good; else None."""
+    best, other = leader.entry.result or {}, entry.result or {}
+    tie = Ranked(entry, leader.place, tied=True, metric=leader.metric)
     if how.times is None:
-        return 0.0 if how.read(best) == how.read(other) else None
+        return tie if how.read(best) == how.read(other) else None
     found = compare(other, best, how.times, family=rivals)
-    return None if found.verdict is SpeedVerdict.slower else found.hidden
+    if found.verdict is SpeedVerdict.slower:
+        return None
+    # Ranges that lie apart are no tie, even if nobody would choose by so small a difference.
+    one, two = (of_rounds(how.times(result)) for result in (best, other))
+    are_apart = one.high < two.low
+    if are_apart and found.low > 1:
+        return None
+    if found.hidden <= JUDGED and not are_apart:
+        return replace(tie, hidden=found.hidden)
+    more = found.more_rounds(JUDGED)
+    return replace(tie, place=None, tied=False, hidden=found.hidden, may_be=leader.place, more_rounds=more)
 
 
 HEADER = (
@@ -306,6 +326,11 @@ def _conclusion(rows: Sequence[Ranked]) -> str:
     if not any(row.is_measured for row in ranked):
         apart = ", ".join(f"{row.entry.label} ({row.apart})" for row in rows if row.apart)
         return f"no point has a place: {apart}" if apart else "no point has a result"
+    word = "fastest" if ranked[0].metric == DEFAULT_METRIC else f"best by {METRICS[ranked[0].metric].words}"
+    word += _of_how_many(ranked)
+    if unjudged := [row for row in ranked if row.may_be == 1]:
+        names = ", ".join(row.entry.label for row in unjudged)
+        return f"not ranked: {why_unjudged(unjudged)}; the {word} is one of {names}"
     placed = [row for row in ranked if row.place is not None]
     if not placed:
         rounds = {len(recorded.used_rounds(row.entry.result or {})) or 1 for row in ranked if row.is_measured}
@@ -318,8 +343,6 @@ def _conclusion(rows: Sequence[Ranked]) -> str:
         return f"{text}between speeds show from {LEAST}; {more}"
     best = placed[0].entry
     ties = [row.entry for row in placed[1:] if row.tied and row.place == 1]
-    word = "fastest" if placed[0].metric == DEFAULT_METRIC else f"best by {METRICS[placed[0].metric].words}"
-    word += _of_how_many(ranked)
     if not ties:
         return f"{word}: {best.label}"
     group = [best, *ties]
@@ -328,9 +351,16 @@ def _conclusion(rows: Sequence[Ranked]) -> str:
     least = [label for label, held in states.items() if held == min(states.values())]
     smallest = f"; {least[0]} has the smallest model states" if len(least) == 1 else ""
     hidden = max(row.hidden for row in placed if row.tied and row.place == 1)
-    least_seen = f"a difference of up to {100 * hidden:.0f} %" if hidden <= 1 else "with so few rounds any difference"
-    unseen = f"; {least_seen} would not show" if round(100 * hidden) > 100 * EQUAL else ""
+    least_seen = f"; a difference of up to {100 * hidden:.0f} % would not show"
+    unseen = least_seen if round(100 * hidden) > 100 * EQUAL else ""
     return f"{word}: a tie of {names}{smallest}{unseen}"
+
+
+def why_unjudged(rows: Sequence[Ranked]) -> str:
+    """Why these rows share no place: what their rounds would show, and how many more would show enough."""
+    hidden, more = max(row.hidden for row in rows), max(row.more_rounds for row in rows)
+    unseen = "show no difference" if hidden > 1 else f"show differences from {math.ceil(100 * hidden)} % only"
+    return f"these rounds would {unseen}; {many(more, 'more round')} show {100 * JUDGED:.0f} %"
 
 
 def evaluates(ranked: Sequence[Ranked]) -> bool:
@@ -368,6 +398,15 @@ def standard(overrides: Sequence[str]) -> list[str]:
     """The overrides with measure=standard. Steps that were given would override its own."""
     keys = ("measure", *(f"measure.{key}" for key in ("steps", "warmup_steps", "rounds", "min_s")))
     return [*without_key(overrides, *keys), STANDARD]
+
+
+def with_more_rounds(command: Sequence[str], ranked: Sequence[Ranked]) -> list[str]:
+    """The command that measures points which are not judged in as many rounds as judge them."""
+    row = max(ranked, key=lambda row: row.more_rounds)
+    measure, measured = row.entry.config["measure"], recorded.used_rounds(row.entry.result or {})
+    rounds, steps = len(measured) + row.more_rounds, math.ceil(measure["steps"] / measure["rounds"])
+    kept = without_key(command, "measure.steps", "measure.rounds")
+    return [*kept, f"measure.rounds={rounds}", f"measure.steps={rounds * steps}"]
 
 
 def longer(overrides: Sequence[str], *, evaluates: bool) -> str:

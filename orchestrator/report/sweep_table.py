@@ -197,9 +197,11 @@ def next_row(sweep: SweepPaths, standings: Sequence[Standing], *, runs: bool) ->
     ranked = comparison.ranked(sweep)
     command = (read_or_warn(sweep.sweep, SWEEP) or {}).get("command")
     are_unranked = sum(row.is_measured and not row.apart for row in ranked) > 1
-    are_unranked = are_unranked and all(row.place is None for row in ranked)
+    are_unranked = are_unranked and all(row.place != 1 for row in ranked)
     if command and are_unranked and not (ranking.evaluates(ranked) or ranking.trains(ranked)):
-        return Row("next", f"{program()} {shlex.join(ranking.standard(command))}")
+        is_judged = not any(row.more_rounds for row in ranked)
+        longer = ranking.standard(command) if is_judged else ranking.with_more_rounds(command, ranked)
+        return Row("next", f"{program()} {shlex.join(longer)}")
     if len({row.entry.config["resources"].get("code") for row in ranked if row.is_measured}) > 1:
         return Row("next", f"{verb('compare', sweep.root)} --by resources.code")
     return Row("next", ranking.next_after_sweep(ranked))

@@ -13,12 +13,14 @@ by least squares, and a is the logarithm of the ratio at equal speed of the core
 Welch, A perspective on the use of control variables to increase the efficiency of Monte Carlo simulations, Management
 Science 27 (1981), 322-335). It keeps the part 1 - R^2 of the variance. b is not set to 1, because the steps of several
 ranks also wait for each other; where the reference tells nothing, b is near 0 and the fit costs a factor of
-(n - 2) / (n - 3) in the variance. So it is used from CONTROLLED rounds on. The reference work has no speed of its own
-in a process: benchmarks/core_speed.py finds no more difference between processes than their rounds explain.
+(n - 2) / (n - 3) in the variance. So it is used from CONTROLLED rounds on, and not where the cores kept one speed. The
+reference work has no speed of its own in a process: benchmarks/core_speed.py finds no more difference between processes
+than their rounds explain.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +28,10 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from orchestrator.rounds import recorded, student
+from orchestrator.rounds.intervals import LEAST
 
 EQUAL = 0.01  # nobody chooses a setting for a difference of up to this
+MOST_ROUNDS = 1000  # that are proposed
 MISTAKEN = 0.01  # probability that a family calls any point slower that is not
 RANGE = f"{100 * (1 - 2 * MISTAKEN):g} % range"  # of a ratio that has no family
 
@@ -42,12 +46,14 @@ class SpeedVerdict(Enum):
 
 
 class Comparison(NamedTuple):
-    """The time of one point by that of another, with its interval."""
+    """The time of one point by that of another, with its interval. It is one of `family`, of this many rounds."""
 
     ratio: float
     low: float
     high: float
     equal: float = EQUAL
+    family: int = 1
+    rounds: int = LEAST
 
     @property
     def verdict(self) -> SpeedVerdict:
@@ -64,9 +70,19 @@ class Comparison(NamedTuple):
         """The relative difference up to which these rounds would show none."""
         return max(self.equal, self.ratio / self.low - 1)
 
+    def more_rounds(self, shown: float) -> int:
+        """How many more such rounds show a relative difference of `shown`; at most MOST_ROUNDS."""
+        asked = math.log1p(shown) / math.log(self.ratio / self.low) if self.low < self.ratio else math.inf
+
+        def narrows(more: int) -> bool:
+            rounds = self.rounds + more
+            return _width(rounds - 1, self.family, rounds) <= asked * _width(self.rounds - 1, self.family, self.rounds)
+
+        return bisect.bisect_left(range(MOST_ROUNDS), True, lo=1, key=narrows)
+
     def times(self, factor: float) -> Comparison:
-        """The same of something that is proportional to the time, as a price is."""
-        return Comparison(self.ratio * factor, self.low * factor, self.high * factor, self.equal)
+        """This comparison, scaled to a quantity proportional to time, such as a price."""
+        return self._replace(ratio=self.ratio * factor, low=self.low * factor, high=self.high * factor)
 
 
 def compare(
@@ -84,7 +100,8 @@ def compare(
     # Two points that took turns met the same machine in a round: their ratio in each round is free of what both met.
     pair = recorded.in_turns(one, other)
     if pair is None:  # the rounds of separate measurements are independent
-        return _comparison(_welch(*(list(map(math.log, times(result))) for result in (one, other))), family, equal)
+        sides = [list(map(math.log, times(result))) for result in (one, other)]
+        return _comparison(_welch(*sides), family, equal, min(map(len, sides)))
     return of_turns(times(pair.one), times(pair.other), pair.reference, family=family, equal=equal)
 
 
@@ -99,8 +116,10 @@ def of_turns(
     """The same from the times of rounds in which both took turns. reference: the ratio of their reference work in each
     round; see [Note: equal speed of the cores]."""
     gaps = [math.log(mine / theirs) for mine, theirs in zip(one, other, strict=True)]
-    found = _of_turns(gaps) if reference is None else _at_equal_speed(gaps, list(map(math.log, reference)))
-    return _comparison(found, family, equal)
+    cores = list(map(math.log, reference or ()))
+    # Decided by the reference work alone, so that the choice does not favour a result.
+    found = _at_equal_speed(gaps, cores) if cores and statistics.stdev(cores) > EQUAL else _of_turns(gaps)
+    return _comparison(found, family, equal, len(gaps))
 
 
 class _Mean(NamedTuple):
@@ -111,13 +130,18 @@ class _Mean(NamedTuple):
     freedom: int
 
 
-def _comparison(found: _Mean, family: int, equal: float) -> Comparison:
+def _comparison(found: _Mean, family: int, equal: float, rounds: int) -> Comparison:
     # Student's t, because a bootstrap of few rounds lies within the rounds that there are. Under a changing load ratios
     # have longer tails than normal ones, with which t declares less, not more. Each further point of a family is one
     # more chance to leave an equal one behind, so each has its part of MISTAKEN (Bonferroni).
     spread = student.quantile(1 - MISTAKEN / family, found.freedom) * found.error
     ratio, low, high = (math.exp(found.mean + part * spread) for part in (0, -1, 1))
-    return Comparison(ratio, low, high, equal)
+    return Comparison(ratio, low, high, equal, family, rounds)
+
+
+def _width(freedom: int, family: int, rounds: int) -> float:
+    """How wide an interval of so many rounds is, up to a factor."""
+    return student.quantile(1 - MISTAKEN / family, freedom) / math.sqrt(rounds)
 
 
 def _of_turns(gaps: Sequence[float]) -> _Mean:

@@ -95,7 +95,7 @@ def test_a_rule_of_the_plan_touches_two_files(copy: Copy) -> None:
 def test_an_engine_touches_three_files_and_an_option(copy: Copy) -> None:
     imports = (
         "from __future__ import annotations\n"
-        "from collections.abc import Iterator, Mapping, Sequence\nfrom typing import TYPE_CHECKING, Any\n"
+        "from collections.abc import Iterable, Iterator, Mapping, Sequence\nfrom typing import TYPE_CHECKING, Any\n"
         "from orchestrator.config.schema import RunConfig\nfrom orchestrator.config.strict import Broken\n"
         "from orchestrator.wings.engines.contract import Task, Updated\n"
         "from orchestrator.wings.engines.limits import common_problems, replicated\n"

@@ -79,6 +79,7 @@ IMPORTERS = {
         "orchestrator/wings/engines/messages.py",
         "orchestrator/wings/engines/fsdp2.py",
         "orchestrator/wings/scripts/held_store.py",
+        "orchestrator/wings/engines/torch_optimizer.py",
         "zero_runtime/collectives.py",
         "zero_runtime/deepspeed/comm.py",
         "zero_runtime/gloo.py",

@@ -149,6 +149,8 @@ def result_of(row: Row, config: RunConfig, chance: random.Random) -> dict[str, A
         "messages": {} if row.engine == "plain" else sent,
         "control_bytes": 64,
     }
+    work = found["work"]
+    work["late"] = {**work, "steps": work["steps"][:5], "dtypes": found["dtypes"]}
     if row.engine == "plain":
         far = 5e-9 if row.precision == "fp32" else 1e-3
         found["work"]["spread"] = {name: [far * (1 + 0.1 * at) for at in range(STEPS)] for name in ("loss", "norm")}

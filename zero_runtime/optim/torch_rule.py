@@ -55,7 +55,7 @@ class TorchRule(UpdateRule):
 
     def resume(self, helds: Sequence[Held], counters: Mapping[str, float]) -> None:
         """Give torch the current flat states, and the `counters` of a run that had made the same number of steps."""
-        if not counters["updates"]:
+        if counters == {"updates": 0.0}:
             return  # torch has no states yet
         for run, state, held in self._runs(helds):
             prefix = f"group{run.settings.index}."

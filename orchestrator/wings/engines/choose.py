@@ -97,7 +97,7 @@ def main(words: Sequence[str], runs: int | None, *, as_json: bool) -> int:
         return FAILED
     tables = {AT_SAME_BATCH: (first, ways.measured(first))}
     if "batch.global_size" in names:
-        fastest = [row.entry.label for row in tables[AT_SAME_BATCH][1] if row.place is not None]
+        fastest = [row.entry.label for row in tables[AT_SAME_BATCH][1] if row.place or row.may_be]
         kinds = [one.kind for label in fastest for one in first if one.point.label == label][:AT_LIMIT]
         larger = best_of_each(ways.fitting(kinds, "batch.at_limit=true"), largest) if kinds else []
         larger = [one for one in larger if one.micro > first[0].micro][: runs - len(first)]
@@ -153,7 +153,7 @@ class _Ways:
 
 def best_of(tried: Sequence[EnginePoint], rows: Sequence[Ranked]) -> EnginePoint | None:
     """The fastest of those that did the same work; of a tie, the one that needs the least memory."""
-    first = {row.entry.label for row in rows if row.place == 1}
+    first = {row.entry.label for row in rows if 1 in (row.place, row.may_be)}
     return min((one for one in tried if one.point.label in first), key=lambda one: one.needed, default=None)
 
 
@@ -186,7 +186,7 @@ def _document(
     """That of `choose --json` for the last table, whose winner is the next command, with the rows of all tables and the
     winner of each."""
     name, best = list(chosen.items())[-1]
-    placed = {row.entry.label: row.place for row in tables[name][1] if row.place is not None}
+    placed = {row.entry.label: row.place for row in tables[name][1] if row.place or row.may_be}
     second = next((label for label in placed if label != best.point.label), None)
     tied = [label for label, place in placed.items() if place == 1]
     rows = [
@@ -216,7 +216,8 @@ def _rows(
         row = by_label.get(one.point.label)
         why = "chosen" if one is chosen else ""
         if row is not None and one is not chosen:
-            why = row.apart or ("a tie" if row.tied or row.place == 1 else row.entry.message)
+            told = {row.place == 1 or row.tied: "a tie", row.may_be is not None: "not told apart"}
+            why = row.apart or told.get(True, row.entry.message)
         cells = (str(one.micro), digits(_speed(one, ranked)), size(one.needed), why)
         found.append((name, one.point.label, *cells))
     return found

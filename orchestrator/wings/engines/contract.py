@@ -5,7 +5,7 @@ The command imports the module to check points, so it imports torch and its engi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -71,6 +71,10 @@ class TrainingEngine(Protocol):
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter's name in the model and its full value, in the dtype of the master; one at a time. A
         collective, between two steps."""
+
+    def begin_again(self, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Gives the trained parameters these values, whole and in fp32, by their names, and the optimizer and the loss
+        scale the state that they had before the first step. A collective, between two steps."""
 
     def close(self) -> None:
         """Ends what the engine has started. The process ends soon after."""

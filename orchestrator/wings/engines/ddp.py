@@ -7,7 +7,7 @@ drops the copies.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.schema import RunConfig
@@ -134,6 +134,9 @@ class DdpEngine:
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, param.detach()) for name, param in self._model.named_parameters())
+
+    def begin_again(self, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._update.begin_again(values)
 
     def close(self) -> None:
         del self.module, self._update

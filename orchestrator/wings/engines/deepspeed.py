@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Broken
-from orchestrator.wings.engines import deepspeed_bytes
+from orchestrator.wings.engines import deepspeed_again, deepspeed_bytes
 from orchestrator.wings.engines.contract import Task, Updated
 from orchestrator.wings.engines.deepspeed_keys import broken_keys, by_bf16_optimizer, without_unused_norm
 from orchestrator.wings.engines.limits import common_problems, computed_as_param, merged
@@ -134,9 +134,9 @@ class DsEngine:
         trained = [(name, param) for name, param in self._model.named_parameters() if param.requires_grad]
         self._optimizer = torch_optimizer.optimizer_of(task.config, trained)
         self.module, *_ = deepspeed.initialize(model=task.model, optimizer=self._optimizer, config=self._settings)
-        set_part, set_whole = deepspeed.utils.safe_set_local_fp32_param, deepspeed.utils.safe_set_full_fp32_param
-        for name, param in trained if self._half else ():  # it made its masters from the 16-bit weights
-            (set_part if hasattr(param, "ds_tensor") else set_whole)(param, masters.pop(name))
+        # In 16 bits it made its masters from the rounded weights.
+        deepspeed_again.set_masters(deepspeed, trained if self._half else (), masters)
+        self.begin_again = deepspeed_again.restorer(deepspeed, self.module, self._optimizer, trained)
         self._share = torch.distributed.get_world_size() if self.module.gradient_average else 1
 
     def _take_first_values(self, task: Task, frozen: torch.dtype) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -47,6 +47,7 @@ PARTED = 0.05  # relative distance of norms from which they are not judged
 GROWTH = 16  # of the distance of two equal trainings in the steps after; that of llama_tiny in fp32 grows 15-fold by 20
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 STATES = ("params", "grads", "master")  # the components of result["dtypes"] that are not moments or messages
+LATE = " after the last timed step"  # of what differs there
 # Settings that decide what is computed. Those of other groups decide where and how, but for the interpreter: another
 # torch rounds otherwise, so each has a reference of its own.
 GROUPS = ("seed", "model", "adapter", "data", "optimizer", "scheduler")
@@ -79,13 +80,17 @@ def verdicts(entries: Sequence[Entry]) -> dict[str, WorkVerdict]:
         if entry.result is None:
             continue
         basis = bases.get(work_key(entry.config))
-        if not (entry.result.get("work") or {}).get("steps"):
-            found[entry.label] = WorkVerdict((), "its work was not counted: run it again with this sweep")
+        if not _is_counted(entry):
+            found[entry.label] = WorkVerdict((), "its work was not counted to the end: run it again with this sweep")
         elif basis is None or basis is entry:
-            found[entry.label] = WorkVerdict(_distinct(_wrong_dtypes(entry)))
+            found[entry.label] = WorkVerdict(_differences(entry, None))
         else:
-            texts = _distinct([*_wrong_dtypes(entry), *_differences(entry, basis)])
-            found[entry.label] = WorkVerdict(texts, basis=basis.label)
+            found[entry.label] = WorkVerdict(_differences(entry, basis), basis=basis.label)
+    # A row with which others are compared, and which is no plain run, has been compared itself if one of them is equal.
+    confirmed = {verdict.basis for verdict in found.values() if verdict.is_equal}
+    for basis in bases.values():
+        if _kind(basis) != REFERENCE and basis.label not in confirmed and found[basis.label].is_equal:
+            found[basis.label] = WorkVerdict((), "there is no reference to compare its work with")
     return found
 
 
@@ -115,16 +120,17 @@ def bounds(config: Mapping[str, Any], basis: Mapping[str, Any], what: str) -> li
     return [math.inf if what == "norm" and one > PARTED else max(LEAST[what], multiple * one) for one in alike]
 
 
-def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(texts))
-
-
 def _by_work(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
     found: dict[str, list[Entry]] = {}
     for entry in entries:
-        if entry.result is not None and (entry.result.get("work") or {}).get("steps"):
+        if _is_counted(entry):
             found.setdefault(work_key(entry.config), []).append(entry)
     return found
+
+
+def _is_counted(entry: Entry) -> bool:
+    work = (entry.result or {}).get("work") or {}
+    return bool(work.get("steps") and work.get("late"))
 
 
 def _basis(rows: Sequence[Entry]) -> Entry:
@@ -140,18 +146,34 @@ def _kind(entry: Entry) -> str:
 # ---- what was trained on what ------------------------------------------------------------------------------------
 
 
-def _differences(entry: Entry, basis: Entry) -> Iterator[str]:
+def _differences(entry: Entry, basis: Entry | None) -> tuple[str, ...]:
+    """What differs in the first steps, and what only differs in those after the last timed one. basis: the row to
+    compare with, if there is another."""
     assert entry.result is not None
-    assert basis.result is not None
-    own, other = entry.result["work"], basis.result["work"]
-    if own["weights"] != other["weights"]:
-        yield "other first weights"
+    work, other = entry.result["work"], None if basis is None else (basis.result or {})["work"]
+    late = work["late"]
+    early_texts = _wrong_dtypes(entry, entry.result.get("dtypes") or {}, work["messages"])
+    late_texts = _wrong_dtypes(entry, late["dtypes"], late["messages"])
+    if late["messages"] != work["messages"]:
+        late_texts.append("sends other messages")
+    if other is not None:
+        early_texts += ["other first weights"] if work["weights"] != other["weights"] else []
+        limits = {what: bounds(entry.config, other, what) for what in ("loss", "norm")}
+        early_texts += _different_steps(work, other, limits)
+        late_texts += _different_steps(late, other["late"], limits)
+    return tuple(dict.fromkeys([*early_texts, *(f"{text}{LATE}" for text in late_texts if text not in early_texts)]))
+
+
+def _different_steps(
+    own: Mapping[str, Any], other: Mapping[str, Any], limits: Mapping[str, Sequence[float]]
+) -> Iterator[str]:
+    """What differs in steps that both began with the first weights."""
     if own["trained"] != other["trained"]:
         count, wanted = own["trained"][0], other["trained"][0]
         yield f"trains {count} parameters, not {wanted}" if count != wanted else "trains other parameters"
     yield from _different_counts(own["steps"], other["steps"])
-    for what in ("loss", "norm"):
-        yield from _too_far(own["steps"], other["steps"], what, bounds(entry.config, other, what))
+    for what, limit in limits.items():
+        yield from _too_far(own["steps"], other["steps"], what, limit)
 
 
 def _different_counts(own: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -194,29 +216,29 @@ def relative(one: float | None, other: float | None) -> float | None:
 # ---- dtypes ------------------------------------------------------------------------------------------------------
 
 
-def _wrong_dtypes(entry: Entry) -> Iterator[str]:
+def _wrong_dtypes(entry: Entry, dtypes: Mapping[str, Any], sent: Mapping[str, Any]) -> list[str]:
     """What a row keeps or sends in fewer bits than its configuration asks for. The ranks of zero-lab's own rows have
-    compared theirs with more rules, and would have failed."""
-    assert entry.result is not None
+    compared theirs with more rules, and would have failed. dtypes: bytes by component and dtype; sent: messages."""
     if _kind(entry) == "zero":
-        return
-    precision, dtypes = entry.config["precision"], entry.result.get("dtypes") or {}
-    several = entry.config["batch"]["accumulation"] > 1
+        return []
+    config, texts = entry.config, list[str]()
+    precision = config["precision"]
+    several = config["batch"]["accumulation"] > 1
     asked = {"grads": precision["accumulate" if several else "reduce"]}
     # Weights that are computed with are masters, too, if there are no others.
     asked["master" if dtypes.get("master") else "params"] = precision["master"]
     moments = [name for name in dtypes if name not in STATES]
-    asked |= dict.fromkeys(moments, entry.config["optimizer"].get("state_dtype", "fp32"))
+    asked |= dict.fromkeys(moments, config["optimizer"].get("state_dtype", "fp32"))
     for component, dtype in asked.items():
         found = dtypes.get(component, {})
         # Beside their sum, the gradients of a backward have the dtype in which it computes.
         if (component != "grads" or dtype not in found) and (narrow := _narrower(found, dtype)):
             shown = {"grads": "gradients", "params": "masters", "master": "masters"}.get(component, "moments")
-            yield f"{shown} in {narrow}"
-    sent = entry.result["work"]["messages"]
+            texts.append(f"{shown} in {narrow}")
     reduced = {dtype: 1 for kind in REDUCTIONS for dtype in sent.get(kind, {})}
     if narrow := _narrower(reduced, precision["reduce"]):
-        yield f"gradients sent in {narrow}"
+        texts.append(f"gradients sent in {narrow}")
+    return texts
 
 
 def _narrower(found: Mapping[str, int], asked: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from orchestrator import wings
 from orchestrator.config.schema import RunConfig
@@ -26,7 +27,7 @@ from zero_runtime.collectives import Collectives
 from zero_runtime.divisions import SequencePart
 from zero_runtime.dtypes import short_name
 from zero_runtime.errors import NonFiniteError
-from zero_runtime.initial_values import InitialValues
+from zero_runtime.initial_values import Initialise, InitialValues
 from zero_runtime.ledger import Ledger
 from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.phase_clock import PhaseClock
@@ -46,24 +47,34 @@ def build(
     begin_peak()
     parameters = sum(param.numel() for param in model.parameters())
     recomputation = Recomputation(model, config.recompute, device)
+    with first_values(config, model, initialise) as first_value:
+        runtime = ForeignRuntime(config, device, watch, stop_asked)
+        runtime.start(module.build(Task(config, model, first_value, device)))
+    return TrainingSetup(runtime, ForeignAccounts(config, runtime, module, parameters), recomputation)
+
+
+@contextmanager
+def first_values(
+    config: RunConfig, model: nn.Module, initialise: Initialise | None
+) -> Iterator[Callable[[str, nn.Parameter], torch.Tensor]]:
+    """Gives the first value of each parameter of a model on the meta device: that of the folder of weights, or drawn
+    from the seed. Fills the model's buffers."""
     values = InitialValues(model, seed=config.seed, initialise=initialise)
     values.fill_buffers()
-    runtime = ForeignRuntime(config, device, watch, stop_asked)
     if config.model.path is None:
-        runtime.start(module.build(Task(config, model, values.draw, device)))
-    else:
-        with load(READ_WEIGHTS_FOLDER)(config.model.path, model, config.model.adapter) as weights:
-            stored = set(weights.names())
+        yield values.draw
+        return
+    with load(READ_WEIGHTS_FOLDER)(config.model.path, model, config.model.adapter) as weights:
+        stored = set(weights.names())
 
-            def first_value(name: str, param: torch.nn.Parameter) -> torch.Tensor:
-                """Adapters are not in the folder."""
-                if name not in stored:
-                    return values.draw(name, param)
-                found: torch.Tensor = weights.read(name, 0, param.numel())
-                return found.reshape(param.shape)
+        def first_value(name: str, param: nn.Parameter) -> torch.Tensor:
+            """Adapters are not in the folder."""
+            if name not in stored:
+                return values.draw(name, param)
+            found: torch.Tensor = weights.read(name, 0, param.numel())
+            return found.reshape(param.shape)
 
-            runtime.start(module.build(Task(config, model, first_value, device)))
-    return TrainingSetup(runtime, ForeignAccounts(config, runtime, module, parameters), recomputation)
+        yield first_value
 
 
 class ForeignRuntime:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,8 @@ def problems_of(config: RunConfig) -> list[Broken]:
     # What it sums before it reduces, over micro-batches, is summed in the dtype that it reduces.
     sums = config.batch.accumulation > 1 and (not keys["requires_gradient_sync"] or shards < ranks)
     divides = isinstance(reshard, bool) or (isinstance(reshard, int) and 1 < reshard < shards and shards % reshard == 0)
-    found = [
-        *common_problems(config, "FSDP2 in these runs"),
-        *broken_keys(config, settings_of, "reshard_after_forward"),
-    ]
+    found = common_problems(config, "FSDP2 in these runs")
+    found += broken_keys(config, settings_of, "reshard_after_forward")
     if config.zero.plan.optimizer is Partition.REPLICATED:
         found.append(Broken("FSDP2 shards", "zero=stage0", ("engine=ddp", "zero=stage1")))
     if sums and reduce != "fp32":
@@ -187,8 +185,10 @@ class Fsdp2Engine:
         return {**weights, "grads": self._update.grads(), **self._update.states()}
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, shard in self._shards.items():
-            yield name, shard.full_tensor().detach()  # type: ignore[attr-defined]
+        return ((name, one.full_tensor().detach()) for name, one in self._shards.items())  # type: ignore[attr-defined]
+
+    def begin_again(self, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._update.begin_again(values)
 
     def close(self) -> None:
         del self.module, self._update

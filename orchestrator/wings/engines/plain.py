@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -108,10 +108,13 @@ class PlainEngine:
 
     def step(self, rates: Rates) -> Updated:
         updated = self._update.step(rates)
+        self._round_weights()
+        return updated
+
+    def _round_weights(self) -> None:
         if self._half is not None:
             for weight, master in self._weights:
                 weight.detach().copy_(master.detach().to(self._half))
-        return updated
 
     def held(self) -> Mapping[str, Sequence[torch.Tensor]]:
         own = [] if self._half is None else [master.detach() for master in self._masters.values()]
@@ -120,6 +123,10 @@ class PlainEngine:
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, self._masters.get(name, param).detach()) for name, param in self.module.named_parameters())
+
+    def begin_again(self, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._update.begin_again(values)
+        self._round_weights()
 
     def close(self) -> None:
         del self.module, self._update

@@ -18,7 +18,8 @@ from orchestrator.wings.page.report_points import ReportPoint
 WORK = (
     "A row has a place if its work is that of plain PyTorch in one process: the same first weights, tokens, sequences, "
     "updates and trained parameters, states and messages in no fewer bits than the configuration asks for, and losses "
-    "and norms within their bounds. Columns loss and norm: the relative distance at the step nearest to its bound."
+    "and norms within their bounds, in the first steps and in some after the last timed one. Columns loss and norm: "
+    "the relative distance at that of the first steps which is nearest to its bound."
 )
 MESSAGES = (
     "What one rank sends in one steady step, counted in the same way for all engines and all transports. "

@@ -48,9 +48,9 @@ class Update:
     """
 
     def __init__(self, config: RunConfig, named: Iterable[Named]) -> None:
-        trained = dict(named)
-        self.params = list(trained.values())
-        self.optimizer = optimizer_of(config, trained.items())
+        self._config, self._named = config, dict(named)
+        self.params = list(self._named.values())
+        self.optimizer = optimizer_of(config, self._named.items())
         self._clip_norm, self._scales = config.optimizer.clip_norm, config.precision.scales_loss
         self._scaler = (config.precision.scale if self._scales else UNSCALED).start()
 
@@ -85,6 +85,21 @@ class Update:
         norm = nn.utils.clip_grad_norm_(self.params, most, foreach=True)
         full = getattr(norm, "full_tensor", None)  # of sharded gradients
         return norm if full is None else full()
+
+    def begin_again(self, values: Iterable[Named]) -> None:
+        """Gives the parameters these values by their names, and all else its state before the first step."""
+        for name, value in values:
+            own: Any = self._named[name].detach()
+            if hasattr(own, "placements"):
+                from torch.distributed.tensor import distribute_tensor
+
+                # Without a source each rank takes its part of its own value.
+                value = distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+            local(own).copy_(local(value))
+        # Only the states: a rate or a decay that somebody has set in the groups stays.
+        self.optimizer.state.clear()
+        self.optimizer.state.update(optimizer_of(self._config, self._named.items()).state)
+        self._scaler = (self._config.precision.scale if self._scales else UNSCALED).start()
 
     def grads(self) -> list[torch.Tensor]:
         """The gradients that exist now, of this rank's shards."""

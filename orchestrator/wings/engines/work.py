@@ -1,5 +1,9 @@
 """Counts the work of a run in one way for every engine, ours included: weights, tokens, updates and messages.
 
+The first steps of each attempt are counted, and again some after all that is timed, in which an engine could do other
+work than it has shown. What losses a training has there depends on how many steps were timed, which differs from row to
+row. So the same engine is taken back to the first weights, and its losses are compared with those of the first steps.
+
 Nothing is taken from what the engine says: tokens are those that its module is called with, updates are changes of its
 weights, trained is what has other values at the end, and messages are seen where they begin (messages.py).
 """
@@ -16,20 +20,22 @@ from typing import Any, NamedTuple
 import torch
 
 from orchestrator import wings
+from orchestrator.wings.engines.beginning import begin_again
 from orchestrator.wings.engines.checksums import checksum, hex_of, hexadecimal
-from orchestrator.wings.engines.equality import STEPS
+from orchestrator.wings.engines.equality import ALIKE_STEPS, STEPS
 from orchestrator.wings.engines.messages import MessageCount, messages
 from orchestrator.wings.engines.probe import Probe
 from orchestrator.worker.listeners import Listener, RankRun
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.ledger import Ledger
+from zero_runtime.step_report import StepReport
 
 UPCAST = "16-bit weights are converted to fp32 for each operation, because this processor has no 16-bit products"
 SPREAD = "orchestrator.wings.engines.spread:spread_of"
 
 
 class CountedWork(Listener):
-    """Records result["work"]. A run that resumes, or that is one round of a point, has none."""
+    """Records result["work"]. A run that resumes has none."""
 
     def __init__(self, run: RankRun) -> None:
         super().__init__(run)
@@ -39,13 +45,14 @@ class CountedWork(Listener):
         self._counted, self._ledger = 0, Ledger()
         self._work: dict[str, Any] = {}
         self._recording = False
-        self._hook = run.runtime.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        self._first = dict(_checksums(run)) if self._is_whole else {}
-        self._probe = Probe(run)
+        self._first = dict(_checksums(run))
+        self._watch()
 
-    @property
-    def _is_whole(self) -> bool:
-        return self.run.measurement.rounds.is_last_attempt
+    def _watch(self) -> None:
+        """Steps are counted from here on. The probe is made anew, as an engine may hold other tensors by then."""
+        self._steps.clear()
+        self._hook = self.run.runtime.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._probe = Probe(self.run)
 
     @property
     def _computes_wider(self) -> bool:
@@ -53,7 +60,7 @@ class CountedWork(Listener):
         return precision.compute != precision.dtypes.param
 
     def before_step(self, step: int) -> None:
-        if not self._is_whole or step > self.run.loop.steps:
+        if step > self.run.loop.steps:
             return
         self._recording = step == len(self._steps) + 1 <= STEPS
         if self._recording:
@@ -90,17 +97,14 @@ class CountedWork(Listener):
         if not self._steps:
             return
         run.measurement.keep_peaks()  # what follows uses memory of its own
-        changed = {name: one.elements for name, one in _checksums(run) if one.exact != self._first[name].exact}
-        ranks = run.runtime.collectives.gather_objects([step.read() for step in self._steps])
-        steps = [
-            {**_combined(counts), **self._values(number)} for number, counts in enumerate(zip(*ranks, strict=True))
-        ]
-        norm = self._audited_norm(sum(changed.values()))
+        readings, trained = run.measurement.readings, self._trained()
+        steps = self._counts_of(readings.losses, readings.norms)
+        norm = self._audited_norm(sum(trained.values()))
         if self._counted <= len(steps) and steps[self._counted - 1]["norm"] is None:
             steps[self._counted - 1]["norm"] = norm
         self._work = {
             "weights": hex_of(f"{name} {one.computed}" for name, one in self._first.items()),
-            "trained": [len(changed), hex_of(changed)],
+            "trained": [len(trained), hex_of(trained)],
             "steps": steps,
             "messages": messages(self._ledger),
             "control_bytes": self._ledger.control.bytes,
@@ -108,11 +112,42 @@ class CountedWork(Listener):
         if run.config.engine.kind == "plain":
             self._work["spread"] = wings.load(SPREAD)(run, steps)
 
-    def _values(self, number: int) -> dict[str, float | None]:
-        """The loss and the norm of a step, from 0."""
-        found = self.run.measurement.readings
-        norm = found.norms[number]
-        return {"loss": found.losses[number], "norm": norm if math.isfinite(norm) else None}
+    def _trained(self) -> dict[str, int]:
+        """The elements of each parameter that has other values than at the beginning. A collective."""
+        return {name: one.elements for name, one in _checksums(self.run) if one.exact != self._first[name].exact}
+
+    def _counts_of(self, losses: Sequence[float], norms: Sequence[float]) -> list[dict[str, Any]]:
+        """The steps that were counted, in all ranks, with these losses and norms. A collective."""
+        ranks = self.run.runtime.collectives.gather_objects([step.read() for step in self._steps])
+        return [
+            {**_combined(counts), "loss": loss, "norm": norm if math.isfinite(norm) else None}
+            for counts, loss, norm in zip(zip(*ranks, strict=True), losses, norms, strict=False)
+        ]
+
+    def _after_the_last(self) -> dict[str, Any]:
+        """The dtypes and messages of a step after all that were timed; then the first steps once more. A collective."""
+        run, reports = self.run, list[StepReport]()
+        accounts, count = run.measurement.accounts, min(ALIKE_STEPS, len(self._work["steps"]))
+        run.loop.step(run.measurement)  # which gathers again what was let go when the weights were read
+        run.runtime.reset_ledger()
+        with MessageCount(len(self._first)) as counted:
+            run.loop.step(run.measurement, counts=True)
+        dtypes = accounts.dtypes(run.runtime.reset_ledger())
+        begin_again(run)
+        self._watch()
+        for step in range(count):
+            self._recording = True
+            self._steps.append(_Step())
+            reports.append(run.loop.step(run.measurement, counts=step == count - 1)[0])
+            self.after_step(0)
+            run.loop.advance()
+        self._hook.remove()
+        trained = self._trained()
+        steps = self._counts_of([one.loss for one in reports], [one.grad_norm for one in reports])
+        norm = self._audited_norm(sum(trained.values()))
+        steps[-1]["norm"] = norm if steps[-1]["norm"] is None else steps[-1]["norm"]
+        names = [len(trained), hex_of(trained)]
+        return {"steps": steps, "trained": names, "dtypes": dtypes, "messages": messages(counted.ledger)}
 
     def _audited_norm(self, trained: int) -> float | None:
         """The norm of the gradients before the update of the counted step, for engines that do not clip and so compute
@@ -126,7 +161,10 @@ class CountedWork(Listener):
 
     def add_to(self, result: dict[str, Any]) -> None:
         engine = self.run.config.engine
-        if not result or not self._work:
+        if not self._work:
+            return
+        self._work["late"] = self._after_the_last()  # all was measured: nothing of it is in the result
+        if not result:
             return
         result["work"] = self._work
         if engine.is_own:

@@ -137,6 +137,8 @@ def speeds_untold(points: Sequence[ReportPoint]) -> str:
     # By speed, whatever sorts the table: a place by loss says nothing about speed.
     rows = ranking.rank([point.entry for point in points])
     places = [row.place for row in rows if row.place is not None]
+    if any(row.may_be == 1 for row in rows):
+        return "the rounds do not judge which is the fastest"
     if len(places) < 2:
         return f"speeds are ranked from {LEAST} rounds, which {len(places) or 'none'} of {len(rows)} points has"
     return "the rounds show no difference between the speeds" if max(places) == 1 else ""

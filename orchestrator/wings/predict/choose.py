@@ -254,7 +254,7 @@ def _results(finalists: Sequence[Candidate], sweep: SweepPaths | None) -> tuple[
         for row in rows
         if row.entry.result and (value := ranking.METRICS[ranking.DEFAULT_METRIC].read(row.entry.result)) is not None
     }
-    return runs, tuple(row.entry.label for row in rows if row.place == 1)
+    return runs, tuple(row.entry.label for row in rows if 1 in (row.place, row.may_be))
 
 
 def _measured_choice(ranked: Sequence[Candidate], measured: Mapping[str, ShortRun], tied: Sequence[str]) -> Taken:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -65,11 +66,54 @@ def test_points_that_took_turns_are_told_apart_although_the_machine_changed_betw
     one, other = make_entry("a", 100, rounds=weather), make_entry("b", 95, rounds=weather)
     assert order(one, other) == [("a", 1, False), ("b", 2, False)]
     apart = make_entry("b", 95, rounds=weather, session="another sweep")
-    assert order(one, apart) == [("a", 1, False), ("b", 1, True)], "they shared no rounds"
+    assert order(one, apart) == [("a", None, False), ("b", None, False)], "they shared no rounds"
 
 
-def test_a_difference_that_not_all_rounds_show_is_a_tie() -> None:
-    assert order(make_entry("a", 100), make_entry("b", 90, rounds=(1.2, 1.0, 1.2, 1.0, 1.2, 1.0)))[1][2]
+UNSTEADY = (1.2, 1.0, 1.2, 1.0, 1.2, 1.0)
+
+
+def test_rows_that_their_rounds_do_not_judge_have_no_place_and_others_keep_theirs() -> None:
+    entries = make_entry("a", 100), make_entry("b", 90, rounds=UNSTEADY), make_entry("c", 100), make_entry("d", 50)
+    assert order(*entries) == [("a", None, False), ("c", None, False), ("b", None, False), ("d", 4, False)]
+    last = make_entry("e", 45, rounds=UNSTEADY)
+    assert order(make_entry("a", 100), entries[3], last)[:1] == [("a", 1, False)]
+    found = ranking.rank([make_entry("a", 100), entries[3], last])
+    assert [(row.place, row.may_be) for row in found] == [(1, None), (None, 2), (None, 2)]
+    (told,) = cautions.without_place(found)
+    assert re.fullmatch(r"without a place: d, e \(these rounds would show .* only; \d+ more rounds show 5 %\)", told)
+
+
+@pytest.mark.parametrize(
+    ("speed", "first", "second", "places"),
+    [
+        (99.6, (0.999, 1.0, 1.001), (0.999, 1.0, 1.001), [1, 2]),  # nobody would choose by 0.4 %
+        (89.0, (1.0, 0.97, 0.97), (0.97, 1.0, 1.05), [None, None]),  # too little to say slower, and no tie either
+        (99.5, (0.995, 1.0, 1.005), (0.995, 1.0, 1.005), [1, 1]),
+    ],
+)
+def test_rows_whose_ranges_lie_apart_are_no_tie(
+    speed: float, first: Sequence[float], second: Sequence[float], places: list[int | None]
+) -> None:
+    found = order(make_entry("a", 100, rounds=first), make_entry("b", speed, rounds=second))
+    assert found == [("a", places[0], False), ("b", places[1], places == [1, 1])]
+
+
+ORDERS = {"a": (0.97, 1.0, 1.03), "b": (1.0, 1.03, 0.97)}
+
+
+@pytest.mark.parametrize(("times", "is_judged"), [(2, False), (3, True)])
+def test_as_many_more_rounds_as_are_proposed_show_what_is_asked(times: int, is_judged: bool) -> None:
+    """Three more than six are proposed, see test_a_tie_names_no_winner_and_says_so."""
+    found = order(*(make_entry(label, 100, rounds=times * each) for label, each in ORDERS.items()))
+    assert [tied for _, _, tied in found] == [False, is_judged]
+
+
+def test_the_next_command_measures_as_many_rounds_as_judge_the_rows() -> None:
+    entries = [make_entry(label, 100, rounds=2 * each) for label, each in ORDERS.items()]
+    measure = {"measure": {"steps": 60, "rounds": 6}}
+    ranked = ranking.rank([replace(entry, config=measure) for entry in entries])
+    found = ranking.with_more_rounds(["-m", "zero=stage0,stage1", "measure=standard", "measure.steps=60"], ranked)
+    assert found == ["-m", "zero=stage0,stage1", "measure=standard", "measure.rounds=9", "measure.steps=90"]
 
 
 def test_speeds_of_fewer_than_three_rounds_have_no_place_and_no_winner() -> None:
@@ -110,10 +154,15 @@ def test_the_ranking_does_not_depend_on_the_order_of_the_columns() -> None:
 def test_a_tie_names_no_winner_and_says_so() -> None:
     tied = ranking.rank([make_entry("a", 100), make_entry("b", 100.5)])
     assert ranking.conclusion(tied) == "fastest: a tie of b, a"
-    orders = {"a": (0.97, 1.0, 1.03), "b": (1.0, 1.03, 0.97)}
-    noisy = ranking.rank([make_entry(label, 100, rounds=2 * each) for label, each in orders.items()])
+    noisy = ranking.rank([make_entry(label, 100, rounds=2 * each) for label, each in ORDERS.items()])
     # Logarithms of the ratios: -0.030, -0.030 and 0.060, twice; their standard error of 0.019 times t(5; 0.99) = 3.36.
-    assert ranking.conclusion(noisy) == "fastest: a tie of a, b; a difference of up to 7 % would not show"
+    # With t(6; 0.99) = 3.14, t(7) = 3.00 and t(8) = 2.90 the ninth round is the first to bring it below log(1.05).
+    told = (
+        "not ranked: these rounds would show differences from 7 % only; 3 more rounds show 5 %; the fastest is one of "
+    )
+    assert ranking.conclusion(noisy) == f"{told}a, b"
+    steady = ranking.rank([make_entry(label, 100, rounds=4 * each) for label, each in ORDERS.items()])
+    assert ranking.conclusion(steady) == "fastest: a tie of a, b; a difference of up to 4 % would not show"
     exact = ranking.rank([make_entry("a", 100), make_entry("b", 100)], "loss_last")
     assert ranking.conclusion(exact) == "best by last training loss: a tie of a, b"
     (smaller := make_entry("a", 100)).result["memory"]["states"][0]["measured_bytes"] -= 1  # type: ignore[index]

@@ -232,7 +232,7 @@ def test_the_comparison_prints_its_rule_its_ties_and_the_reason_of_a_failure() -
     good = [Entry(label, "ok", make_result(CONFIG, speed)) for label, speed in (("a", 100.0), ("b", 99.5))]
     for entry, ms in zip(good, (100.0, 100.5), strict=True):
         assert entry.result is not None
-        entry.result["rounds"] = [{"number": number, "began": 0.0, "step_ms": [ms]} for number in range(3)]
+        entry.result["rounds"] = [{"number": number, "began": 0.0, "step_ms": [ms + number % 2]} for number in range(3)]
     old = Entry("old", "cached", make_result(CONFIG, 10.0), measured_at=0.0)
     screen.comparison(ranking.rank([*good, old, Entry("c", "error", None, "rank 1 was killed")]))
     text = squeezed(out)

@@ -15,7 +15,7 @@ from work_runs import GLOBAL_SIZE, RANKS, Run, Work, config_of, entries_of
 
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
-from orchestrator.config.schema import to_dict
+from orchestrator.config.schema import Measure, to_dict
 from orchestrator.machine.hardware import Hardware
 from orchestrator.planning.point import Point
 from orchestrator.planning.points import judged
@@ -23,6 +23,7 @@ from orchestrator.planning.rules.scene import Scene
 from orchestrator.report.entry import Entry
 from orchestrator.wings.engines.checksums import AT_ONCE, checksum, hexadecimal
 from orchestrator.wings.engines.equality import LEAST, MULTIPLE, WorkVerdict, bounds, verdicts, work_key
+from orchestrator.wings.engines.equality import STEPS as FIRST_STEPS
 from orchestrator.wings.engines.spread import variants
 from zero_runtime.same_host import probe
 
@@ -143,21 +144,39 @@ def test_equal_work_is_counted_alike_by_all(entries: dict[str, Entry]) -> None:
         for one, other in zip(work["steps"], plain["steps"], strict=True):
             assert (one["tokens"], one["sequences"]) == (other["tokens"], GLOBAL_SIZE)
             assert (one["updates"], one["micro_batches"]) == (1, RANKS)
+    for work in [plain, *works.values()]:  # the same engine makes its first steps once more, with the same bits
+        assert {key: work["late"][key] for key in ("steps", "trained", "messages")}.items() <= work.items()
     assert len({step["tokens"] for step in plain["steps"]}) == STEPS
     assert {label: one for label, one in verdicts(list(entries.values())).items() if not one.is_equal} == {}
+
+
+def test_the_work_of_an_attempt_that_is_one_round_is_judged(tmp_path: Path) -> None:
+    """Else the rows of a sweep that is stopped between its rounds would have no verdict."""
+    measure = Measure(warmup_steps=FIRST_STEPS, steps=4, rounds=2, validation_batches=0)
+    runs = [
+        Run(kind, replace(config_of(Work(), kind, ranks=ranks), measure=replace(measure, rounds=ranks)))
+        for kind, ranks in (("plain", 1), ("ddp", RANKS))
+    ]
+    found = entries_of(tmp_path, runs[:1]) | entries_of(tmp_path, runs[1:], short=True)
+    assert [(entry.result or {})["steps"] for entry in found.values()] == [FIRST_STEPS + 4] * 2
+    assert [len((entry.result or {})["rounds"][0]["step_ms"]) for entry in found.values()] == [4, 2]
+    assert verdicts(list(found.values())) == {"plain": WorkVerdict(()), "ddp": WorkVerdict((), basis="plain")}
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------------------
 
 
+STEP = {"tokens": "ab", "sequences": 4, "micro_batches": 2, "updates": 1, "loss": 4.0, "norm": 2.0}
+
+
 def _row(label: str, kind: str, **changes: Any) -> Entry:
     """A row whose work is equal but for `changes`: of the first step, of the work, or of the dtypes."""
-    step = {"tokens": "ab", "sequences": 4, "micro_batches": 2, "updates": 1, "loss": 4.0, "norm": 2.0}
-    steps = [{**step, **{key: one for key, one in changes.items() if key in step}}, *([step] * 5)]
+    steps = [{**STEP, **{key: one for key, one in changes.items() if key in STEP}}, *([STEP] * 5)]
     work: dict[str, Any] = {"weights": "aa", "trained": [3, "bb"], "steps": steps, "messages": {}, "control_bytes": 0}
     dtypes = {"params": {"bf16": 8}, "master": {"fp32": 8}, "grads": {"fp32": 8}, "exp_avg": {"fp32": 8}}
     work |= {key: one for key, one in changes.items() if key in work}
     dtypes |= {key: one for key, one in changes.items() if key in dtypes}
+    work["late"] = {**work, "steps": steps[:5], "dtypes": dtypes} | changes.get("late", {})
     if kind == "plain":
         work["spread"] = {"loss": [1e-3, 1e-4, 5e-3, 1e-3, 1e-3, 2e-2], "norm": [1e-2] * 6}
     config = to_dict(config_of(Work("bf16", 2), kind))
@@ -172,6 +191,18 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tokens": ({"tokens": "ac"}, ("other tokens at step 1",)),
     "sequences": ({"sequences": 3}, ("3 sequences, not 4 at step 1",)),
     "micro-batches": ({"micro_batches": 4}, ()),
+    "updates late": (
+        {"late": {"steps": [{**STEP, "updates": 0}, *[STEP] * 4]}},
+        ("update 1 skipped after the last timed step",),
+    ),
+    "moments late": (
+        {"late": {"dtypes": {"exp_avg": {"bf16": 4}, "master": {"fp32": 8}}}},
+        ("moments in bf16 after the last timed step",),
+    ),
+    "messages late": (
+        {"late": {"messages": {"send": {"fp32": {}}}}},
+        ("sends other messages after the last timed step",),
+    ),
     "updates": ({"updates": 2}, ("2 updates, not 1 at step 1",)),
     "skipped": ({"updates": 0}, ("update 1 skipped",)),
     "near": ({"loss": 4.0 * (1 + 0.99 * MULTIPLE * 5e-3)}, ()),
@@ -214,9 +245,22 @@ def test_a_row_is_judged_by_the_plain_run_of_its_own_interpreter() -> None:
     assert all(one.is_equal for one in found.values())
 
 
-def test_work_that_was_not_counted_is_not_equal() -> None:
+def test_work_that_was_not_counted_to_the_end_is_not_equal() -> None:
     row = Entry("old", "ok", {"dtypes": {}}, config=to_dict(config_of(Work(), "zero")))
     assert not verdicts([row])["old"].is_equal
+    earlier = _row("old", "ddp")  # of an earlier version
+    assert earlier.result is not None
+    del earlier.result["work"]["late"]
+    found = verdicts([_row("reference", "plain"), earlier])
+    assert (found["reference"].is_equal, found["old"].is_equal) == (True, False)
+
+
+@pytest.mark.parametrize("rows", [("ddp",), ("ddp", "differs"), ("zero", "differs")])
+def test_work_that_nothing_confirms_is_not_known_to_be_equal(rows: tuple[str, ...]) -> None:
+    """A single row, and one from which all others differ, so that either may be wrong."""
+    entries = [_row(one, "fsdp2", updates=0) if one == "differs" else _row(one, one) for one in rows]
+    verdict = verdicts(entries)[rows[0]]
+    assert verdict == WorkVerdict((), "there is no reference to compare its work with")
 
 
 def test_bounds_follow_the_spread_and_are_never_below_those_of_fp32() -> None:

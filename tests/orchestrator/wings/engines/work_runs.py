@@ -30,6 +30,7 @@ from orchestrator.config.schema import (
 from orchestrator.config.state_groups import Precision, Zero
 from orchestrator.records.record_file import read_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.turns import open_turns
 from orchestrator.report.entry import Entry
 from zero_runtime.precision import MixedPrecision
 
@@ -90,9 +91,12 @@ def reference_of(work: Work, steps: int = STEPS) -> Run:
     return Run(f"plain {work.name}", config_of(work, "plain", ranks=1, steps=steps))
 
 
-def entries_of(folder: Path, runs: list[Run], timeout_s: float = HANG_S, comm: str | None = None) -> dict[str, Entry]:
+def entries_of(
+    folder: Path, runs: list[Run], timeout_s: float = HANG_S, comm: str | None = None, *, short: bool = False
+) -> dict[str, Entry]:
     """Trains the runs and gives their rows by label. Those of as many ranks share processes.
 
+    short: each is one round of its point.
     comm: over what the ranks talk, see zero_runtime.world; None: as harness.ranks has it.
     """
     found: dict[str, Entry] = {}
@@ -104,6 +108,8 @@ def entries_of(folder: Path, runs: list[Run], timeout_s: float = HANG_S, comm: s
         for run in chosen:
             _attempt(folder, run).root.mkdir(parents=True)
             write_json_atomic(_attempt(folder, run).state, {"contents": {}})
+            if short:
+                open_turns(_attempt(folder, run), "session", number=1, short=True)
         (reason, *_) = run_ranks(_train, ranks, folder, chosen, comm, timeout_s=timeout_s)
         if reason:
             pytest.skip(f"comm=shm is not possible here: {reason}")
