@@ -151,13 +151,12 @@ class Fsdp2Engine:
 
         from zero_runtime.unit_planner import block_modules
 
-        keys = self._keys
-        dtypes = {key: getattr(torch, keys[key]) for key in ("param_dtype", "reduce_dtype")}
-        policy = fsdp.MixedPrecisionPolicy(**dtypes, cast_forward_inputs=keys["cast_forward_inputs"])
-        offload = fsdp.CPUOffloadPolicy(keys["pin_memory"]) if keys["offload"] else fsdp.OffloadPolicy()
+        dtypes = {key: getattr(torch, self._keys[key]) for key in ("param_dtype", "reduce_dtype")}
+        policy = fsdp.MixedPrecisionPolicy(**dtypes, cast_forward_inputs=self._keys["cast_forward_inputs"])
+        offload = fsdp.CPUOffloadPolicy(self._keys["pin_memory"]) if self._keys["offload"] else fsdp.OffloadPolicy()
         for module in [*block_modules(self.module), self.module]:
             # None is false for the root alone: its backward would gather at once what its forward has let go.
-            reshard = None if module is self.module else keys["reshard_after_forward"]
+            reshard = None if module is self.module else self._keys["reshard_after_forward"]
             sharded = fsdp.fully_shard(
                 module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
             )
