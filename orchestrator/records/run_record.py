@@ -319,7 +319,7 @@ def new_attempt(
             settle(earlier)  # nothing else updates the state of a run whose command was killed
     paths = AttemptPaths(_next_folder(folder / "attempts"))
     write_json_atomic(paths.config, config)
-    other = config["resources"].get("code")
+    other = config["resources"]["code"]
     write_json_atomic(paths.provenance, provenance.facts(other))
     if diff := provenance.code(other).diff:
         paths.diff.write_text(diff + "\n", encoding="utf-8")
