@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.config.cluster import Cluster
 from orchestrator.config.comm import Comm
 from orchestrator.config.engine import EngineChoice
-from orchestrator.config.first_keys import FIRST, without_gone
 from orchestrator.config.hardware import GpuNode
 from orchestrator.config.optimizer import Optimizer, Scheduler
 from orchestrator.config.parallel import Parallel
-from orchestrator.config.parts import hints_of, plain
+from orchestrator.config.parts import plain
 from orchestrator.config.state_groups import Offload, Precision, Zero
 from orchestrator.config.strict import ConfigError, Limits, Word, build
 from zero_runtime.activations.rule import RecomputeRule
@@ -420,20 +419,9 @@ def to_dict(config: AskedConfig) -> dict[str, Any]:
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
-    """The inverse of to_dict. Raises one ConfigError with every unknown key, wrong type and bad value.
-
-    Of records from before a change: a group that came after the first ones may be missing, and has its defaults; a key
-    that has left the schema may stand there with the value by which it did nothing.
-    """
-    recorded = dict(data)
-    for one in fields(RunConfig):
-        group = hints_of(RunConfig)[one.name]
-        if one.name not in data and one.name not in FIRST and one.default_factory is not MISSING:
-            recorded[one.name] = plain(one.default_factory())
-        elif is_dataclass(group) and isinstance(values := recorded.get(one.name), Mapping):
-            recorded[one.name] = without_gone(one.name, group, values)
+    """The inverse of to_dict. Raises one ConfigError with every unknown key, wrong type and bad value."""
     config: RunConfig
-    config, broken = build(RunConfig, recorded)
+    config, broken = build(RunConfig, data)
     if broken:
         raise ConfigError(broken)
     return config

@@ -115,7 +115,7 @@ def _identified(point: Point, hardware: str, known: contents.Known, prediction: 
 
 
 def _decided(plan: Planned, output: Path, wishes: Wishes, prediction: Prediction | None) -> Planned:
-    kept = None if wishes.fresh else _kept(output, plan.point, plan.config["measure"].get("rounds", 1))
+    kept = None if wishes.fresh else _kept(output, plan.point, plan.config["measure"]["rounds"])
     # Records come before predictions: what was measured is not left out because it is predicted not to fit.
     if kept is not None and kept[1] not in wishes.retry:
         attempt, state = kept
@@ -148,7 +148,7 @@ def _is_complete(attempt: AttemptPaths, rounds: int) -> bool:
     if not is_answer(attempt):
         return False
     result = result_of(attempt)
-    # One round: every result has it, also those that were written before there were rounds.
+    # One round: every result has it, also that of an evaluation, which records none.
     return rounds == 1 or len(used_rounds(result)) >= min(rounds, result["throughput"]["steps_counted"])
 
 
@@ -158,9 +158,7 @@ def _why_again(plan: Planned, output: Path) -> str:
         facts = read_or_warn(attempt.state, STATE)
         if facts is None or not settle(attempt).measured:
             continue
-        before = facts.get("contents")
-        if before is None:
-            return f"measured on {_day(facts)}, before the contents of its files were recorded"
+        before = facts["contents"]
         changed = [
             contents.place(name, plan.config) for name in plan.contents if plan.contents[name] != before.get(name)
         ]

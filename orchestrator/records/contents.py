@@ -51,10 +51,10 @@ def place(name: str, config: Mapping[str, Any]) -> str:
 
 def _wanted(config: Mapping[str, Any]) -> dict[str, str]:
     data, model = config["data"], config["model"]
-    paths = {"data": data["path"], "model": model["path"], "adapter": model.get("adapter")}
-    folder = tokenizer_folder(model["path"], model.get("adapter"))
+    paths = {"data": data["path"], "model": model["path"], "adapter": model["adapter"]}
+    folder = tokenizer_folder(model["path"], model["adapter"])
     paths["tokenizer"] = str(folder) if folder is not None and data["tokenizer"] == "model" else None
-    paths["code"] = config["resources"].get("code")  # records from before the key have none
+    paths["code"] = config["resources"]["code"]
     return {name: path for name, path in paths.items() if path is not None}
 
 

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from orchestrator.records.record_shapes import METRICS, Events, Shape, misfit
 from zero_runtime.process_identity import mark, remove_left_behind
 
-CHECKSUM = "checksum"  # a key of records and lines that were written before they went without one; it is ignored
 END_BYTES = 1 << 16
 OPEN_S = 1.0  # how long a file of events stays open between events
 QUOTED_BYTES = 200  # of the JSON reader's message that are quoted
@@ -92,7 +91,6 @@ def judged(path: Path, data: Any, shape: Shape) -> dict[str, Any]:
     if wrong := misfit(data, OBJECT) or misfit(data, shape):
         raise BadRecord(path, wrong)
     contents: dict[str, Any] = data
-    contents.pop(CHECKSUM, None)
     return contents
 
 

@@ -37,7 +37,7 @@ STATE = {
     "label": str,
     "point": str,
     "owner": Maybe(dict),
-    "contents": Maybe(Each(str)),
+    "contents": Each(str),
     "message": Maybe(str),
     "rank": Maybe(int),
 }
@@ -69,7 +69,7 @@ RESULT = {
     "throughput": {
         "tokens_per_second": SPREAD,
         "step_ms": SPREAD,
-        **{"tokens_per_second_per_rank": NUMBER, "samples_per_second": Maybe(NUMBER)},
+        **{"tokens_per_second_per_rank": NUMBER, "samples_per_second": NUMBER},
         "steps_counted": int,
         "warmup_steps": int,
     },
@@ -96,7 +96,7 @@ RESULT = {
         "missing_steps": Maybe([[int]]),
     },
     "load": Maybe({"others_share": Maybe(NUMBER)}),
-    "rounds": Maybe([ROUND]),  # results of earlier versions and of evaluations have none
+    "rounds": Maybe([ROUND]),  # results of evaluations have none
     "profile": Maybe(
         {
             "model_flops_per_step": NUMBER,

@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.first_keys import FIRST, counted, defaults
-from orchestrator.config.parts import hints_of
-from orchestrator.config.schema import RunConfig
 from orchestrator.machine import provenance
 from orchestrator.machine.processes import is_alive, started
 from orchestrator.records import contents
@@ -125,16 +122,11 @@ def joins_path(output: str | Path) -> Path:
 
 
 def without_ignored(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without IGNORED_KEYS, and of the keys that came later (config/first_keys.py) those that are
-    set. A group of which nothing is left is left out too: it came later itself."""
-    classes, kept = hints_of(RunConfig), {}
-    for name in (name for name in {**config, **FIRST} if name not in IGNORED_KEYS):
-        values = config.get(name, FIRST.get(name))
-        if not isinstance(values, Mapping):
-            if name in FIRST or values != defaults(RunConfig).get(name):
-                kept[name] = values
-        elif group := counted(name, classes.get(name), values):
-            kept[name] = {key: value for key, value in group.items() if f"{name}.{key}" not in IGNORED_KEYS}
+    """The configuration without IGNORED_KEYS."""
+    kept = {name: values for name, values in config.items() if name not in IGNORED_KEYS}
+    for name, values in kept.items():
+        if isinstance(values, Mapping):
+            kept[name] = {key: value for key, value in values.items() if f"{name}.{key}" not in IGNORED_KEYS}
     return kept
 
 
@@ -327,7 +319,7 @@ def new_attempt(
             settle(earlier)  # nothing else updates the state of a run whose command was killed
     paths = AttemptPaths(_next_folder(folder / "attempts"))
     write_json_atomic(paths.config, config)
-    other = config["resources"].get("code")
+    other = config["resources"]["code"]
     write_json_atomic(paths.provenance, provenance.facts(other))
     if diff := provenance.code(other).diff:
         paths.diff.write_text(diff + "\n", encoding="utf-8")

@@ -242,7 +242,7 @@ def _memory_row(name: str, measured: float | None, predicted: float | None) -> t
 
 
 def dtype_rows(result: Mapping[str, Any]) -> list[Row]:
-    """Bytes by dtype of what was compared with the configuration; empty for a result of before the comparison."""
+    """Bytes by dtype of what was compared with the configuration; empty for an evaluation, which compares none."""
     found = result.get("dtypes") or {}
     if not found:
         return []

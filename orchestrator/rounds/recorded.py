@@ -89,7 +89,7 @@ def _share(one: Round) -> float:
 
 
 def used_rounds(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rounds of a result that count, by number; none in a result of an earlier version or of an evaluation."""
+    """The rounds of a result that count, by number; none in a result of an evaluation."""
     rounds: Sequence[Mapping[str, Any]] = result.get("rounds") or []
     return sorted((one for one in rounds if one.get("used", True)), key=lambda one: int(one["number"]))
 

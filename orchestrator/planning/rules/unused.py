@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from orchestrator.config.cluster import Cluster, ClusterKind
-from orchestrator.config.first_keys import default_of
 from orchestrator.config.schema import CheckpointKind, DataKind, LossKind, TrackingKind
 from orchestrator.config.strict import Broken
 from orchestrator.planning.rules.scene import Scene
@@ -29,10 +28,10 @@ class Unused(NamedTuple):
 
     def check(self, scene: Scene, group: Any) -> Broken | None:
         """The first of the keys that is set, if there is one."""
-        for one in fields(group) if self.holds(group) else ():
-            value, default = getattr(group, one.name), default_of(one)
-            if one.name in self.keys and value != default:
-                key = f"{self.group}.{one.name}"
+        for name in self.keys if self.holds(group) else ():
+            value, default = getattr(group, name), getattr(type(group)(), name)
+            if value != default:
+                key = f"{self.group}.{name}"
                 fixes = (*(other.format(value) for other in self.others), f"{key}={as_typed(default)}")
                 return Broken(f"{self.option} uses no {key}", str(value), fixes)
         return None

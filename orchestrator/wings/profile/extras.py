@@ -29,15 +29,13 @@ SAMPLES = "samples/s"
 
 def rows(result: Mapping[str, Any], config: Mapping[str, Any]) -> list[Row]:
     """Sequences a second, and what a profile tells of a run."""
-    known = _samples(result)
-    told = [] if known is None else [Row(SAMPLES, f"{digits(known)} median, sequences of all ranks")]
-    return [*told, *efficiency.rows(result, config)]
+    told = f"{digits(result['throughput']['samples_per_second'])} median, sequences of all ranks"
+    return [Row(SAMPLES, told), *efficiency.rows(result, config)]
 
 
 def _samples(result: Mapping[str, Any] | None) -> float | None:
-    """Sequences a second, of all ranks; None in a record of an earlier version."""
-    speed: dict[str, Any] = (result or {}).get("throughput") or {}
-    return speed.get("samples_per_second")
+    """Sequences a second, of all ranks; None without a result."""
+    return None if result is None else float(result["throughput"]["samples_per_second"])
 
 
 def cells(entry: Entry, entries: Sequence[Entry]) -> dict[str, object]:

@@ -96,19 +96,6 @@ def test_attempts_with_different_contents_share_the_configurations_folder_and_ch
     assert second.paths.root.name == "02"
 
 
-def test_a_measurement_that_did_not_record_its_contents_is_not_reused(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("one")
-    config = of_text(tmp_path, text)
-    attempt = measure(config)
-    state = read_json(attempt.paths.state) or {}
-    del state["contents"]
-    write_json_atomic(attempt.paths.state, {**state, "point": attempt.point.partition("-")[0]})
-    again = decided(config)
-    assert again.decision is RunState.queued
-    assert again.reason.endswith("before the contents of its files were recorded")
-
-
 def test_a_point_that_reads_no_files_has_an_identity_without_a_hash_of_contents(tmp_path: Path) -> None:
     config = make_config(tmp_path / "out")
     assert held(config) == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 from pathlib import Path
@@ -40,14 +39,6 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_json_atomic(path, RECORD)
     assert read_json(path) == RECORD
     assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
-
-
-def test_records_and_lines_that_were_written_with_a_checksum_are_read_without_it(tmp_path: Path) -> None:
-    path, lines = tmp_path / "state.json", tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps({**RECORD, "checksum": "sha256:0123456789abcdef"}))
-    lines.write_text('{"event":"saved","step":1,"checksum":"sha256:0123456789abcdef"}\n')
-    assert read_json(path) == RECORD
-    assert EventTail(lines).read_new() == [{"event": "saved", "step": 1}]
 
 
 def test_a_bad_record_is_set_aside_and_not_deleted(tmp_path: Path) -> None:

@@ -128,9 +128,9 @@ def test_speeds_of_fewer_than_three_rounds_have_no_place_and_no_winner() -> None
     assert table.rows[0][:4] == ("-", "a", "100", "90.0-110")
 
 
-def test_a_result_of_an_earlier_version_is_a_row_without_a_place_beside_ranked_ones() -> None:
-    (earlier := make_entry("old", 200)).result.pop("rounds")  # type: ignore[union-attr]
-    ranked = ranking.rank([earlier, make_entry("a", 100), make_entry("b", 50)])
+def test_a_result_without_rounds_is_a_row_without_a_place_beside_ranked_ones() -> None:
+    (unrounded := make_entry("old", 200)).result.pop("rounds")  # type: ignore[union-attr]
+    ranked = ranking.rank([unrounded, make_entry("a", 100), make_entry("b", 50)])
     assert [(row.entry.label, row.place) for row in ranked] == [("old", None), ("a", 1), ("b", 2)]
     assert ranking.conclusion(ranked) == "fastest: a"
     assert ranking.table(ranked).rows[0][3] == "-"

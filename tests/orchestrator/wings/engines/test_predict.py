@@ -14,12 +14,10 @@ from points import config_of_line
 
 from orchestrator import wings
 from orchestrator.compose import arguments, compose
-from orchestrator.config.schema import to_dict
 from orchestrator.machine.hardware import Hardware
 from orchestrator.planning.point import Point
 from orchestrator.planning.points import checked_points
 from orchestrator.planning.rules.scene import Scene
-from orchestrator.records.run_record import point_id
 from orchestrator.report.entry import Entry
 from orchestrator.report.ranking import Ranked
 from orchestrator.wings.engines import choose
@@ -195,14 +193,11 @@ def test_where_nothing_fits_the_point_is_predicted_not_to_fit() -> None:
     assert found.cannot_fit
 
 
-def test_the_limit_needs_a_global_batch_and_changes_no_id_where_it_is_not_asked_for() -> None:
+def test_the_limit_needs_a_global_batch() -> None:
     composition = compose.compose(arguments.split(f"{MODEL} batch.at_limit=true".split()))
     points, problems = checked_points(composition, Scene(Hardware(4, "cpu")))
     assert points == []
     assert "batch.global_size=32" in problems[0]
-    values = to_dict(config_of_line(MODEL))
-    without = {**values, "batch": {key: value for key, value in values["batch"].items() if key != "at_limit"}}
-    assert point_id(values, 2, "cpu") == point_id(without, 2, "cpu")
 
 
 def found_point(kind: str, stage: int, *, micro: int = 4, needed: int = 1, sent: int = 1) -> EnginePoint:
