@@ -7,13 +7,14 @@ from dataclasses import astuple, dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 from benchmarks.published_cases import GIB, Comparison, LeftOut, table
+from benchmarks.published_peers import megatron, model_of_numels
 from zero_runtime.plan import Partition, ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.predict.memory.paper_formulas import (
     deepspeed_zero2_estimate,
     deepspeed_zero3_estimate,
 )
-from zero_runtime.predict.memory.peers import PeerModel, megatron
+from zero_runtime.predict.memory.peers import PeerModel
 from zero_runtime.state_bytes import ADAM_BYTES, BytesPerElement
 
 # 16-bit parameters and gradients, fp32 master weights: K = 12 with Adam (arXiv 1910.02054, section 3.1).
@@ -208,7 +209,7 @@ def gpt_shapes(layers: int, hidden: int, seq: int, slices: int = 1) -> PeerModel
     attention = (3 * square, 3 * hidden // slices, square, hidden)
     mlp = (4 * square, 4 * hidden // slices, 4 * square, hidden)
     others = (vocabulary * hidden // slices, seq * hidden, *norm)
-    return PeerModel.of_numels((norm + attention + norm + mlp,) * layers, others)
+    return model_of_numels((norm + attention + norm + mlp,) * layers, others)
 
 
 def workspace_bytes(environment: str) -> int:

@@ -20,6 +20,7 @@ import transformers
 import yaml
 from torch import nn
 
+from benchmarks.published_peers import model_of_numels, nanotron
 from orchestrator.wings.pretrained.adapters import add_lora, lora_config
 from orchestrator.workloads.models import build_meta_model, model_config, token_losses
 from zero_runtime.activations.rule import RecomputeRule
@@ -100,7 +101,7 @@ def engine_memory(case: Case) -> PeerMemory:
     """The terms of the case's engine. ValueError if its rules are not known."""
     model, plan = peer_model(case.model), ZeroPlan.from_stage(case.zero)
     if case.engine == "nanotron":
-        return peers.nanotron(model, plan, case.world)
+        return nanotron(model, plan, case.world)
     if case.engine == "deepspeed":
         return deepspeed(model, plan, case.world)
     if case.engine == "deepspeed_optimizer_on_host":
@@ -155,7 +156,7 @@ def peer_model(model: str) -> PeerModel:
     blocks = [tuple(param.numel() for param in block.parameters()) for block in block_modules(meta)]
     inside = {id(param) for block in block_modules(meta) for param in block.parameters()}
     others = tuple(param.numel() for param in meta.parameters() if id(param) not in inside)
-    return PeerModel.of_numels((blocks[0],) * layer_count(model), others)
+    return model_of_numels((blocks[0],) * layer_count(model), others)
 
 
 def lora_numel(model: str) -> int:

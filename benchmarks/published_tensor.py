@@ -1,13 +1,7 @@
 """Compares predicted peaks and borders of tensor-parallel runs with the published ones.
 
-The bytes are the engine's rules for the slices of a rank, as `fit --as nanotron parallel.tp=N` has them, and the
-activations of the divided model. Needs no GPU.
-
-[Note: gathered inputs]
-Between layers a rank has a part of the tokens, and the column layers of attention and of the MLP gather their input.
-nanotron gathers it again in backward, or keeps it (`tp_recompute_allgather`, parallel/tensor_parallel/functional.py);
-Megatron and this project gather again. The Playbook does not say which its runs did. Their bytes are those of kept
-inputs, by all rows together (the report shows both). No number is fitted.
+The bytes are the rules of published_peers.py for the slices of a rank, and the activations of the divided model.
+Needs no GPU.
 
 [Note: gathered logits]
 Aleph Alpha's library gathers the logits of a tensor-parallel group: its head is a ColumnParallelLinear without
@@ -24,6 +18,7 @@ from statistics import median
 
 from benchmarks.published_borders import CAPACITY_GIB
 from benchmarks.published_cases import GIB, summary, table
+from benchmarks.published_peers import kept_inputs, nanotron
 from benchmarks.published_speed import Row, TracedRun, traced
 from orchestrator.config.schema import RunConfig
 from orchestrator.wings.predict import memory_cache, peer_fit
@@ -31,7 +26,6 @@ from orchestrator.wings.predict.step import with_micro
 from zero_runtime.predict.memory.device_overhead import DeviceOverhead
 from zero_runtime.predict.memory.peers import HALF, SINGLE, PeerMemory, PeerTerm
 
-GATHERS = 2  # of a block: the inputs of the column layers of attention, and of those of the MLP
 GATHERS_LOGITS = ("aleph_alpha",)  # see [Note: gathered logits]
 TWICE, HALVED = " (twice the micro-batch)", " (half the micro-batch)"
 
@@ -99,7 +93,7 @@ def _peak(row: Row, run: TracedRun, *, keeps: bool = True) -> int:
     found = peer_fit.peak_of(_rules(row, run), memory, run.config.batch.micro)
     assert found is not None, run.memories.unknown(run.config)
     held = _logits(run.config) if row["table"] in GATHERS_LOGITS else 0
-    return found.total + held + (_kept(run.config) if keeps and row["tokens"] == "gathered" else 0)
+    return found.total + held + (kept_inputs(run.config) if keeps and row["tokens"] == "gathered" else 0)
 
 
 def _logits(config: RunConfig) -> int:
@@ -107,30 +101,22 @@ def _logits(config: RunConfig) -> int:
     return config.batch.micro * config.batch.seq * int(config.model.config["vocab_size"]) * HALF
 
 
-def _kept(config: RunConfig) -> int:
-    """Bytes that a rank keeps of other ranks' tokens, as inputs of the column layers of each block."""
-    model, degree = config.model.config, config.parallel.tp
-    hidden = config.batch.micro * config.batch.seq * int(model["hidden_size"]) * HALF
-    return GATHERS * int(model["num_hidden_layers"]) * hidden * (degree - 1) // degree
-
-
 def _rules(row: Row, run: TracedRun) -> PeerMemory:
     one = with_micro(run.config, 1)
     shapes = memory_cache.answers([one], [])[memory_cache.units_key(one)]
+    model, ranks = peer_fit.peer_model(shapes, run.config.optimizer.rule), run.config.data_ranks
     if row["table"] == "playbook":
-        rules = peer_fit.rules_for("nanotron", run.config, shapes)
-        assert rules is not None
-        return rules
-    numel, ranks = peer_fit.peer_model(shapes, run.config.optimizer.rule).numel, run.config.data_ranks
-    states = PeerTerm("states, 12P/N", 3 * SINGLE * -(-numel // ranks))
-    return PeerMemory("the paper's closed form", (PeerTerm("parameters and gradients, 4P", 2 * HALF * numel), states))
+        return nanotron(model, run.config.zero.plan, ranks)
+    states = PeerTerm("states, 12P/N", 3 * SINGLE * -(-model.numel // ranks))
+    weights = PeerTerm("parameters and gradients, 4P", 2 * HALF * model.numel)
+    return PeerMemory("the paper's closed form", (weights, states))
 
 
 def report() -> Iterator[str]:
     """The lines of a section."""
     found = tensor_runs()
     yield from ("", "## Tensor parallelism", "")
-    yield "The rules of `fit --as nanotron` for the Playbook, and 4P + 12P/N for Aleph Alpha, on the slices of a rank."
+    yield "The rules of nanotron for the Playbook, and 4P + 12P/N for Aleph Alpha, on the slices of a rank."
     yield "Aleph Alpha's runs divide the tokens between layers where the name says so, and gather all logits, which"
     yield "stay until those of the next micro-batch take their place. The Playbook's are predicted"
     yield "with the gathered inputs of column layers kept for backward; the last column is the median error if they are"

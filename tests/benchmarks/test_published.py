@@ -9,6 +9,7 @@ from benchmarks.published import report
 from benchmarks.published_borders import TABLES, Border, borders, predicted
 from benchmarks.published_cases import Comparison, LeftOut, table
 from benchmarks.published_peak import activation_bytes, peer_model, traced
+from benchmarks.published_peers import megatron, model_of_numels, nanotron
 from benchmarks.published_stages import comparisons, stage_pair
 from benchmarks.published_tutorials import qwen_lines, t0_lines
 from zero_runtime.plan import ZeroPlan
@@ -103,6 +104,13 @@ def test_megatrons_resting_bytes_are_within_one_percent() -> None:
 
 def test_megatrons_shapes_have_the_published_number_of_parameters() -> None:
     assert closed_forms.gpt_shapes(12, 512, 1024).numel == 64_109_568
+
+
+def test_megatron_and_nanotron_have_their_published_bytes_of_a_parameter() -> None:
+    model, ranks = model_of_numels([[600, 400]] * 3, [1000]), 4
+    memories = [megatron(model, ranks, distributed_optimizer=one) for one in (False, True)]
+    memories += [nanotron(model, plan, ranks) for plan in PLANS[:2]]
+    assert [one.resting / model.numel for one in memories] == [18, 6 + 12 / ranks, 20, 8 + 12 / ranks]
 
 
 def test_zero_3_peaks_above_zero_2_because_gathered_weights_are_kept() -> None:

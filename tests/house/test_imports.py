@@ -155,7 +155,7 @@ ROOMS = {
         "wings.generate": "commands config exit_codes launch records report text wings.kinds wings.predict "
         "wings.pretrained worker workloads",
         "wings.predict": "commands compose config exit_codes launch machine planning records report rounds text wings "
-        "wings.divided wings.engines wings.kinds wings.profile wings.words worker workloads",
+        "wings.divided wings.kinds wings.profile wings.words worker workloads",
         "wings.profile": "compose config launch records report rounds text wings.page wings.predict worker",
     },
     "zero_runtime": {

@@ -7,6 +7,7 @@ from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
+from orchestrator import wings
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
@@ -109,11 +110,11 @@ def _answer(asked: Namespace, overrides: Sequence[str], over: Columns | None, jo
     if asked.engine is not None:
         if over:
             raise Refusal(["--table and --as cannot be asked for together"])
-        points = fit_peers.points_of(asked.engine, _points(overrides, None))
+        points = [fit_peers.as_engine(asked.engine, one) for one in _points(overrides, None)]
         answers = answers_for(points, quiet=asked.json)
         counted = _counted(points, answers)
-        found = fit_peers.rows_as(asked.engine, counted, answers)
-        code = fit_peers.show(asked.engine, found, counted, overrides, asked.explain, as_json=asked.json)
+        found = fit_peers.rows_as(counted, answers)
+        code = fit_peers.show(found, counted, overrides, asked.explain, as_json=asked.json)
         return code if len(counted) == len(points) else INCOMPLETE
     points = _points(overrides, over)
     known = answers_for(points, quiet=asked.json)
@@ -172,7 +173,7 @@ def parser() -> VerbParser:
         help="the largest micro-batch for several numbers of ranks, of parallel.tp, or of parallel.sp",
     )
     parser.add_argument(
-        "--as", dest="engine", choices=fit_peers.engine_names(), help="by the byte rules of another engine"
+        "--as", dest="engine", choices=sorted(wings.ENGINES), help="by the byte rules of another engine"
     )
     parser.add_argument(
         fit_estimator.FLAG,

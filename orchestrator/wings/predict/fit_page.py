@@ -119,7 +119,7 @@ class FitPage:
         self._screen.rows(_head(fits[0], fits, over_ranks=over.name == "ranks"))
         names = dict.fromkeys(over.row(one) for one in shown)
         fits = [one.settled() if over.row(one) in names else one for one in fits]
-        cells = {(over.row(one), over.of(one)): one.verdict if one.tight else _micro(one) for one in fits}
+        cells = {(over.row(one), over.of(one)): one.verdict if one.tight else micro_cell(one) for one in fits}
         self._say(f"the largest micro-batch of a rank, by {COLUMNS[over.name]}")
         rows = tuple((name, *(cells.get((name, number), ABSENT) for number in over.numbers)) for name in names)
         self._screen.table(Table(("row", *map(str, over.numbers)), rows))
@@ -298,7 +298,7 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
     rows: list[tuple[str, ...]] = [
         (
             one.label,
-            _micro(one),
+            micro_cell(one),
             one.verdict if one.given or one.verdict != "yes" else ABSENT,
             take.amount(with_micro(one.config, one.micro)).partition(" ")[0] if one.micro else ABSENT,
             ABSENT if (speed := one.speed(hardware_name(one.config))) is None else speed.text,
@@ -375,7 +375,7 @@ def _can_be_planned(config: RunConfig) -> bool:
     return pretrained.problem(config.model, needs_weights=not config.hardware.is_described) is None
 
 
-def _micro(one: Fit) -> str:
+def micro_cell(one: Fit) -> str:
     if one.given:
         return str(one.given)
     return f"{one.micro}{'+' * one.capped}" if one.micro else ABSENT
@@ -408,10 +408,7 @@ def _after(one: Fit) -> list[Row]:
         need = one.at(one.micro + 1).used_bytes[1]
         rows.append(Row("one more", f"micro-batch {one.micro + 1} would use up to {size(need)}"))
     if one.host_bytes:
-        node = f"{one.ranks_per_node} ranks of a node: {size(one.host_of_node)}"
-        limit = f" of {size(one.host_limit_bytes)}" if one.host_limit_bytes is not None else ""
-        limit += "; hardware.host_memory_gib is not known" * one.host_unknown
-        rows.append(Row("host memory", f"{size(one.host_bytes)} of each rank; {node}{limit}"))
+        rows.append(host_row(one, "; hardware.host_memory_gib is not known" * one.host_unknown))
     if one.needless:
         rows.append(Row("not needed", f"the offload: {one.needless}"))
     if one.scratch_bytes:
@@ -421,6 +418,13 @@ def _after(one: Fit) -> list[Row]:
     if one.reason:
         rows.append(Row("does not fit", one.reason))
     return rows
+
+
+def host_row(one: Fit, told: str = "") -> Row:
+    """What the row offloads, of how much."""
+    limit = f" of {size(one.host_limit_bytes)}" if one.host_limit_bytes is not None else ""
+    node = f"{one.ranks_per_node} ranks of a node: {size(one.host_of_node)}{limit}"
+    return Row("host memory", f"{size(one.host_bytes)} of each rank; {node}{told}")
 
 
 def _outside(one: Fit) -> Table | None:

@@ -91,7 +91,9 @@ class Fit:
     def verdict(self) -> str:
         """Whether the micro-batch that was asked for fits: yes, tight (the tensors do, but not all that the allocator
         reserves for them), perhaps (if libraries take the least), or no."""
-        return verdict_of(self.micro, self.most_micro, self.reserved, self.overhead, self.limit_bytes)
+        if not self.micro:
+            return "perhaps" if self.most_micro else "no"
+        return "tight" if self.reserved is not None and self.used_bytes[1] > self.limit_bytes else "yes"
 
     @property
     def config(self) -> RunConfig:
@@ -241,13 +243,6 @@ class Fit:
                 moment.name: {"device": moment.device, "host": moment.host} for moment in all_moments(self.memory)
             },
         }
-
-
-def verdict_of(micro: int, most_micro: int, reserved: Reserved | None, overhead: DeviceOverhead, limit: int) -> str:
-    """`Fit.verdict`, from the micro-batches that fit with the most and with the least that libraries take."""
-    if not micro:
-        return "perhaps" if most_micro else "no"
-    return "tight" if reserved is not None and reserved.reserved + overhead.most > limit else "yes"
 
 
 def parts(peak: Peak) -> list[tuple[str, int]]:

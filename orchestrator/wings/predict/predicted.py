@@ -13,7 +13,6 @@ from orchestrator.wings.predict import memory_cache
 from orchestrator.wings.predict.peer_fit import peak_of, rules_for
 from orchestrator.wings.predict.step import Memories
 from orchestrator.wings.predict.theory import theory_of
-from zero_runtime.predict.memory.peers import PeerMemory
 
 Numbers = dict[str, Any]
 
@@ -43,12 +42,8 @@ def theory(config: RunConfig, *, updates: int, unread: Collection[str]) -> Numbe
 def engine_states(config: RunConfig) -> dict[str, int]:
     """Bytes of the model states on a rank by component, and `host`, by the rules of the engine that trains; empty if
     they do not know these settings."""
-    rules = _rules(config, _units(config))
+    rules = rules_for(config, _units(config)[memory_cache.units_key(config)])
     return {} if rules is None else {**rules.states, "host": rules.host_bytes}
-
-
-def _rules(config: RunConfig, counted: Mapping[str, Mapping[str, Any]]) -> PeerMemory | None:
-    return rules_for(str(config.engine.kind), config, counted[memory_cache.units_key(config)])
 
 
 def _units(config: RunConfig) -> dict[str, Mapping[str, Any]]:
@@ -68,7 +63,7 @@ def _numbers(config: RunConfig, counted: Mapping[str, Mapping[str, Any]]) -> Num
     memory, peak = Memories(counted).of(config), None
     if memory is not None and config.engine.is_own:
         peak = memory.peak(config.batch.micro)
-    elif memory is not None and (rules := _rules(config, counted)) is not None:
+    elif memory is not None and (rules := rules_for(config, counted[memory_cache.units_key(config)])) is not None:
         peak = peak_of(rules, memory, config.batch.micro)
     numbers = {"activations_predicted_bytes": answer["bytes"]["kept"]}
     return numbers if peak is None else {**numbers, "peak_predicted_bytes": peak.total}

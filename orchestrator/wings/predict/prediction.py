@@ -217,7 +217,7 @@ def _of_engine(
 ) -> PointPrediction | str:
     """The prediction of a point that another engine trains. Nothing predicts its speed, nor its moments outside of
     steps."""
-    rules = rules_for(str(config.engine.kind), config, answers[units_key(config)])
+    rules = rules_for(config, answers[units_key(config)])
     if rules is None:
         return f"the byte rules of engine={config.engine.kind} do not know these settings"
     memory, target = memories.of(config), target_here(config, gpu_bytes)

@@ -1,5 +1,5 @@
-"""Bytes of one rank under other engines' rules, as sums of named terms: DeepSpeed, FSDP2, DDP, plain PyTorch, Megatron,
-nanotron.
+"""Bytes of one rank under other engines' rules, as sums of named terms: FSDP2, DDP, plain PyTorch; DeepSpeed's are in
+peer_deepspeed.py.
 
 The rules are read from the engines' sources and documents, which each function names. What a rank holds between its
 last backward and the step (`states`) is compared with counted tensors by tests/orchestrator/wings/engines;
@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 from typing import NamedTuple
-
-from zero_runtime.plan import Partition, ZeroPlan
 
 HALF, SINGLE = 2, 4  # bytes of a 16-bit and of an fp32 number
 ADAM = 2.0 * SINGLE  # bytes of exp_avg and exp_avg_sq for a trained element
@@ -87,12 +85,6 @@ class PeerModel:
     others: tuple[PeerParam, ...] = ()
     state_bytes: float = ADAM
     by_default: bool = False
-
-    @classmethod
-    def of_numels(cls, blocks: Iterable[Iterable[int]], others: Iterable[int] = ()) -> PeerModel:
-        """A model that is trained in full with Adam, from the numbers of elements of its parameters."""
-        made = [tuple(PeerParam((numel,)) for numel in block) for block in blocks]
-        return cls(tuple(made), tuple(PeerParam((numel,)) for numel in others))
 
     @property
     def params(self) -> list[PeerParam]:
@@ -173,9 +165,7 @@ class PeerMemory:
         return self.at(*moments) + (activations if Moment.COMPUTE in moments else 0)
 
 
-def weights_terms(
-    model: PeerModel, weights: int, trained: int, what: str = "P", masters: int = SINGLE
-) -> Iterator[PeerTerm]:
+def weights_terms(model: PeerModel, weights: int, trained: int, what: str, masters: int = SINGLE) -> Iterator[PeerTerm]:
     """The terms of the optimizer for so many trained elements on this rank: states, and masters of 16-bit weights.
     weights, masters: bytes of an element of those that compute, and of the masters."""
     if weights == HALF:
@@ -236,62 +226,22 @@ def fsdp2(
         PeerTerm(f"gradients, {held_bytes}T/N", held_bytes * trained, Moment.GRADIENTS, GRADS),
         *step_terms(model, step, held_bytes, world),
     ]
+
+    def whole(what: str, each: int, numel: int) -> PeerTerm:
+        return PeerTerm(what, each * numel, Moment.COMPUTE, each=each)
+
     terms = [
         *placed(on_host, states),
         PeerTerm("unsharded parameters of the root", gather_bytes * root, Moment.COMPUTE),
-        PeerTerm(
-            "unsharded parameters of the blocks in use", gather_bytes * gathered, Moment.COMPUTE, each=gather_bytes
-        ),
-        PeerTerm(
-            "all-gather of the next block",
-            gather_bytes * (block + -(-block // world)),
-            Moment.COMPUTE,
-            each=gather_bytes,
-        ),
-        PeerTerm(
-            "unsharded gradients of a block",
-            gather_bytes * model.largest_trained_block,
-            Moment.COMPUTE,
-            each=gather_bytes,
-        ),
-        PeerTerm(
-            "reduce-scatter's input", reduce_bytes * model.largest_trained_block, Moment.COMPUTE, each=reduce_bytes
-        ),
+        whole("unsharded parameters of the blocks in use", gather_bytes, gathered),
+        whole("all-gather of the next block", gather_bytes, block + -(-block // world)),
+        whole("unsharded gradients of a block", gather_bytes, model.largest_trained_block),
+        whole("reduce-scatter's input", reduce_bytes, model.largest_trained_block),
     ]
     if keeps_grads:
         kept = reduce_bytes * model.trained_numel
         terms.append(PeerTerm("unsharded gradients of earlier micro-batches", kept, Moment.COMPUTE))
     return PeerMemory("FSDP2 2.13", tuple(terms))
-
-
-def megatron(model: PeerModel, world: int, *, distributed_optimizer: bool) -> PeerMemory:
-    """Megatron-Core with bf16 parameters and fp32 gradients: 18P, or 6P + 12P/N with the distributed optimizer.
-
-    Source: Megatron Core User Guide, "Distributed Optimizer", table of bytes per parameter. The gradient buffer is
-    allocated once (core/distributed/param_and_grad_buffer.py).
-    """
-    split = -(-model.numel // world) if distributed_optimizer else model.numel
-    terms = [
-        PeerTerm("bf16 parameters, 2P", HALF * model.numel),
-        PeerTerm("fp32 gradient buffer, 4P", SINGLE * model.numel),
-        *weights_terms(model, HALF, split, "P/N" if distributed_optimizer else "P"),
-    ]
-    return PeerMemory("Megatron Core", tuple(terms))
-
-
-def nanotron(model: PeerModel, plan: ZeroPlan, world: int) -> PeerMemory:
-    """nanotron 0.5 in bf16 with fp32 accumulation: 20P, or 8P + 12P/N where the optimizer is sharded.
-
-    Source: the Ultra-Scale Playbook, section "Zero Redundancy Optimizer" (fp32 gradients are 4P more than the paper's
-    16P), and nanotron/optim/gradient_accumulator.py. It shards nothing else.
-    """
-    split = -(-model.numel // world) if plan.optimizer is Partition.SHARDED else model.numel
-    terms = [
-        PeerTerm("bf16 parameters and gradients, 4P", 2 * HALF * model.numel),
-        PeerTerm("fp32 accumulated gradients, 4P", SINGLE * model.numel),
-        *weights_terms(model, HALF, split),
-    ]
-    return PeerMemory("nanotron 0.5", tuple(terms))
 
 
 def ddp(

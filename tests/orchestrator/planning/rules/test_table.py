@@ -256,8 +256,8 @@ BROKEN = [
 def test_a_broken_rule_is_reported_and_each_of_its_fixes_resolves_it(
     scene: Scene, line: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "misssing").touch()
-    (tmp_path / "here").touch()
+    (tmp_path / "misssing").write_text("text")
+    (tmp_path / "here").write_text("text")
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "index.json").touch()
     (tmp_path / "fast").mkdir()

@@ -120,7 +120,7 @@ def line_of(kind: str, words: str, ranks: int) -> str:
 
 def predicted(kind: str, line: str) -> dict[str, int]:
     config = config_of_line(line)
-    rules = rules_for(kind, config, shapes.units_of(config))
+    rules = rules_for(config, shapes.units_of(config))
     assert rules is not None
     return rules.states
 

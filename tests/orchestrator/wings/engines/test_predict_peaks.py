@@ -13,13 +13,14 @@ import torch
 from points import config_of_line
 
 from benchmarks.predicted_peaks import allocated
+from benchmarks.published_peers import model_of_numels
 from orchestrator import wings
 from orchestrator.config.schema import Device
 from orchestrator.planning.point import Point
 from orchestrator.wings.engines.contract import Task, TrainingEngine
 from orchestrator.wings.engines.optimizer_words import step_form
 from orchestrator.wings.predict import activations, memory_cache, shapes
-from orchestrator.wings.predict.fit_peers import points_of
+from orchestrator.wings.predict.fit_peers import as_engine
 from orchestrator.wings.predict.peer_fit import peak_of, rules_for
 from orchestrator.wings.predict.step import Memories
 from orchestrator.worker.setup import build_deferred
@@ -28,7 +29,7 @@ from tests.harness.ranks import run_ranks
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.optim.lr_schedule import Rates
-from zero_runtime.predict.memory.peers import FUSED, Moment, PeerModel, plain
+from zero_runtime.predict.memory.peers import FUSED, Moment, plain
 from zero_runtime.state_bytes import ONE_NUMBER_BYTES
 
 WIDTH, VOCABULARY, MICRO, SEQ = 64, 256, 8, 64
@@ -88,7 +89,7 @@ def predicted(kind: str, line: str) -> tuple[int, int, int]:
     none beside the activations of the only micro-batch."""
     config = config_of_line(f"{line} engine={kind}")
     model, answers = shapes.units_of(config), dict(activations.answers([config]))
-    rules, memory = rules_for(kind, config, model), Memories(answers | {memory_cache.units_key(config): model})
+    rules, memory = rules_for(config, model), Memories(answers | {memory_cache.units_key(config): model})
     known = memory.of(config)
     assert rules is not None
     assert known is not None
@@ -159,7 +160,7 @@ def test_the_copies_of_torchs_step_are_the_counted_ones(
     on = Device.cuda if "foreach" in words else Device.cpu
     form = step_form(replace(config, resources=replace(config.resources, device=on)), by_default=True)
     states = (1 if name in ("SGD", "Adagrad", "RMSprop") else 2) * dtype.itemsize
-    model = replace(PeerModel.of_numels((), NUMELS), state_bytes=states)
+    model = replace(model_of_numels((), NUMELS), state_bytes=states)
     step = FUSED if "fused" in words else form
     peak = plain(model, weights=dtype.itemsize, has_masters=False, held=dtype.itemsize, step=step).peak()
     loop = dtype.itemsize * step.of_param * max(NUMELS)  # an upper bound
@@ -177,7 +178,6 @@ def test_micro_batches_of_a_model_with_biases_have_one_trace_under_autocast() ->
 
 def test_rows_as_an_engine_are_counted_under_its_autocast() -> None:
     ours, theirs = (config_of_line(f"{MODEL} precision=bf16 zero=stage0 engine={kind}") for kind in ("zero", "ddp"))
-    (asked,) = points_of("ddp", [Point("a", ours)])
+    asked = as_engine("ddp", Point("a", ours))
     key = memory_cache.activations_key
     assert key(asked.config) == key(theirs) != key(ours)
-    assert points_of("megatron", [Point("a", ours)]) == [Point("a", ours)]

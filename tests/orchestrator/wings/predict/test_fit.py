@@ -310,7 +310,7 @@ def test_a_given_micro_batch_is_answered_with_its_bytes(monkeypatch: pytest.Monk
         row = re.search(r"^stage1 +3 +(\w+)", say(*line, f"hardware.memory_mib={mib:.0f}").out, re.MULTILINE)
         assert row is not None
         assert row[1] == verdict
-    for engine in ("deepspeed", "fsdp2", "megatron"):
+    for engine in ("deepspeed", "fsdp2"):
         (found,) = say.json(*fixed, "zero=stage1", "--as", engine)
         assert found["micro"] == found["micro_counted"] == 3
         assert found["fits"] == "yes"

@@ -7,21 +7,19 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.published_closed_forms import paper_bytes_per_param
+from benchmarks.published_peers import model_of_numels
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.predict.memory.peer_deepspeed import DeepSpeedSettings, deepspeed
 from zero_runtime.predict.memory.peers import (
     Moment,
     PeerMemory,
-    PeerModel,
     PeerTerm,
     ddp,
     fsdp2,
-    megatron,
-    nanotron,
 )
 
 BLOCK = (6_000_000, 2_000_000, 4_000)
-MODEL = PeerModel.of_numels((BLOCK,) * 4, (8_000_000,))
+MODEL = model_of_numels((BLOCK,) * 4, (8_000_000,))
 WORLD = 8
 NUMEL = MODEL.numel  # a multiple of WORLD
 PLANS = {stage: ZeroPlan.from_stage(stage) for stage in range(4)}
@@ -111,16 +109,6 @@ def test_fsdp2_shards_sixteen_bytes() -> None:
     assert memory.at(Moment.COMPUTE) == 2 * root + 2 * block + next_gather + 2 * block + 4 * block
     kept = fsdp2(MODEL, WORLD, reshards=False)
     assert kept.at(Moment.COMPUTE) - memory.at(Moment.COMPUTE) == 2 * 3 * block
-
-
-def test_megatron_has_eighteen_bytes_or_six_and_twelve_shared() -> None:
-    assert megatron(MODEL, WORLD, distributed_optimizer=False).resting == 18 * NUMEL
-    assert megatron(MODEL, WORLD, distributed_optimizer=True).resting == (6 + 12 / WORLD) * NUMEL
-
-
-def test_nanotron_has_twenty_bytes_or_eight_and_twelve_shared() -> None:
-    assert nanotron(MODEL, PLANS[0], WORLD).resting == 20 * NUMEL
-    assert nanotron(MODEL, PLANS[1], WORLD).resting == (8 + 12 / WORLD) * NUMEL
 
 
 def test_ddp_has_sixteen_bytes_and_four_where_gradients_are_no_views_of_buckets() -> None:
