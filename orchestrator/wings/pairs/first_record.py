@@ -43,7 +43,7 @@ def _problem(path: Path, kind: str, templated: bool, stamp: tuple[int, int]) -> 
             fix = "data=text" if text_files(path) else "data=stdlib data.path=null"
             ends = ", ".join((*JSON_FILES, *TABLES))
             return Broken(f"data.path must be a folder with files of {ends}", f"none in {path}", (fix,))
-        if (kind == PAIRS or is_table(files[0])) and (split := _one_split(path, files)):
+        if files and (kind == PAIRS or is_table(files[0])) and (split := _one_split(path, files)):
             return split
         is_empty = len(files) <= MOST_FILES
         for file in files[:MOST_FILES]:
