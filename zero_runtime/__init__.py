@@ -58,7 +58,6 @@ _DEEPSPEED = {
     "DeepSpeedConfigError": "deepspeed.runtime.config",
     "DeepSpeedEngine": "deepspeed.runtime.engine",
     "OnDevice": "deepspeed.on_device",
-    "add_tuning_arguments": "deepspeed.runtime.lr_schedules",
     "log_dist": "deepspeed.utils.logging",
     "logger": "deepspeed.utils.logging",
 }

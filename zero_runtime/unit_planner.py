@@ -300,14 +300,9 @@ def _unit_modules(model: nn.Module, users: dict[int, list[str]], unit_numel: int
     return boundaries
 
 
-def is_one_unit(module: nn.Module) -> bool:
-    """Whether the module is marked, see [Note: modules that are one unit]."""
-    return bool(getattr(module, ONE_UNIT, False))
-
-
 def _with_whole_modules(model: nn.Module, boundaries: set[str]) -> set[str]:
     """The boundaries, with marked modules in place of those inside them."""
-    marked = {path: module for path, module in model.named_modules() if is_one_unit(module)}
+    marked = {path: module for path, module in model.named_modules() if getattr(module, ONE_UNIT, False)}
     outside = {path for path in boundaries if not any(_inside(path, whole) for whole in marked)}
     return outside | {path for path, module in marked.items() if not isinstance(module, _NEVER_CALLED)}
 

@@ -13,53 +13,35 @@ from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 
-_INFERENCE = "freeze the model and hand it to initialize, or use torch; kernels for inference are not here"
 _PARALLEL = "pipelines and experts are not here; zero_optimization or tensor_parallel shards the model instead"
-_SEQUENCE = "sequence parallelism of a script is not here; `zlab` has it, see docs/parallel.md"
 _FUSED = "there are no fused layers; torch's own attention is fused"
-_HYBRID = "the engine generates and trains: call engine.generate"
 _ESTIMATE = "the layers count, not their sum: build the model inside zero.Init() and call ..._all_live"
 
 # In any module: the last part of the name.
 ABSENT = {
-    **dict.fromkeys(("init_inference", "InferenceEngine"), _INFERENCE),
+    "init_inference": "freeze the model and hand it to initialize, or use torch; kernels for inference are not here",
     **dict.fromkeys(("PipelineModule", "PipelineEngine", "pipe", "moe"), _PARALLEL),
-    **dict.fromkeys(("sequence", "sequence_parallel"), _SEQUENCE),
     **dict.fromkeys(("DeepSpeedTransformerLayer", "transformer"), _FUSED),
-    **dict.fromkeys(("DeepSpeedHybridEngine", "hybrid_engine"), _HYBRID),
+    "sequence_parallel": "sequence parallelism of a script is not here; `zlab` has it, see docs/parallel.md",
     "launcher": "start a script with `zlab launch --ranks N script.py`, or with torchrun",
     "monitor": "log what engine.get_lr(), get_global_grad_norm() and the loss return",
     "profiling": "`zlab` reports the time of each phase of a run; torch.profiler profiles a script",
-    "autotuning": "`zlab choose` predicts and confirms the fastest settings",
-    "elasticity": "checkpoints load at any number of ranks: start again with the ranks that are there",
     "compression": "compressed models are not here; zero_quantized_weights and _gradients compress messages",
-    "linear": "for adapters use peft; for frozen weights in 8 or 4 bits see docs/training.md",
     "activation_checkpointing": "import zero_runtime.checkpointing, or use torch.utils.checkpoint",
-    "data_pipeline": "curriculum learning and data efficiency are not here; order the data set",
-    "fp16": "the engine has the loss scale (engine.loss_scale()); the section fp16 sets its rule",
-    "bf16_optimizer": "the section bf16 chooses it; parameters are masters of fp32",
+    "add_tuning_arguments": "initialize reads none of its options; leave it out",
     "op_builder": "kernels for CPUs are compiled at the first use; there is nothing to build",
-    "aio": "`zlab io-bench FOLDER` measures a drive; offload to it is in the configuration",
-    "sparse_attention": "there is no sparse attention here",
-    "tensor_fragment": "its functions on parameters are in utils (safe_get_full_fp32_param, ...)",
-    "nvtx": "torch.cuda.nvtx marks ranges",
     "timer": "the engine waits for no device; use torch.profiler, or `zlab`, which times each phase",
-    "TiledLinear": "use nn.Linear",
-    "MiCS_Init": "build inside zero.Init(); zero_optimization.mics_shard_size sets the size of the groups",
-    "estimate_zero2_model_states_mem_needs_all_cold": _ESTIMATE,
-    "estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATE,
+    **dict.fromkeys([f"estimate_zero{n}_model_states_mem_needs_all_cold" for n in (2, 3)], _ESTIMATE),
     "get_cuda_rng_tracker": "it is for tensor parallelism; torch.utils.checkpoint keeps the random state itself",
     "model_parallel_cuda_manual_seed": "it is for tensor parallelism; call torch.manual_seed",
 }
-_STATES = (
-    "states move by the configuration: zero_optimization.offload_optimizer and offload_param keep them on the host"
-)
+_STATES = "zero_optimization.offload_optimizer and offload_param keep states on the host; destroy() frees memory"
+_BATCHES = "it is for pipelines; call engine(...), and to train engine.backward(loss) and engine.step()"
 ABSENT_OF_ENGINE = {
     "compile": "the runtime's hooks are not compiled; leave it out",
-    "offload_states": f"{_STATES}, and where another model needs the memory, save a checkpoint and call destroy()",
-    "reload_states": _STATES,
-    "train_batch": "it is for pipelines; call engine(...), engine.backward(loss) and engine.step()",
-    "eval_batch": "it is for pipelines; call engine(...) under torch.no_grad()",
+    **dict.fromkeys(("offload_states", "reload_states"), _STATES),
+    **dict.fromkeys(("train_batch", "eval_batch"), _BATCHES),
+    "coalesce_grad_reduction": "call the backwards inside no_sync(); step() reduces their sum once",
     "deepspeed_io": "hand training_data to initialize, which returns the loader",
 }
 

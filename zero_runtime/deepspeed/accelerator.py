@@ -7,7 +7,6 @@ import resource
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -32,27 +31,14 @@ def _peak_bytes(*_: Any, **__: Any) -> int:
 # What functions of torch.cuda do on a CPU. The number of a device that they are given has no effect.
 _ON_CPU: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), _nothing),
-    **dict.fromkeys(("range_push", "range_pop"), _nothing),
-    **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), _used_bytes),
-    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), _peak_bytes),
+    **dict.fromkeys(("memory_allocated", "memory_reserved"), _used_bytes),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak_bytes),
     "current_device": lambda: 0,
     "device": lambda *_: nullcontext(),
     "get_rng_state": lambda *_: torch.get_rng_state(),
     "set_rng_state": lambda state, *_: torch.set_rng_state(state),
     "is_bf16_supported": lambda: True,  # slowly, where the CPU has no instructions for it
 }
-
-
-def _by_index(function: Any) -> Any:
-    """A function of torch.cuda that also takes DeepSpeed's keyword `device_index`; anything else as it is."""
-    if not isinstance(function, FunctionType):
-        return function
-
-    def called(*words: Any, **named: Any) -> Any:
-        index = (named.pop("device_index"),) if "device_index" in named else ()
-        return function(*words, *index, **named)
-
-    return called
 
 
 class CurrentAccelerator:
@@ -66,9 +52,8 @@ class CurrentAccelerator:
             raise AttributeError(name)
         if not self._on_cuda and name in _ON_CPU:
             return _ON_CPU[name]
-        for owner in (torch.cuda, torch.cuda.nvtx) if torch.cuda.is_available() else ():
-            if hasattr(owner, name):
-                return _by_index(getattr(owner, name))
+        if torch.cuda.is_available() and hasattr(torch.cuda, name):
+            return getattr(torch.cuda, name)
         raise AttributeError(
             f"get_accelerator().{name} is not here; use torch.cuda, or torch.device('cpu')'s functions"
         )
@@ -100,31 +85,17 @@ class CurrentAccelerator:
         """Whether the device computes in fp16; a CPU does, slowly."""
         return True
 
-    def supported_dtypes(self) -> list[torch.dtype]:
-        """The dtypes in which parameters may be: fp32, bf16 and fp16."""
-        return [torch.float32, torch.bfloat16, torch.float16]
-
     def manual_seed(self, seed: int) -> None:
         """Seed torch's generators, those of all devices."""
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
-    def initial_seed(self) -> int:
-        """The seed of torch's generator."""
-        return torch.initial_seed()
-
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the GPU's memory, or of this machine's."""
         if self._on_cuda:
             return torch.cuda.get_device_properties(device_index or 0).total_memory
         return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
-
-    def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes of it that are free."""
-        if self._on_cuda:
-            return torch.cuda.mem_get_info(device_index)[0]
-        return os.sysconf("SC_AVPHYS_PAGES") * _PAGE_BYTES
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         """The tensor in page-locked memory; on a CPU, itself."""

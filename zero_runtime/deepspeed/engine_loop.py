@@ -192,19 +192,6 @@ class EngineLoop(EngineSettings):
         finally:
             self._inside_no_sync = False
 
-    @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        """A context around the backwards of one step, which keep gradients on this rank; its end reduces them all.
-
-        Every rank enters it. After an error inside, the next backward outside or `step` reduces what there is.
-        """
-        if self._inside_no_sync:
-            raise CallOrderError("engine.coalesce_grad_reduction: it cannot be nested inside another no_sync context")
-        with self.no_sync():
-            yield
-        if self.runtime.backwards.has_gradients:
-            self.runtime.backwards.finish()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step, also those of other engines' backwards; `step` has dropped them.
 

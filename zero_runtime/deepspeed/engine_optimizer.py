@@ -11,7 +11,6 @@ import torch
 
 from zero_runtime.deepspeed.groups import Trained
 from zero_runtime.errors import CallOrderError, PlanError
-from zero_runtime.optim.loss_scaler import FACTOR, LossScaler
 from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.runtime import ZeroRuntime
 
@@ -27,33 +26,20 @@ SCHEDULED = (  # the values of a group that a schedule may change
 )
 
 
-_OF_SCALER: dict[str, Callable[[LossScaler], float]] = {
-    "cur_scale": lambda scaler: scaler.scale,
-    "loss_scale": lambda scaler: scaler.scale,
-    "dynamic": lambda scaler: scaler.rule.static is None,
-    "scale_factor": lambda scaler: FACTOR,
-    "scale_window": lambda scaler: scaler.rule.window,
-    "min_scale": lambda scaler: scaler.rule.minimum,
-    "delayed_shift": lambda scaler: scaler.rule.hysteresis,
-    "consecutive_hysteresis": lambda scaler: scaler.rule.consecutive_hysteresis,
-    "cur_hysteresis": lambda scaler: scaler.hysteresis_left,
-    "cur_iter": lambda scaler: scaler.steps,
-    "last_overflow_iter": lambda scaler: scaler.last_overflow,
-}
-
-
 class ScalerView:
-    """The runtime's loss scaler as it is now, by DeepSpeed's names; cur_scale is 1 without loss scaling."""
+    """The loss scale as it is now, which nobody can set; 1 without loss scaling."""
 
     __slots__ = ("_runtime",)
 
     def __init__(self, runtime: ZeroRuntime) -> None:
         self._runtime = runtime
 
-    def __getattr__(self, name: str) -> float:
-        if name not in _OF_SCALER:
-            raise AttributeError(f"loss_scaler.{name}: expected one of {', '.join(_OF_SCALER)}")
-        return _OF_SCALER[name](self._runtime.scaler)
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale of the next backward."""
+        return self._runtime.scaler.scale
+
+    loss_scale = cur_scale
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -88,7 +74,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scaler(self) -> ScalerView:
-        """The loss scale and its rule; it follows the steps."""
+        """The loss scale; it follows the steps."""
         assert self._runtime is not None, "bound by the engine"
         return ScalerView(self._runtime)
 
@@ -102,7 +88,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows overflows."""
-        return bool(self.loss_scaler.dynamic)
+        assert self._runtime is not None, "bound by the engine"
+        return self._runtime.scaler.rule.static is None
 
     def needs_scaler(self) -> bool:
         """Whether a loss must be scaled before its backward: engine.backward does it, or engine.scale(loss)."""

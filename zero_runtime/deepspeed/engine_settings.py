@@ -36,10 +36,6 @@ class EngineSettings:
         """Samples per micro-batch on one rank."""
         return self.config.batch.micro
 
-    def managed_gradient_accumulation(self) -> bool:
-        """Whether micro-batches are counted; False: each call of `step` ends a step."""
-        return self.config.managed_accumulation
-
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per step."""
         return self.config.batch.accumulation
@@ -74,10 +70,6 @@ class EngineSettings:
     def zero_optimization_stage(self) -> int:
         """0 to 3."""
         return self.config.plan.stage
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are sharded."""
-        return not self.config.plan.keeps_full_grads
 
     def zero_optimization_partition_weights(self) -> bool:
         """Whether parameters are sharded."""

@@ -29,9 +29,14 @@ class JsonSchedule:
         self.updates = 0
         self._set()
 
-    def step(self) -> None:
-        """Set the rates of the next update, after one update was made."""
-        self.updates += 1
+    @property
+    def last_batch_iteration(self) -> int:
+        """The number of the last update, from 0; -1 before the first."""
+        return self.updates - 1
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Set the rates of the next update, after one update was made, or after that of a number."""
+        self.updates = 1 + (self.updates if last_batch_iteration is None else last_batch_iteration)
         self._set()
 
     def get_lr(self) -> list[float]:
@@ -40,15 +45,16 @@ class JsonSchedule:
 
     get_last_lr = get_lr
 
-    def get_mom(self) -> list[Any] | None:
+    def get_mom(self) -> list[Any]:
         """The momentum of the next update, by group: its betas, or its momentum."""
         return momenta_now(self.optimizer.param_groups)
 
     def state_dict(self) -> dict[str, int]:
-        return {"updates": self.updates}
+        return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.updates = state["updates"]
+        # Checkpoints of earlier releases have "updates".
+        self.updates = state["updates"] if "updates" in state else state["last_batch_iteration"] + 1
         self._set()
 
     def _set(self) -> None:

@@ -35,7 +35,6 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_live",
     "is_zero_param",
     "register_external_parameter",
-    "unregister_external_parameter",
     "unwrap_model_for_generation",
 ]
 
@@ -220,10 +219,6 @@ def unwrap_model_for_generation(model: Engine) -> Iterator[Engine]:
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Does nothing: parameters that another module reads are gathered by themselves."""
-
-
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Does nothing, see register_external_parameter."""
 
 
 def __getattr__(name: str) -> NoReturn:

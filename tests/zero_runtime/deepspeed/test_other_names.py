@@ -277,7 +277,6 @@ def getters() -> None:
     engine, *_ = initialize_quietly(model=small_model(), config=config)
     assert engine.zero_optimization() is True
     assert engine.zero_optimization_stage() == 2
-    assert engine.zero_optimization_partition_gradients() is True
     assert engine.zero_optimization_partition_weights() is False
     assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (False, True)
     assert (engine.loss_scale(), engine.dynamic_loss_scale()) == (1.0, False)

@@ -5,7 +5,6 @@ Values "of the real package" are those of DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import subprocess
@@ -51,8 +50,6 @@ def generation_and_groups() -> None:
             engine.backward(mean_loss(engine))
             engine.step()
             engine.destroy()
-    with pytest.raises(AttributeError, match="get_expert_parallel_group is not here: experts"):
-        _ = groups._get_expert_parallel_group
 
 
 def schedules() -> None:
@@ -61,7 +58,7 @@ def schedules() -> None:
         ("WarmupLR", {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 4}),
         ("WarmupDecayLR", {"total_num_steps": 8, "warmup_num_steps": 3, "warmup_max_lr": 0.1}),
         ("WarmupCosineLR", {"total_num_steps": 8, "warmup_num_steps": 3}),
-        ("OneCycle", {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3}),
+        ("OneCycle", {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_momentum": False}),
         ("LRRangeTest", {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2}),
     ]
     for kind, params in cases:
@@ -93,17 +90,10 @@ def schedules() -> None:
             again.load_state_dict(state)
             assert again.get_last_lr() == engine.get_lr()
             engine.destroy()
-    cycle = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01}
-    section = {"type": "OneCycle", "params": {**cycle, "cycle_min_mom": [0.5, 0.75]}}
+    cycle = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_min_mom": [0.5, 0.75]}
+    section = {"type": "OneCycle", "params": cycle}
     with pytest.raises(PlanError, match="expected one momentum for all groups"):
         initialize_quietly(model=Small(), config=at_level(2, scheduler=section))
-    made, *_ = initialize_quietly(
-        model=Small(), lr_scheduler=lambda optimizer: lr_schedules.OneCycle(optimizer, **cycle), config=at_level(2)
-    )
-    made.backward(mean_loss(made))
-    made.step()
-    assert made.get_mom() == [(0.9 - (0.9 - 0.8) * (1 / 2000), 0.999)]
-    made.destroy()
 
 
 def weights_of_checkpoints(folder: str) -> None:
@@ -210,7 +200,6 @@ PATHS = {  # what scripts import, and the attribute of `zero_runtime` that it is
     "runtime.config": "DeepSpeedConfig DeepSpeedConfigError",
     "runtime.dataloader": "utils.RepeatingLoader",
     "runtime.engine": "DeepSpeedEngine",
-    "runtime.lr_schedules": "add_tuning_arguments",
     "runtime.zero": "zero.Init zero.GatheredParameters zero.ZeroParamStatus zero.unwrap_model_for_generation",
     "runtime.zero.partition_parameters": "zero.Init zero.GatheredParameters zero.ZeroParamStatus",
     "runtime.zero.stage3": "zero.estimate_zero3_model_states_mem_needs_all_live",
@@ -248,7 +237,7 @@ def test_a_path_of_deepspeed_has_the_names_of_the_top(path: str, names: str) -> 
         ("from zero_runtime import PipelineModule", "PipelineModule is not here: pipelines"),
         ("from zero_runtime.deepspeed.pipe import PipelineModule", "pipe is not here: pipelines"),
         ("import zero_runtime.deepspeed.moe.layer", "moe is not here: pipelines"),
-        ("from zero_runtime.deepspeed.runtime.zero import TiledLinear", "TiledLinear is not here: use nn.Linear"),
+        ("from zero_runtime import add_tuning_arguments", "is not here: initialize reads none of its options"),
         ("from zero_runtime.deepspeed.runtime.pipe.engine import PipelineEngine", "pipe is not here"),
         ("from zero_runtime.deepspeed.ops import op_builder", "op_builder is not here: kernels for CPUs"),
     ],
@@ -290,17 +279,11 @@ def test_helpers_of_scripts() -> None:
     held = {"a": [base[:2], "b"], "c": (nn.Parameter(base[2:3]),)}
     batch = deepspeed.runtime.utils.move_to_device(OrderedDict(a=torch.ones(1)), "meta")
     accelerator = copy.deepcopy(deepspeed.get_accelerator())
-    assert (batch["a"].device.type, accelerator.memory_allocated(device_index=0) > 0) == ("meta", True)
+    assert (batch["a"].device.type, accelerator.memory_allocated(0) > 0) == ("meta", True)
     copies = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(held)
     assert (copies["a"][0].tolist(), copies["a"][1], copies["c"][0].requires_grad) == ([0.0, 1.0], "b", False)
     assert (copies["a"][0].untyped_storage().nbytes(), type(copies["c"])) == (8, tuple)
     assert deepspeed.zero.register_external_parameter(inside, inside.weight) is None
-    parser = argparse.ArgumentParser()
-    deepspeed.add_tuning_arguments(parser)
-    asked = parser.parse_args(["--lr_schedule", "WarmupLR", "--warmup_num_steps", "7"])
-    assert lr_schedules.get_config_from_args(asked) == ({"type": "WarmupLR", "params": {"warmup_num_steps": 7}}, None)
-    assert lr_schedules.get_config_from_args(parser.parse_args([]))[0] is None
-    assert (lr_schedules.WARMUP_MIN_LR, lr_schedules.DECAY_LR_RATE) == ("warmup_min_lr", "decay_lr_rate")
 
 
 def test_a_schedule_fills_a_rate_that_is_a_tensor() -> None:
@@ -315,37 +298,18 @@ def test_a_schedule_fills_a_rate_that_is_a_tensor() -> None:
     assert found == [0.125, 0.125, 0.25]  # of the real package
 
 
-def test_schedules_have_the_attributes_of_the_real_package(caplog: pytest.LogCaptureFixture) -> None:
-    def two_groups(kind: type[torch.optim.Optimizer] = torch.optim.Adam) -> torch.optim.Optimizer:
-        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.2)]
-        return kind(groups, lr=0.1)
+def test_schedules_refuse_what_they_cannot_do(caplog: pytest.LogCaptureFixture) -> None:
+    def adam() -> torch.optim.Optimizer:
+        return torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=0.1)
 
-    warmup = lr_schedules.WarmupLR(two_groups(), warmup_num_steps=1)
-    assert (warmup.min_lrs, warmup.max_lrs, warmup.warmup_num_steps, warmup.warmup_type) == (
-        [0, 0],
-        [0.1, 0.2],
-        2,
-        "log",
-    )
-    cosine = lr_schedules.WarmupCosineLR(two_groups(), 8, warmup_num_steps=4, warmup_type="other")
-    assert (cosine.get_lr_ratio(), cosine.warmup_type, "warmup_type 'other'" in caplog.text) == (0.0, "log", True)
-    cosine.step(1)
-    assert cosine.get_lr_ratio() == 0.5
-    with pytest.raises(AttributeError, match=r"WarmupCosineLR\.max_lrs: neither"):
-        _ = cosine.max_lrs
+    lr_schedules.WarmupCosineLR(adam(), 8, warmup_num_steps=4, warmup_type="other")
+    assert "warmup_type 'other'" in caplog.text
     for kind, more in (("WarmupLR", {}), ("WarmupCosineLR", {"total_num_steps": 9})):
         with pytest.raises(ValueError, match="expected a whole number, found null"):
-            getattr(lr_schedules, kind)(two_groups(), warmup_num_steps=None, **more)
-    optimizer = two_groups()
-    cycle = lr_schedules.OneCycle(optimizer, 0.1, [0.2, 0.4], 0.0, 2, cycle_min_mom=[0.5, 0.25], cycle_max_mom=0.75)
-    assert (cycle.max_lrs, cycle.get_mom()) == ([0.2, 0.4], [(0.75, 0.99), (0.75, 0.99)])
-    assert [group["betas"] for group in optimizer.param_groups] == [(0.5, 0.99), (0.25, 0.99)]
-    cycle.step()
-    assert cycle.get_mom() == [(0.625, 0.99), (0.5, 0.99)]
-    with pytest.raises(ValueError, match="cycle_min_mom: expected one"):
-        lr_schedules.OneCycle(two_groups(), 0.1, 0.2, cycle_min_mom=[0.5, 0.5, 0.5])
-    without = lr_schedules.OneCycle(two_groups(torch.optim.SGD), 0.1, 0.2)
-    assert (without.get_mom(), "the momentum of SGD is not cycled" in caplog.text) == (None, True)
+            getattr(lr_schedules, kind)(adam(), warmup_num_steps=None, **more)
+    with pytest.raises(PlanError, match="OneCycle: it cycles the momentum, which the section scheduler alone"):
+        lr_schedules.OneCycle(adam(), 0.1, 0.2)
+    assert lr_schedules.OneCycle(adam(), 0.1, 0.2, cycle_momentum=False).get_lr() == [0.1]
 
 
 def device() -> None:
@@ -353,15 +317,12 @@ def device() -> None:
     assert found.device_count() == 1
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     assert found.device_count() == 2
-    assert found.supported_dtypes() == [torch.float32, torch.bfloat16, torch.float16]
     found.manual_seed_all(4)
-    assert (found.initial_seed(), torch.rand(1)) == (4, torch.rand(1, generator=torch.Generator().manual_seed(4)))
-    assert 0 < found.available_memory() <= found.total_memory()
+    assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(4))
+    assert found.total_memory() > 0
     assert min(found.memory_reserved(), found.max_memory_reserved()) > 0
     with found.device(0):
         assert found.on_accelerator(found.pin_memory(torch.ones(1)))
-    found.range_push("a")
-    found.range_pop()
     lines: list[str] = []
     deepspeed.logger.info = lambda *_: None  # type: ignore[method-assign]
     deepspeed.logger.log = lambda level, text, *more: lines.append(text % more)  # type: ignore[method-assign]

@@ -72,15 +72,6 @@ class HfDeepSpeedConfig:
             place = place[name]
         return place
 
-    def is_true(self, ds_key_long: str) -> bool:
-        """Whether the key is there and true."""
-        return bool(self.get_value(ds_key_long))
-
-    def is_false(self, ds_key_long: str) -> bool:
-        """Whether the key is there and false."""
-        value = self.get_value(ds_key_long)
-        return value is not None and not value
-
     def is_offload(self) -> bool:
         """Whether optimizer states or parameters are offloaded."""
         devices = (self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param"))

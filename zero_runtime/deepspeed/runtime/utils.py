@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 
 from zero_runtime.deepspeed.accelerator import get_accelerator
 from zero_runtime.deepspeed.utils.logging import log_dist
 
-__all__ = ["clip_grad_norm_", "move_to_device", "see_memory_usage"]
+__all__ = ["move_to_device", "see_memory_usage"]
 _GIB = 2**30
 
 

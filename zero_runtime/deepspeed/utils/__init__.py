@@ -7,7 +7,7 @@ frozen parameter has no master, gradient and states: safe_get returns None, safe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from zero_runtime.deepspeed.absent import lazy_modules
 from zero_runtime.deepspeed.live_engines import OwnedParameter, owned
 from zero_runtime.deepspeed.runtime import dataloader
 from zero_runtime.deepspeed.shard_values import GRAD, is_trained, read_full, read_own, write_full, write_own
-from zero_runtime.deepspeed.utils import groups, logging
+from zero_runtime.deepspeed.utils import logging
 from zero_runtime.errors import PlanError
 
 _FURTHER = (dataloader, leaf_modules, logging, on_device)  # whose functions and classes are names of this module too
@@ -90,16 +90,6 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     write_own(_owner_of(param), optim_state_key, value)
 
 
-def safe_update_full_grad_vectorized(
-    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
-) -> None:
-    """Replace the full gradient of each trained parameter by `update_func(gradient, parameter)`."""
-    for param in param_list:
-        gradient = safe_get_full_grad(param)
-        if gradient is not None:
-            safe_set_full_grad(param, update_func(gradient, param))
-
-
 def _read(read: Callable[[OwnedParameter, str], torch.Tensor], param: nn.Parameter, state: str) -> torch.Tensor | None:
     found = _owner_of(param)
     return read(found, state) if is_trained(found) else None
@@ -120,6 +110,4 @@ def __getattr__(name: str) -> Any:
         found = vars(module).get(name)
         if getattr(found, "__module__", None) == module.__name__:
             return found
-    if name in (*groups.ANSWERS, "get_data_parallel_group"):
-        return getattr(groups, name)
-    return lazy_modules(__name__, "zero_to_fp32")(name)
+    return lazy_modules(__name__, "groups", "zero_to_fp32")(name)

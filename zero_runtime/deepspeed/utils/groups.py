@@ -15,18 +15,11 @@ from zero_runtime.deepspeed.absent import missing
 from zero_runtime.deepspeed.live_engines import any_engine
 from zero_runtime.errors import PlanError
 
+_AXES = {"data": "data", "sequence_data": "data", "sequence": "sequence", "model": "tensor", "tensor_model": "tensor"}
 # Attributes of the collectives of an engine.
-ANSWERS = {
-    "get_data_parallel_rank": "data_rank",
-    "get_data_parallel_world_size": "data_world",
-    "get_model_parallel_rank": "tensor_rank",
-    "get_model_parallel_world_size": "tensor_degree",
-    "get_tensor_model_parallel_rank": "tensor_rank",
-    "get_tensor_model_parallel_world_size": "tensor_degree",
-    "get_sequence_parallel_rank": "sequence_rank",
-    "get_sequence_parallel_world_size": "sequence_degree",
-    "get_sequence_data_parallel_rank": "data_rank",
-    "get_sequence_data_parallel_world_size": "data_world",
+_ANSWERS = {f"get_{kind}_parallel_rank": f"{axis}_rank" for kind, axis in _AXES.items()} | {
+    f"get_{kind}_parallel_world_size": "data_world" if axis == "data" else f"{axis}_degree"
+    for kind, axis in _AXES.items()
 }
 
 
@@ -50,8 +43,6 @@ def __getattr__(name: str) -> Callable[[], Any]:
     public = name.removeprefix("_")
     if public == get_data_parallel_group.__name__:
         return get_data_parallel_group
-    if public in ANSWERS:
-        return partial(_ask, ANSWERS[public])
-    if "expert" in public:
-        raise AttributeError(f"{__name__}.{public} is not here: experts are not here")
+    if public in _ANSWERS:
+        return partial(_ask, _ANSWERS[public])
     raise missing(__name__, public)
