@@ -35,7 +35,7 @@ ABSENT = {
     "get_cuda_rng_tracker": "it is for tensor parallelism; torch.utils.checkpoint keeps the random state itself",
     "model_parallel_cuda_manual_seed": "it is for tensor parallelism; call torch.manual_seed",
 }
-_STATES = "zero_optimization.offload_optimizer and offload_param keep states on the host; destroy() frees memory"
+_STATES = "states move by the configuration: offload_optimizer, offload_param; or save a checkpoint and call destroy()"
 _BATCHES = "it is for pipelines; call engine(...), and to train engine.backward(loss) and engine.step()"
 ABSENT_OF_ENGINE = {
     "compile": "the runtime's hooks are not compiled; leave it out",
