@@ -138,24 +138,11 @@ def _states(engine: EngineLoop, client_state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_schedule(engine: EngineLoop, trainer: Mapping[str, Any]) -> None:
-    """Load the schedule's state, and what it has written into the parameter groups, which torch's load does not set.
-
-    Checkpoints of earlier releases have the rates of the groups alone, and of the schedule the plain values.
-    """
+    """Load the schedule's state, and what it has written into the parameter groups, which torch's load does not set."""
     saved = from_json(trainer.get("schedule", {}))
     if engine.lr_scheduler is not None and saved:
-        now = engine.lr_scheduler.state_dict()
-        left_out = [key for key, value in now.items() if key not in saved and not isinstance(value, FunctionType)]
-        if left_out and "groups" not in trainer:
-            warnings.warn(
-                f"engine.load_checkpoint: expected the whole state of {type(engine.lr_scheduler).__name__}, found one "
-                f"that an earlier release saved without {', '.join(left_out)}, which begin anew: see that "
-                "engine.get_lr() goes on as before, or step the schedule to where it was",
-                stacklevel=4,
-            )
-        engine.lr_scheduler.load_state_dict({**now, **saved})
-    groups = from_json(trainer.get("groups", [{"lr": lr} for lr in trainer.get("lr", ())]))
-    for group, values in zip(engine.optimizer.param_groups, groups, strict=False):
+        engine.lr_scheduler.load_state_dict({**engine.lr_scheduler.state_dict(), **saved})
+    for group, values in zip(engine.optimizer.param_groups, from_json(trainer.get("groups", [])), strict=False):
         if "betas" in group and "betas" in values:
             values["betas"] = (values["betas"][0], *group["betas"][1:])  # the second is a constant of this run
         group.update(values)

@@ -53,8 +53,7 @@ class JsonSchedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        # Checkpoints of earlier releases have "updates".
-        self.updates = state["updates"] if "updates" in state else state["last_batch_iteration"] + 1
+        self.updates = state["last_batch_iteration"] + 1
         self._set()
 
     def _set(self) -> None:
