@@ -22,14 +22,14 @@ MICROS = (1, 2, 512)  # traced, so that all between are known: more than any pub
 
 
 class Kernels(NamedTuple):
-    """What a run computes in another way: RMSNorm as one kernel, the loss of the gathered logits."""
+    """Kernels of a published run that differ from ours: RMSNorm as one kernel, the loss of the gathered logits."""
 
     fuses_norms: bool = False
     gathers_logits: bool = False
 
 
 def answers(config: RunConfig, kernels: Kernels) -> dict[str, Any]:
-    """As memory_cache.answers of the configuration at every micro-batch up to the largest, with these kernels."""
+    """Count the configuration with these kernels at every micro-batch up to the largest, like memory_cache.answers."""
     found = memory_cache.answers([config], [])
     name = "fused-norms-" * kernels.fuses_norms + "gathered-logits-" * kernels.gathers_logits
     key = name + memory_cache.activations_key(config, any_micro=True)

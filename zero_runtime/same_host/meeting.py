@@ -29,7 +29,7 @@ _PEER = struct.Struct("3i")  # of SO_PEERCRED: pid, uid, gid
 
 
 class _Address(NamedTuple):
-    """Where a rank is found. host: equal for ranks of one user with common pids and sockets. name: of its socket; empty
+    """The address of a rank. host: equal for ranks of one user with common pids and sockets. name: of its socket; empty
     if it has none. address: of `number` in its memory."""
 
     host: str

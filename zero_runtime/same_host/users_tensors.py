@@ -14,7 +14,7 @@ Span = tuple[int, int]  # the addresses of a tensor's first byte, and of the byt
 
 
 class Tensors(NamedTuple):
-    """What one collective writes and reads on this rank: a tensor, or one for each rank of the group; or nothing."""
+    """The tensors that a collective writes and reads on this rank: one, one for each rank of the group, or none."""
 
     received: Sequence[torch.Tensor]
     sent: Sequence[torch.Tensor] = ()
@@ -89,7 +89,7 @@ def _span(tensor: torch.Tensor) -> Span:
 
 
 def _read(found: Tensors, rank: int) -> list[Span]:
-    """What is read while this rank writes. No other rank reads this one's own slot, so that may be written in place."""
+    """Tensors read while this rank writes. No other rank reads this one's own slot, so it may be written in place."""
     spans = [_span(one) for one in found.sent]
     received, sent = (rank if len(side) > 1 else 0 for side in found)
     if found.received and spans and spans[sent] == _span(found.received[received]):

@@ -147,7 +147,7 @@ def _kind(entry: Entry) -> str:
 
 
 def _differences(entry: Entry, basis: Entry | None) -> tuple[str, ...]:
-    """What differs in the first steps, and what only differs in those after the last timed one. basis: the row to
+    """List the differences in the first steps, and those only in the steps after the last timed one. basis: the row to
     compare with, if there is another."""
     assert entry.result is not None
     work, other = entry.result["work"], None if basis is None else (basis.result or {})["work"]
@@ -167,7 +167,7 @@ def _differences(entry: Entry, basis: Entry | None) -> tuple[str, ...]:
 def _different_steps(
     own: Mapping[str, Any], other: Mapping[str, Any], limits: Mapping[str, Sequence[float]]
 ) -> Iterator[str]:
-    """What differs in steps that both began with the first weights."""
+    """List the differences in steps that both rows began with the first weights."""
     if own["trained"] != other["trained"]:
         count, wanted = own["trained"][0], other["trained"][0]
         yield f"trains {count} parameters, not {wanted}" if count != wanted else "trains other parameters"

@@ -29,7 +29,7 @@ SPLIT = re.compile(
 
 
 def problem(path: Path, kind: str, *, templated: bool = True) -> Broken | None:
-    """What is wrong with the first records of data.path, a file or a folder that is there; None if nothing is, or if it
+    """Report a fault in the first records of data.path, a file or a folder that is there; None if it has none, or if it
     cannot be told from the first bytes. templated: whether a chat template writes pairs."""
     stat = path.stat()
     return _problem(path, kind, templated, (stat.st_mtime_ns, stat.st_size))

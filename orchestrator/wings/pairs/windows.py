@@ -65,7 +65,7 @@ def plain_parts(pair: Pair) -> Iterator[tuple[str, str]]:
 
 
 def unread_note(pairs: Sequence[Encoded]) -> tuple[str, ...]:
-    """What names the keys of records that nothing depends on, once each."""
+    """Name each key of the records that nothing reads, once."""
     found = Counter(key for pair in pairs for key in pair.unread)
     return (f"not read, keys of records: {', '.join(f'{key} ({of:,})' for key, of in found.items())}",) if found else ()
 

@@ -421,7 +421,7 @@ def _after(one: Fit) -> list[Row]:
 
 
 def host_row(one: Fit, told: str = "") -> Row:
-    """What the row offloads, of how much."""
+    """Name what the row offloads, and how much of it."""
     limit = f" of {size(one.host_limit_bytes)}" if one.host_limit_bytes is not None else ""
     node = f"{one.ranks_per_node} ranks of a node: {size(one.host_of_node)}{limit}"
     return Row("host memory", f"{size(one.host_bytes)} of each rank; {node}{told}")

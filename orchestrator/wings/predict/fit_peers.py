@@ -54,7 +54,7 @@ def rows_as(points: Sequence[Point], answers: Mapping[str, Mapping[str, Any]]) -
 
 
 def reasons(points: Sequence[Point]) -> list[str]:
-    """What of the points their engine's rules do not know, each once."""
+    """List once each setting of the points that their engine's rules do not know."""
     return list(dict.fromkeys(str(broken) for point in points for broken in limits(point.config)))
 
 
@@ -96,7 +96,7 @@ def _table(screen: Screen, found: Sequence[PeerFit]) -> None:
 
 
 def _copies(found: Sequence[PeerFit]) -> list[Row]:
-    """What torch's default form of the optimizer costs, if the engine's rules have it."""
+    """The cost of torch's default form of the optimizer, if the engine's rules have it."""
     terms = [term for one in found for term in one.rules.terms if term.what.startswith(COPIES)]
     most = max((term.nbytes for term in terms), default=0)
     told = f"torch's default form, with {COPIES} of up to {size(most)}; a fused one has none, so `perhaps` fits"

@@ -344,7 +344,7 @@ def order(fits: Sequence[Fit]) -> list[Fit]:
 
 
 def order_key(fit: Fit) -> tuple[Any, ...]:
-    """What `order` sorts by: (fits not, tight, kinds of offload, -micro-batch if there is one, recomputation, bytes
+    """The key of `order`: (fits not, tight, kinds of offload, -micro-batch if there is one, recomputation, bytes
     sent for a token, -micro-batch, tiled loss)."""
     offloads = (fit.host_bytes > 0) + (fit.scratch_bytes > 0)
     recomputed = RECOMPUTED[str(fit.config.recompute.kind)]

@@ -50,7 +50,7 @@ def _least(points: Sequence[Point], fits_of: Callable[..., list[Fit]]) -> tuple[
 
 
 def rows(found: Enough) -> list[Row]:
-    """What is said below the row to take."""
+    """The lines below the row to take."""
     few = f"does not fit with {MOST_RANKS:,} ranks either"
     told = [f"{f'fits from {ranks:,} ranks on' if ranks else few} ({label})" for label, ranks in found.items()]
     return [Row("ranks", f"without an offload it {text}") for text in told]

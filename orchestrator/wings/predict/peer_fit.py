@@ -54,11 +54,11 @@ class PeerFit(Fit):
 
     @cached_property
     def reserved(self) -> Reserved | None:
-        """What torch's allocator reserves on a GPU with the segments that it has by default; None on a CPU."""
+        """Bytes that torch's allocator reserves on a GPU with its default segments; None on a CPU."""
         return self.replayed(expandable=False)
 
     def replayed(self, *, expandable: bool) -> Reserved | None:
-        """What it reserves with either kind of segments. It replays every tensor of three steps."""
+        """Replay every tensor of three steps: the bytes reserved with either kind of segments."""
         part, micro = self.memory.part(self.counted), self.counted
         if self.config.resources.device is not Device.cuda or part is None:
             return None

@@ -58,7 +58,7 @@ def _own(config: RunConfig) -> list[Broken]:
 
 
 def _of_runs(config: RunConfig) -> Iterator[Broken]:
-    """What the engine's runs refuse, and what they ignore of the group zero, in settings that its rules do not know
+    """List what the engine's runs refuse, and what they ignore of the group zero, in settings that its rules do not know
     better than its runs."""
     weights, rule = config.precision.dtypes.weights, config.optimizer.rule
     if isinstance(rule, AdamWConfig | SgdConfig):

@@ -41,7 +41,7 @@ class Taken(NamedTuple):
 
 
 def of_fits(fits: Sequence[Fit], hardware: str) -> Taken:
-    """Of settled rows that fit, at least one, each at its largest micro-batch."""
+    """Choose from settled rows that fit, at least one, each at its largest micro-batch."""
     return taken([Candidate(one, one.micro, one.speed(hardware)) for one in surest(fits)])
 
 

@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Where the tensors of a call lie. name: of the kind."""
+    """A kind of memory for the tensors of a call. name: of the kind."""
 
     name: str
     rank: int
@@ -324,7 +324,7 @@ def _wrong(case: Case) -> bool:
 
 
 def _tried(case: Case, group: Any, is_async: bool) -> str:
-    """What went wrong; empty if nothing did."""
+    """A description of what went wrong; empty if nothing did."""
     try:
         work = case.issue(group, is_async)
         if is_async:
@@ -335,7 +335,7 @@ def _tried(case: Case, group: Any, is_async: bool) -> str:
 
 
 def _every_case() -> list[str]:
-    """What differs from the right values on this rank: of shm in any case, of gloo unless it is known to differ."""
+    """List wrong values on this rank: those of shm, and those of gloo unless gloo is known to differ."""
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
     groups = {"shm": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     for kind in (*KINDS, "shared"):
@@ -378,7 +378,7 @@ def reading_late(last: int) -> Iterator[None]:
 
 
 def _shared_while_one_is_late() -> list[str]:
-    """What this rank found wrong while one rank, in turn the first and the last, began before or after the others."""
+    """List what is wrong on this rank while one rank, first or last in turn, begins before or after the others."""
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
     group: Any = dist.group.WORLD
     store = dist.distributed_c10d._get_default_store()
@@ -410,7 +410,7 @@ def test_a_rank_that_reads_late_reads_what_was_sent_and_not_what_was_received(wo
 
 
 def _while_one_waits_elsewhere() -> list[str]:
-    """What this rank found wrong while one, in turn the first and the last, waits in a store for the others' end."""
+    """List what is wrong on this rank while one rank, first or last in turn, waits in a store for the others."""
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
     store = dist.distributed_c10d._get_default_store()
     rows = partial(plain, Memory("plain", rank, world))

@@ -227,7 +227,7 @@ SENDS_ITS_OWN = ("deepspeed", "plain")
 
 @functools.cache
 def counted_by(engine: str, line: str) -> object:
-    """What the engine's rules and the activations say of a line; None if it is refused."""
+    """Bytes of a line by the engine's rules and the activations; None if it is refused."""
     config = asked(engine, line, on_gpus=True).config
     if limits(config):
         return None
