@@ -58,8 +58,8 @@ def _own(config: RunConfig) -> list[Broken]:
 
 
 def _of_runs(config: RunConfig) -> Iterator[Broken]:
-    """List what the engine's runs refuse, and what they ignore of the group zero, in settings that its rules do not know
-    better than its runs."""
+    """List what the engine's runs refuse, and the keys of the group zero that they ignore, where its rules know no more
+    than its runs."""
     weights, rule = config.precision.dtypes.weights, config.optimizer.rule
     if isinstance(rule, AdamWConfig | SgdConfig):
         rule = replace(rule, state_dtype="fp32")
