@@ -1,1 +1,1 @@
-"""Lets Hydra sweepers such as Optuna measure the points that they propose."""
+"""`search`: Optuna proposes points, and each of them is measured as a row of one sweep."""
