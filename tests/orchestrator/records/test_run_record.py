@@ -9,6 +9,7 @@ from points import config_of_line, make_config
 from stub_worker import make_result
 
 from orchestrator.config.schema import to_dict
+from orchestrator.planning.rules import data as data_rules
 from orchestrator.records import run_record
 from orchestrator.records.record_file import read_json, require_json, write_json_atomic
 from orchestrator.records.run_record import (
@@ -44,11 +45,13 @@ def test_the_id_ignores_the_output_folder_the_time_limit_and_tracking(tmp_path: 
         ("checkpoint=sharded", "checkpoint=sharded checkpoint.keep_last=5 checkpoint.keep_every=9"),
     ],
 )
-def test_two_spellings_of_a_measurement_have_one_id(line: str, other: str) -> None:
+def test_two_spellings_of_a_measurement_have_one_id(monkeypatch: pytest.MonkeyPatch, line: str, other: str) -> None:
+    monkeypatch.setattr(data_rules, "is_installed", lambda _: True)
     assert id_of(line) == id_of(other)
 
 
-def test_each_setting_that_affects_the_measurement_gives_another_id() -> None:
+def test_each_setting_that_affects_the_measurement_gives_another_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_rules, "is_installed", lambda _: True)
     lines = (
         *("", "zero=stage3", "optimizer=muon", "optimizer=lamb", "optimizer=adamw8bit", "optimizer=torch"),
         *("optimizer.state_dtype=bf16", "optimizer=lamb optimizer.correction=rate", "scheduler=one_cycle"),
