@@ -27,7 +27,7 @@ from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.same_host.group import create
+from zero_runtime.same_host.group import register
 from zero_runtime.watch.watch import RankWatch
 
 WORLD, VICTIM, LARGE = 3, 1, 2**18
@@ -76,7 +76,7 @@ def _rank(kind: str, moment_s: float, how: int, rank: int, folder: str) -> None:
     signal.alarm(int(HANG_S))
     store = dist.FileStore(str(Path(folder, "store")), WORLD)
     limit = timedelta(seconds=LIMIT_S if how == signal.SIGSTOP else HANG_S)
-    dist.distributed_c10d.Backend.register_backend("shm", create, devices=["cpu"])
+    register()
     dist.init_process_group("shm", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=HANG_S))
     tested = dist.new_group(timeout=limit)
     dist.barrier()
