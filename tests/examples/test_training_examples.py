@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness.ranks import run_ranks
 from harness.trainer_runs import as_launched
 
@@ -48,6 +49,7 @@ def test_the_plain_loop_trains_alike_in_stages_2_and_3(tmp_path: Path) -> None:
     assert on_ranks("plain_loop", "--steps", "4", "--deepspeed_config", str(tmp_path / "stage3.json")) == out
 
 
+@pytest.mark.full
 def test_the_trainer_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
     words = ["--output_dir", str(tmp_path), "--max_steps", "4", "--save_steps", "2", "--eval_steps", "2"]
     out = on_ranks("trainer", *words)

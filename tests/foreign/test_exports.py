@@ -281,6 +281,7 @@ def trained_by_deepspeed(path: str, stage: int) -> Updated:
     return said, params
 
 
+@pytest.mark.full
 def test_deepspeed_trains_with_the_exported_file_as_plain_torch_at_every_stage(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed.runtime.config", reason="deepspeed is not installed (extra deepspeed)")
     two = ("precision=fp32", "batch.accumulation=2", "resources.ranks=2", "resources.device=cpu")

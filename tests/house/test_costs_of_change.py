@@ -92,6 +92,7 @@ def test_a_rule_of_the_plan_touches_two_files(copy: Copy) -> None:
     assert (done.returncode, done.stderr) == (2, told)
 
 
+@pytest.mark.full
 def test_an_engine_touches_three_files_and_an_option(copy: Copy) -> None:
     imports = (
         "from __future__ import annotations\n"

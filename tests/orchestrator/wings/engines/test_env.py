@@ -376,7 +376,7 @@ def failed(root: Path, engine: str, kind: str, place: str) -> Verdict | None:
 
 STATES = {"raise": RunState.error, "sigkill": RunState.error, "hang": RunState.hang, "oom": RunState.oom}
 TOLD = {"raise": "a fault in the engine", "sigkill": "SIGKILL", "hang": "", "oom": "out of memory"}
-SHORT = [("ddp", "backward", "hang"), ("ddp", "backward", "sigkill"), ("ddp", "before", "oom")]
+SHORT = [("ddp", "backward", "sigkill")]
 CASES = [
     pytest.param(engine, place, kind, marks=[] if (engine, place, kind) in SHORT else pytest.mark.full)
     for engine in ("ddp", "fsdp2", "deepspeed")
