@@ -45,7 +45,8 @@ def register() -> None:
     if SHM not in dist.Backend.backend_list:
         dist.Backend.register_backend(SHM, create, devices=["cpu"])
         # torch 2.15 attaches its flight recorder to every other group, by a name that C++ keeps in a group's backends.
-        getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(SHM)
+        recorded: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        recorded.add(SHM)
 
 
 def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
