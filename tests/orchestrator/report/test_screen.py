@@ -309,9 +309,10 @@ def left_on_terminal(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 40])
-def test_a_passing_line_leaves_a_terminal_also_where_it_wraps_and_stays_in_a_file(width: int) -> None:
+def test_a_passing_line_leaves_a_terminal_also_where_it_wraps_and_stays_in_a_file_without_counts(width: int) -> None:
     lines = [f"counting without running: {done} of 2 models and activations" for done in (0, 1)]
-    for terminal, left in ((True, ["before", "between", "after"]), (False, ["before", *lines, "between", "after"])):
+    once = "counting without running: 2 models and activations"
+    for terminal, left in ((True, ["before", "between", "after"]), (False, ["before", once, "between", "after"])):
         screen, out = show(terminal=terminal, width=width)
         screen.say("before")
         with screen.passing() as tell:
@@ -323,6 +324,18 @@ def test_a_passing_line_leaves_a_terminal_also_where_it_wraps_and_stays_in_a_fil
         assert left_on_terminal(out.getvalue()) == left
     with screen.passing(quiet=True) as tell:
         assert tell is None
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_no_line_ends_with_blanks(terminal: bool) -> None:
+    out = io.StringIO()
+    colours: Any = "standard" if terminal else None
+    screen = Screen(Console(file=out, width=40, force_terminal=terminal, color_system=colours))
+    screen.say("one or two words " * 5, "bold")
+    screen.rows([Row("a", "one or two words " * 5), Row("b", "short")])
+    screen.table(Table(("name", "text"), (("a", "words " * 9), ("b", "")), names=2, texts=("text",)))
+    plain = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
+    assert ("\x1b" in out.getvalue(), [line for line in plain.split("\n") if line != line.rstrip()]) == (terminal, [])
 
 
 def test_the_bar_shows_the_time_that_is_left() -> None:
