@@ -82,7 +82,7 @@ def test_the_summary_shows_predicted_and_measured_scratch_bytes_and_warns_of_a_b
 def test_communication_is_called_equal_to_the_theory_only_when_it_is() -> None:
     result = make_result(CONFIG)
     assert "1,200,000 elements sent; 2Ψ·(N-1)/N = 1,199,800 + padding 200: equal" in summary_of(result)
-    assert "algorithmic volume" in summary_of(result)
+    assert "control messages" not in summary_of(result), "they are in the record"
     result["communication"]["theory_elements"] -= 1
     assert "NOT equal" in summary_of(result)
 
@@ -176,6 +176,10 @@ def test_the_summary_of_a_training_has_its_length_its_best_validation_and_its_ex
     result = trained_result()
     result["training"]["examples"] = [dict.fromkeys(("prompt", "answer", "reference"), ids)]
     assert "[1, 2]" in summary_of(result)
+    long = {"ids": [1, 2], "text": "first" + "x" * 999 + "last"}
+    result["training"]["examples"] = [dict.fromkeys(("prompt", "answer", "reference"), long)]
+    first, last = f"'first{'x' * 194}...", f"...{'x' * 195}last'"
+    assert f"example {last} continued {first} in the data {first}" in " ".join(summary_of(result).split())
 
 
 def test_a_training_ends_with_one_line_and_the_commands_that_use_the_best_checkpoint() -> None:
