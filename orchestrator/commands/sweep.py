@@ -43,7 +43,8 @@ from orchestrator.tracking.feed import check_store, complete_left_behind, start_
 @dataclass(frozen=True)
 class SweepRequest:
     """A requested sweep with at least one point to run. `command`: the arguments that resume it. `study`: the identity
-    of a sweep whose points are proposed one after the other; empty for that of its name and points."""
+    of a sweep whose points are proposed one after the other; empty for that of its name and points. `began`: when the
+    study did."""
 
     name: str
     points: tuple[Point | Refused, ...]
@@ -56,6 +57,7 @@ class SweepRequest:
     predicts: bool = True
     entry: str = ENTRY
     study: str = ""
+    began: float = 0.0
 
     @cached_property
     def runnable(self) -> list[Point]:
@@ -89,7 +91,7 @@ class SweepRequest:
             "exclusive": self.config.cluster.exclusive,
             "on_cluster": self.on_cluster,
             "tracked": self.config.tracking.kind is not TrackingKind.none,
-            **({"id": self.study} if self.study else {}),
+            **({"id": self.study, "time": self.began} if self.study else {}),
         }
 
     def running(self, planned: Sequence[Planned]) -> SweepPaths | None:

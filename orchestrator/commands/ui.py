@@ -37,6 +37,9 @@ from orchestrator.tracking.feed import complete_left_behind, mlflow_environment,
 FIRST_PORT = 5000
 LOG, LINES_SHOWN = "dashboard.log", 5
 PAGES_SHOWN = 12
+# Browsers take it for this machine without asking a name server (RFC 6761). At localhost, 127.0.0.1 and ::1 MLflow's
+# page opens its Assistant over a quarter of the window, at no other name.
+OWN_NAME = "zlab.localhost"
 
 
 class Page(NamedTuple):
@@ -112,7 +115,9 @@ def _listen(
     """Runs a server on the store; without a host or a port that was asked for, on the loopback and a free one."""
     host = asked_host or loopback()
     port = asked_port or free_port(host)
-    reached = own_names(host) if asked_host else [host]
+    # Over SSH the browser is on another machine, whose name server may be asked.
+    own_name = [] if "SSH_CONNECTION" in os.environ else [OWN_NAME]
+    reached = own_names(host) if asked_host else [*own_name, host]
     _show(pages, f"http://{in_url(reached[0])}:{port}", screen)
     log = output / LOG
     screen.say(f"The page answers after about 10 s. Ctrl-C ends it. Its log is {shown(log)}.")
@@ -122,7 +127,7 @@ def _listen(
         screen.say(f"On your own machine: ssh -N -L {port}:{in_url(host)}:{port} {socket.gethostname()}")
     # Job execution starts another process, for features that are not used.
     own = {**mlflow_environment(output), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    own |= admitted(reached, port) if asked_host else {}
+    own |= admitted(reached, port)
     return _until_interrupt(server_command(uri, output, port, host), own, log, screen)
 
 

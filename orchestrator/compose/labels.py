@@ -19,7 +19,7 @@ UNTOLD = ("output", "tracking", "cluster", "hydra.mode", "resources.time_limit_m
 
 def label(composed: Composed, axes: Sequence[str]) -> str:
     """The values that vary in the sweep ("stage2-recompute_full"); for a single run, stage, precision and all other
-    overrides."""
+    overrides, with the base names of paths."""
     said = [word for word in composed.overrides if not word.startswith("--")]
     asked = dict(word.lstrip("+~").partition("=")[::2] for word in said)
     # A point of concat may lack a key that others have.
@@ -30,7 +30,7 @@ def label(composed: Composed, axes: Sequence[str]) -> str:
     parts = [
         str(composed.choices[group]) for group in ("engine", "zero", "precision") if group != "engine" or group in asked
     ]
-    return "-".join(parts + [_part(composed, key, asked[key]) for key in rest])
+    return "-".join(parts + [_part(composed, key, _base_name(key, asked[key])) for key in rest])
 
 
 def sweep_name(axes: Iterable[str], overrides: Sequence[str]) -> str:
@@ -47,6 +47,11 @@ def _is_untold(key: str) -> bool:
 def _of_another_engine(composed: Composed, key: str) -> bool:
     """Whether it is a setting of an engine that does not train the point, and so does not distinguish it."""
     return is_native(key) and key.split(".")[1] != composed.values["engine"]["kind"]
+
+
+def _base_name(key: str, value: str) -> str:
+    """The last name of a path; another value, or the path of an interpreter, as it is."""
+    return value if key == "engine.python" or re.search(r"[\[{,]", value) else value.strip("'\"/").rpartition("/")[2]
 
 
 def _part(composed: Composed, key: str, value: str) -> str:
@@ -72,4 +77,5 @@ def environment_name(python: str) -> str:
 
 
 def _clean(text: str, kept: slice = slice(-40, None)) -> str:
-    return re.sub(r"[^\w.+]+", "_", text.strip("'\"")).strip("_")[kept] or "_"
+    # A minus divides the parts, except that of an exponent, as in lr6.8e-05.
+    return re.sub(r"(?!(?<=\de)-\d)[^\w.+]+", "_", text.strip("'\"")).strip("_")[kept] or "_"

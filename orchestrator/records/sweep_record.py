@@ -165,9 +165,10 @@ def _with_own(paths: SweepPaths, planned: Sequence[Planned], *, grows: bool) -> 
     for point in planned:
         attempt, state = made.get(point.label, ("", point.decision))
         own = point.decision is RunState.cached and attempt == point.attempt
-        # A sweep that grows has measured it, and does not reuse it.
-        seen: dict[str, Any] = {"decision": state, "reason": ""} if own and grows and not point.differs else {}
-        owned.append(replace(point, own=own, **seen))
+        if own and not point.differs:  # its rows are no other sweep's, so nothing is to be said beside each
+            # A sweep that grows does not reuse them either.
+            point = replace(point, reason="", decision=state if grows else point.decision)
+        owned.append(replace(point, own=own))
     return owned
 
 

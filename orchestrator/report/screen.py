@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -28,6 +29,7 @@ from orchestrator.text.units import duration, loss, many
 
 PLAIN_WIDTH = 10_000  # characters of a line in a pipe or file: no table is as wide
 PLAIN_EVERY_S = 2.0
+_FILLED = re.compile(r"(?: |\x1b\[[\d;]*m)+(?=\n)")  # blanks and styles before the end of a line
 
 
 def make_console(*, on_stderr: bool = False) -> Console:
@@ -43,6 +45,7 @@ class Screen:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or make_console()
+        self.console.file = cast("IO[str]", _Unfilled(self.console.file))
         self.live = self.console.is_terminal and not self.console.is_dumb_terminal
         self._bar: _Bar | None = None
 
@@ -55,9 +58,17 @@ class Screen:
     @contextmanager
     def passing(self, *, quiet: bool = False) -> Iterator[Callable[[str], None] | None]:
         """Yields what shows a line of progress, None if `quiet`. On a terminal a line replaces the one before, and
-        none is left at the end; without a terminal all are printed."""
+        none is left at the end; without a terminal each is printed once, without the number of what is done."""
         if quiet or not self.live:
-            yield None if quiet else self.say
+            told: set[str] = set()
+
+            def once(text: str) -> None:
+                state = re.sub(r"\d+ of ", "", text)
+                if state not in told:
+                    self.say(state)
+                told.add(state)
+
+            yield None if quiet else once
             return
         with Live(console=self.console, transient=True, auto_refresh=False) as live:
             yield lambda text: live.update(Text(text, style="dim"), refresh=True)
@@ -69,13 +80,7 @@ class Screen:
 
     def table(self, table: Table) -> None:
         """Prints a table. On a terminal that is too narrow it has fewer columns, and a line names those left out."""
-        if self.console.is_terminal:
-            self.console.print(self.drawn(table))
-            return
-        with self.console.capture() as printed:
-            self.console.print(self.drawn(table))
-        # The blanks that fill a column are for the eye alone.
-        self.console.out("\n".join(line.rstrip() for line in printed.get().splitlines()), highlight=False)
+        self.console.print(self.drawn(table))
 
     def drawn(self, table: Table, styles: Sequence[str] = ()) -> Group:
         """The table, with the line about columns that were left out. styles: one for each row, or none."""
@@ -168,6 +173,19 @@ class Screen:
         for row in rows:
             name = Text(f"{row.name:<{width}}  ", style="bold")
             self.console.print(name.append(row.text, style="not bold"), soft_wrap=True)
+
+
+class _Unfilled:
+    """A stream without the blanks that fill a line, which copied text would have."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(_FILLED.sub(lambda found: found[0].replace(" ", ""), text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _Bar:

@@ -26,6 +26,7 @@ PHASES = (
 )
 MESSAGES = ("all_gather", "reduce_scatter", "all_reduce", "outer_all_gather", "outer_reduce_scatter")
 UNSHOWN = (*MESSAGES, "reduced", "accumulated", "autocast")  # of `dtypes`: sent, or for a moment in the dtype of others
+MOST_SIGNS = 200  # of a text of an example; the record has all of it
 STATES = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer"}
 
 
@@ -242,26 +243,19 @@ def _memory_row(name: str, measured: float | None, predicted: float | None) -> t
 
 
 def dtype_rows(result: Mapping[str, Any]) -> list[Row]:
-    """Bytes by dtype of what was compared with the configuration; empty for an evaluation, which compares none."""
+    """The dtypes of what was compared with the configuration; empty for an evaluation, which compares none."""
     found = result.get("dtypes") or {}
     if not found:
         return []
-    kept = [f"{name} {_by_dtype(found[name])}" for name in found if name not in UNSHOWN]
-    sent: dict[str, float] = {}
-    for name in MESSAGES:
-        for dtype, size_bytes in found.get(name, {}).items():
-            sent[dtype] = sent.get(dtype, 0) + size_bytes
+    kept = [f"{name} {' and '.join(found[name])}" for name in found if name not in UNSHOWN]
+    sent = dict.fromkeys(dtype for name in MESSAGES for dtype in found.get(name, {}))
     # The ranks of another engine have counted them, and a comparison judges them.
     said = "as configured: " if (result.get("engine") or {}).get("kind", "zero") == "zero" else ""
-    return [Row("dtypes", f"{said}{', '.join([*kept, *([f'sent {_by_dtype(sent)}'] if sent else [])])}")]
-
-
-def _by_dtype(amounts: Mapping[str, float]) -> str:
-    return " and ".join(f"{dtype} {size(amount)}" for dtype, amount in amounts.items())
+    return [Row("dtypes", said + ", ".join([*kept, *([f"sent {' and '.join(sent)}"] if sent else [])]))]
 
 
 def communication_rows(result: Mapping[str, Any]) -> list[Row]:
-    """Bytes of a steady step by collective, and the number of elements next to the theoretical one."""
+    """Bytes of a steady step by collective, which are those that a ring must send, and their elements in theory."""
     talk = result["communication"]
     used = {name: volume for name, volume in talk["data"].items() if volume["calls"]}
     total = sum(volume["elements"] for volume in used.values())
@@ -276,11 +270,6 @@ def communication_rows(result: Mapping[str, Any]) -> list[Row]:
         Row(
             "  and in theory",
             f"{total:,.0f} elements sent; {talk['theory']} = {theory:,.0f} + padding {padding:,.0f}: {holds}",
-        ),
-        Row(
-            "",
-            "this is the algorithmic volume, which a ring must send, not the traffic of the network; control messages "
-            f"in addition: {size(talk.get('control_bytes'))}",
         ),
     ]
 
@@ -319,7 +308,9 @@ def training_rows(result: Mapping[str, Any]) -> list[Row]:
         rows.append(Row("best", f"validation {loss(best['loss'])} after step {best['step']:,}{kept}"))
     for one in training["examples"]:
         prompt, answer, reference = (shown_tokens(one[part]) for part in ("prompt", "answer", "reference"))
-        rows += [Row("example", prompt), Row("  continued", answer), Row("  in the data", reference)]
+        end = prompt if len(prompt) <= MOST_SIGNS else f"...{prompt[-MOST_SIGNS:]}"
+        cut = [text if len(text) <= MOST_SIGNS else f"{text[:MOST_SIGNS]}..." for text in (answer, reference)]
+        rows += [Row("example", end), Row("  continued", cut[0]), Row("  in the data", cut[1])]
     return rows
 
 

@@ -41,8 +41,13 @@ def next_commands(overrides: Sequence[str], config: Mapping[str, Any], result: M
     export = f"{program()} export-weights {shlex.join([shown(chosen), out])}"
     if config["adapter"]["kind"] != "none":  # else a folder for PEFT
         export += " --merge"
+    return [export, generating(out, config)]
+
+
+def generating(folder: str, config: Mapping[str, Any]) -> str:
+    """The command that generates with the weights in the folder, which a run of this configuration trained."""
     word = "ask" if config["data"]["kind"] == "pairs" else "prompt"
-    return [export, f"{program()} generate {shlex.join([f'model.path={out}', f'{word}=Once'])}"]
+    return f"{program()} generate {shlex.join([f'model.path={folder}', f'{word}=Once'])}"
 
 
 def _named(name: str, commands: Sequence[str]) -> list[Row]:

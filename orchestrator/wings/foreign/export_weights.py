@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED
-from orchestrator.text.paths import program, python
+from orchestrator.report import trained
+from orchestrator.text.paths import python
 from orchestrator.text.streams import complain
 from orchestrator.text.units import count, many, size
 from orchestrator.wings.pretrained.companions import write_companions
@@ -114,7 +114,7 @@ def _export_adapter(checkpoint: CheckpointReader, out: Path, dtype: str, config:
         adapters.lora_config(settings["rank"], settings["alpha"], settings["targets"], base), out
     )
     print(f"{weights}; only the adapters")
-    print(f"next     {_generating(out)}")
+    print(f"next     {trained.generating(str(out), config)}")
     print(f"Python   peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('{base}'), '{out}')")
 
 
@@ -131,7 +131,7 @@ def _export_merged(checkpoint: CheckpointReader, out: Path, asked: str | None, c
         into = f" into the {code} weights as they are read back" if code else ""
         print(f"{weights}; adapters merged{into}; {write_companions(out, config, dtype)}")
     _propose("AutoModelForCausalLM", out)
-    print(f"         {_generating(out)}")
+    print(f"         {trained.generating(str(out), config)}")
 
 
 def _write(source: TensorSource, out: Path, dtype: str, stem: str = "model") -> str:
@@ -144,11 +144,6 @@ def _write(source: TensorSource, out: Path, dtype: str, stem: str = "model") -> 
     return (
         f"written: {out}: {parameters} parameters in {dtype}, {size(written.bytes)}, {many(len(written.files), 'file')}"
     )
-
-
-def _generating(out: Path) -> str:
-    """The command that generates with what was written."""
-    return f"{program()} generate {shlex.join([f'model.path={out}', 'prompt=Once'])}"
 
 
 def _propose(name: str, out: Path) -> None:

@@ -182,8 +182,10 @@ def _done(config: RunConfig, found: dict[str, Any]) -> str:
 
 
 def _next(config: RunConfig, asked: GenerationLine) -> str:
-    words = ["measure=eval"]
+    words, text = ["measure=eval"], "held-out text"
+    if any("ask" in one for one in asked.prompts):  # it continues no texts such as those of data=stdlib
+        words, text = [*words, "data=pairs", "data.path=FILE"], "the held-out conversations of FILE"
     model = ["model=pretrained"] if config.model.path is not None else []
     kept = [word for word in asked.words if not word.startswith(("measure", "data"))]
     stage = [] if "zero" in names(kept) else ["zero=stage3"]
-    return f"{program()} {shlex.join([*model, *kept, *stage, *words])}      # the loss on held-out text"
+    return f"{program()} {shlex.join([*model, *kept, *stage, *words])}      # the loss on {text}"

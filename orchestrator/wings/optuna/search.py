@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from orchestrator.commands import sweep as sweep_command
@@ -37,6 +37,7 @@ from orchestrator.wings.optuna.trials import Asked, Trial
 FLAGS = ("--config-dir",)  # besides those of the parser
 SAME_FAILURES = 3  # so many trials in a row without a value, for the same reason, end a search
 LEARNING = ("optimizer.", "scheduler.")  # settings that change the loss, and no speed
+FEW_STEPS = 100  # with fewer, the rate that falls fastest wins, which a longer training may not bear
 
 
 def main(argv: Sequence[str]) -> int:
@@ -140,12 +141,8 @@ class Search:
         self._screen.say(f"{many(self._line.trials, 'trial')} by {self._line.by}, {order} first", "bold")
         about = [row for row in plan_rows(self._config, "") if row.name in ("model", "data")]
         self._screen.rows([*(Row(one.key, one.described()) for one in self._line.searched), *about])
-        for word in self._line.replaced:
-            self._screen.warn(f"{word} is replaced by the values that are searched")
-        if not higher_first and any(one.key.startswith("batch.") for one in self._line.searched):
-            self._screen.warn(
-                f"trials with more tokens a step have an easier {self._line.by}: search the batch by=tokens_per_second"
-            )
+        for warning in self._warnings(higher_first=higher_first):
+            self._screen.warn(warning)
         if earlier := self._recorded():
             self._screen.say(f"continues after {many(len(earlier), 'trial')}")
             self._measure(earlier)
@@ -155,6 +152,17 @@ class Search:
                 self._screen.say("Optuna proposes nothing new: the search ends")
                 break
             self._measure(new)
+
+    def _warnings(self, *, higher_first: bool) -> Iterator[str]:
+        """What the trials cannot tell, before they start."""
+        keys, by, steps = [one.key for one in self._line.searched], self._line.by, self._config.steps()
+        yield from (f"{word} is replaced by the values that are searched" for word in self._line.replaced)
+        if not higher_first and any(key.startswith("batch.") for key in keys):
+            yield f"trials with more tokens a step have an easier {by}: search the batch by=tokens_per_second"
+        learned = [key for key in keys if key.startswith(LEARNING)]
+        if by.startswith("loss") and learned and steps is not None and steps < FEW_STEPS:
+            more = "measure=train train.max_steps=500 makes more"
+            yield f"each trial makes {many(steps, 'step')}, too few to choose {' and '.join(learned)} by; {more}"
 
     def _recorded(self) -> list[tuple[str, ...]]:
         """The values of the trials of an earlier command."""
@@ -222,9 +230,10 @@ class Search:
 
 
 def _longer(ranked: Sequence[ranking.Ranked]) -> str:
-    """The command that runs the best trial for longer: to an end, if it was measured in rounds."""
+    """The command that runs the best trial for longer: to an end, if it has rounds or was chosen by its loss."""
     best = ranked[0].entry
-    if ranking.STANDARD not in best.overrides:
+    is_learned = ranked[0].metric.startswith("loss") and not (ranking.trains(ranked) or ranking.evaluates(ranked))
+    if ranking.STANDARD not in best.overrides and not is_learned:
         return ranking.next_after_sweep(ranked)
     kept = [word for word in ranking.standard(best.overrides) if word != ranking.STANDARD]
     return run_command([*kept, "measure=train", "train.max_steps=1000", "checkpoint=sharded"])

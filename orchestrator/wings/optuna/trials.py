@@ -6,8 +6,9 @@ Each batch of lines is one sweep, so its points get slots, records and cached re
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from orchestrator.commands import sweep as sweep_command
@@ -37,6 +38,7 @@ class Asked:
     flags: `--config-dir`, if the lines were composed with it. fixed: overrides that are the same in every line of every
     batch and are therefore left out of a point's short name. study: the identity of a study whose batches are one
     sweep, to which each adds its lines; a batch then has the lines of all earlier ones first. command: what resumes it.
+    began: when the first batch did.
     """
 
     rank_by: tuple[str, ...] = (ranking.DEFAULT_METRIC,)
@@ -45,6 +47,7 @@ class Asked:
     fixed: tuple[str, ...] = ()
     study: str = ""
     command: tuple[str, ...] = ()
+    began: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def _run(
     """The state of each point after the sweep, by label."""
     wishes = Wishes(retry=retry_states(asked.retry) if asked.retry else frozenset())
     request = sweep_command.SweepRequest(
-        name, tuple(points), asked.command, wishes, asked.rank_by[0], study=asked.study
+        name, tuple(points), asked.command, wishes, asked.rank_by[0], study=asked.study, began=asked.began
     )
     paths = sweep_command.run_quietly(request, scene.hardware, screen)
     return {standing.label: standing for standing in sweep_record.standings(paths)}

@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.config.strict import Broken
 from orchestrator.wings.pairs.conversation import COLUMNS, CONVERSATIONS, MESSAGES, PAIR_KEYS, pair_of
 from orchestrator.wings.pairs.pairs_file import JSON_FILES, opened, pair_files, parsed
-from orchestrator.wings.pairs.tables import is_table, rows
+from orchestrator.wings.pairs.tables import ROWS, is_table, rows
 from orchestrator.wings.pairs.text_records import LINES, TEXT, text_record
 from orchestrator.workloads.text_files import READ_AS_RECORDS, TABLES, text_files
 
@@ -103,10 +103,10 @@ def _one_split(folder: Path, files: Sequence[Path]) -> Broken | None:
 
 
 def _records(path: Path, kind: str) -> Iterator[tuple[str, Any]]:
-    """The records in the first bytes of a file with their places: all that end there. Only the first one of a table, or
-    of a longer array. None for a longer file whose first one does not end there."""
+    """The records in the first bytes of a file with their places: all that end there. The first rows of a table; only
+    the first one of a longer array. None for a longer file whose first one does not end there."""
     if is_table(path):
-        yield from itertools.islice(rows(path, (*COLUMNS, TEXT), at_once=1), 1)
+        yield from itertools.islice(rows(path, (*COLUMNS, TEXT)), ROWS)
         return
     with opened(path) as file:
         start = file.read(LOOK_BYTES)

@@ -181,7 +181,7 @@ def measure(
         nonlocal done
         speed.store(hardware, [(by_key[event["key"]], event["answer"]) for event in events])
         done += len(events)
-        told(f"measured {done} of {len(jobs)}")
+        told(f"measuring {done} of {len(jobs)}")
 
     groups: dict[str, list[TimingJob]] = {}
     for job in jobs:

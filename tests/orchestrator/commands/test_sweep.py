@@ -68,7 +68,7 @@ def test_repeating_a_command_keeps_measured_results_and_runs_nothing(
     code, shown, again = run(tmp_path, [1, 2])
     assert (code, states(again), again.root, "earlier" in shown) == (0, ["cached", "cached"], sweep.root, False)
     assert ("\nreused  2   micro1, micro2: measured on " in shown, "cached" in shown) == (True, False)
-    assert len(attempts(tmp_path)) == 2
+    assert (len(attempts(tmp_path)), {one.message for one in sweep_record.standings(again)}) == (2, {""})
     request = SweepRequest("batch", points(tmp_path, [1, 2]), ("sweeps=batch",), predicts=False, entry=STUB)
     assert run_sweep(replace(request, as_json=True), hardware.detect()) == 0
     told = capsys.readouterr()

@@ -47,11 +47,25 @@ def test_an_interrupt_or_termination_ends_the_server_quietly_with_code_0(
     threading.Thread(target=interrupt, daemon=True).start()
     assert cli.main(["ui", "--output", str(output)]) == 0
     shown = capfd.readouterr()
-    assert "http://127.0.0.1:" in shown.out
+    assert "/#/experiments/" in shown.out
     assert ("noise" in shown.out + shown.err, shown.err) == (False, "")
     assert (output / dashboard.LOG).read_text() == "noise\n"
     with pytest.raises(ProcessLookupError):
         os.kill(int(began.read_text()), 0)
+
+
+@pytest.mark.parametrize(("client", "name"), [("", "zlab.localhost"), ("10.0.0.1 22 10.0.0.2 22", "127.0.0.1")])
+def test_a_browser_of_this_machine_gets_a_name_at_which_mlflow_opens_no_assistant(
+    client: str, name: str, output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    if client:
+        monkeypatch.setenv("SSH_CONNECTION", client)
+    monkeypatch.setattr(dashboard, "loopback", lambda: "127.0.0.1")
+    serve("import os; print(os.environ['MLFLOW_SERVER_ALLOWED_HOSTS'])", monkeypatch)
+    assert cli.main(["ui", "--output", str(output), "--port", "5999"]) == 1
+    assert f"http://{name}:5999/#/experiments/3/" in capsys.readouterr().out
+    assert f"{name}:5999," in (output / dashboard.LOG).read_text()
 
 
 def test_a_host_for_others_is_served_under_the_names_of_this_machine_with_a_warning(

@@ -56,6 +56,8 @@ def test_a_single_point_combines_the_defaults_and_the_overrides() -> None:
             "-m recompute=none,full loss=full,tiled",
             [f"recompute_{a}-loss_{b}" for a in ("none", "full") for b in ("full", "tiled")],
         ),
+        (f"data=text data.path={__file__}", ["stage2-bf16-data_text-path_test_compose.py"]),
+        ("-m optimizer.lr=6.824e-05,0.001", ["lr6.824e-05", "lr0.001"]),
         ("-m optimizer.no_decay=true,false", ["no_decay_true", "no_decay_false"]),
         ("-m recompute.offload=none,cpu", ["recompute.offload_none", "recompute.offload_cpu"]),
         ("-m offload=none,optimizer_cpu optimizer=lion", ["offload_none", "offload_optimizer_cpu"]),

@@ -82,7 +82,7 @@ def test_the_summary_shows_predicted_and_measured_scratch_bytes_and_warns_of_a_b
 def test_communication_is_called_equal_to_the_theory_only_when_it_is() -> None:
     result = make_result(CONFIG)
     assert "1,200,000 elements sent; 2Ψ·(N-1)/N = 1,199,800 + padding 200: equal" in summary_of(result)
-    assert "algorithmic volume" in summary_of(result)
+    assert "control messages" not in summary_of(result), "they are in the record"
     result["communication"]["theory_elements"] -= 1
     assert "NOT equal" in summary_of(result)
 
@@ -176,6 +176,10 @@ def test_the_summary_of_a_training_has_its_length_its_best_validation_and_its_ex
     result = trained_result()
     result["training"]["examples"] = [dict.fromkeys(("prompt", "answer", "reference"), ids)]
     assert "[1, 2]" in summary_of(result)
+    long = {"ids": [1, 2], "text": "first" + "x" * 999 + "last"}
+    result["training"]["examples"] = [dict.fromkeys(("prompt", "answer", "reference"), long)]
+    first, last = f"'first{'x' * 194}...", f"...{'x' * 195}last'"
+    assert f"example {last} continued {first} in the data {first}" in " ".join(summary_of(result).split())
 
 
 def test_a_training_ends_with_one_line_and_the_commands_that_use_the_best_checkpoint() -> None:
@@ -309,9 +313,10 @@ def left_on_terminal(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 40])
-def test_a_passing_line_leaves_a_terminal_also_where_it_wraps_and_stays_in_a_file(width: int) -> None:
+def test_a_passing_line_leaves_a_terminal_also_where_it_wraps_and_stays_in_a_file_without_counts(width: int) -> None:
     lines = [f"counting without running: {done} of 2 models and activations" for done in (0, 1)]
-    for terminal, left in ((True, ["before", "between", "after"]), (False, ["before", *lines, "between", "after"])):
+    once = "counting without running: 2 models and activations"
+    for terminal, left in ((True, ["before", "between", "after"]), (False, ["before", once, "between", "after"])):
         screen, out = show(terminal=terminal, width=width)
         screen.say("before")
         with screen.passing() as tell:
@@ -323,6 +328,18 @@ def test_a_passing_line_leaves_a_terminal_also_where_it_wraps_and_stays_in_a_fil
         assert left_on_terminal(out.getvalue()) == left
     with screen.passing(quiet=True) as tell:
         assert tell is None
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_no_line_ends_with_blanks(terminal: bool) -> None:
+    out = io.StringIO()
+    colours: Any = "standard" if terminal else None
+    screen = Screen(Console(file=out, width=40, force_terminal=terminal, color_system=colours))
+    screen.say("one or two words " * 5, "bold")
+    screen.rows([Row("a", "one or two words " * 5), Row("b", "short")])
+    screen.table(Table(("name", "text"), (("a", "words " * 9), ("b", "")), names=2, texts=("text",)))
+    plain = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
+    assert ("\x1b" in out.getvalue(), [line for line in plain.split("\n") if line != line.rstrip()]) == (terminal, [])
 
 
 def test_the_bar_shows_the_time_that_is_left() -> None:

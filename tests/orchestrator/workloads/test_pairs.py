@@ -205,6 +205,7 @@ def test_rows_of_tables_are_checked_as_records_are(end: str, tmp_path: Path, mon
     assert (found.found, found.fix) == ("the keys id, text", ("data=text",))
     assert problem(both, "text") is not None
     save(texts, [{"text": "one"}, {"text": None}])
+    assert ", row 2: expected a text as its text" in str(problem(texts, "text"))
     with pytest.raises(ValueError, match="row 2: expected a text as its text, found NoneType"):
         read_text(texts)
     twice = pa.table([["a"], ["b"], ["c"]], names=["prompt", "response", "response"])

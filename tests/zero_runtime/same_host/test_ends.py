@@ -3,11 +3,14 @@ end, a stop within the group's limit; and no process, socket or file is left. `m
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -27,7 +30,9 @@ from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.same_host.group import register
+from zero_runtime.same_host import progress
+from zero_runtime.same_host.group import SharedGroup, register
+from zero_runtime.same_host.meeting import Meeting
 from zero_runtime.watch.watch import RankWatch
 
 WORLD, VICTIM, LARGE = 3, 1, 2**18
@@ -160,6 +165,18 @@ def test_killed_and_stopped_ranks_are_named_in_every_kind_of_collective(count: i
 
 def test_a_rank_that_leaves_without_a_word_is_named() -> None:
     assert _wrong("all_reduce", 0.02, signal.SIGUSR1) == []
+
+
+def test_a_group_that_outlives_the_modules_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled model keeps groups until the ending interpreter has set every name of their modules to None."""
+    told: list[Any] = []
+    kept = SharedGroup(Meeting({}), 0, 1, timedelta(seconds=1))
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    monkeypatch.setattr(weakref.finalize, "_shutdown", True)  # set at the exit of an interpreter
+    monkeypatch.setattr(progress, "suppress", None)
+    del kept
+    gc.collect()
+    assert told == []
 
 
 # ---- in training and in saving ---------------------------------------------------------------------------------------

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from points import make_config
 
 from orchestrator.cli import main
 from orchestrator.config.strict import Refusal
-from orchestrator.wings.generate.generate import read
+from orchestrator.wings.generate.generate import GenerationLine, read
+from orchestrator.wings.generate.generate import _next as proposed
 
 
 def test_prompts_are_separated_from_settings(tmp_path: Path) -> None:
@@ -51,6 +53,17 @@ def test_what_inference_does_not_have_is_refused(
 ) -> None:
     assert main([*words, f"output={tmp_path}"]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("prompt", "end"),
+    [
+        ({"text": "a"}, "zero=stage3 measure=eval      # the loss on held-out text"),
+        ({"ask": "a"}, "measure=eval data=pairs data.path=FILE      # the loss on the held-out conversations of FILE"),
+    ],
+)
+def test_a_model_that_was_asked_is_evaluated_on_conversations(prompt: dict[str, str], end: str, tmp_path: Path) -> None:
+    assert proposed(make_config(tmp_path), GenerationLine([prompt], 4, ["data=stdlib"])).endswith(end)
 
 
 @pytest.mark.full

@@ -184,10 +184,14 @@ def test_a_search_is_one_sweep_which_continues_when_it_is_typed_again(
     monkeypatch.chdir(tmp_path)
     words = [*TINY.split(), "measure.steps=4", "optimizer.lr=1e-4..1e-1"]
     assert cli.main(["search", *words, "n=2"]) == 0
-    assert "2 trials by loss_last, lower first" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "2 trials by loss_last, lower first" in shown
+    assert re.search(r"^warning: each trial makes \d steps, too few to choose optimizer.lr by", shown, re.MULTILINE)
     output = tmp_path / "out"
     sweep, rows = found_in(output)
     assert (len(rows), attempts(output)) == (2, 2)
+    begun = [path.stat().st_mtime for path in output.glob("points/*/attempts/*/config.json")]
+    assert json.loads(sweep.sweep.read_text())["time"] < min(begun), "the clock is that of all batches"
     assert cli.main(["search", *words, "n=3"]) == 0
     shown = capsys.readouterr().out
     assert "continues after 2 trials" in shown
@@ -205,10 +209,10 @@ def test_a_search_is_one_sweep_which_continues_when_it_is_typed_again(
     assert all(label in report and label in sweep.page.read_text() for label, _ in rows)
     best = comparison.ranked(sweep)[0].entry
     (proposed,) = re.findall(r"^next +(.*)$", shown, re.MULTILINE)
-    assert shlex.split(proposed)[-1] == "measure=standard"
+    assert shlex.split(proposed)[-3:] == ["measure=train", "train.max_steps=1000", "checkpoint=sharded"]
     assert set(shlex.split(proposed)) >= {one for one in best.overrides if one.startswith("optimizer.lr=")}
     assert cli.main(["resume", "last", "--output", "out"]) == 0
-    assert "trial " not in capsys.readouterr().out
+    assert not re.search("^trial ", capsys.readouterr().out, re.MULTILINE)
     assert attempts(output) == 3
 
 
