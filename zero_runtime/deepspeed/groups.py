@@ -15,12 +15,11 @@ from torch import nn
 
 from zero_runtime.deepspeed.named_optimizer import NamedOptimizer
 from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer, torch_arguments, torch_default
+from zero_runtime.deepspeed.probed_optimizer import probed_config
 from zero_runtime.deepspeed.schedule_section import SECOND_BETA, ScheduleOf
 from zero_runtime.errors import PlanError
 from zero_runtime.optim.configs import (
-    TORCH_NAMES,
     TORCH_OURS,
-    TORCH_REFUSED,
     AdamConfig,
     AdamWConfig,
     LionConfig,
@@ -91,7 +90,7 @@ def groups_of_parameters(model: nn.Module, given: Iterable[Any] | None, chosen: 
 
 
 def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-    """Read an instance of a class of torch.optim, or of a subclass with the same update.
+    """Read an instance of a class of torch.optim, of a subclass with the same update, or of another element-wise class.
 
     Its group dicts are used, so its schedulers drive the engine too.
     """
@@ -101,10 +100,10 @@ def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> T
             group.update(whole)
         return replace(trained, param_groups=optimizer.param_groups)
     name = _torch_class(optimizer)
-    if optimizer.state:
+    if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's constructor makes its states
         raise PlanError(
-            f"optimizer: expected a new torch.optim.{name}, found one that has stepped: its states would be lost; hand "
-            "it over before its first step"
+            f"optimizer: expected a new {name or type(optimizer).__qualname__}, found one with states, which would be "
+            "lost: it has stepped, or its constructor made them; hand it over before its first step"
         )
     first = optimizer.param_groups[0]
     for index, group in enumerate(optimizer.param_groups):
@@ -114,29 +113,19 @@ def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> T
                 f"optimizer: group {index} has a {differing[0]} of its own ({group[differing[0]]!r}, group 0 has "
                 f"{first[differing[0]]!r}): expected groups to differ in lr and weight_decay alone"
             )
-    config = _config_of(name, first)
+    config = _config_of(name, first) if name else probed_config(optimizer)
     return _trained(model, config, optimizer.param_groups, "optimizer")
 
 
 def _torch_class(optimizer: torch.optim.Optimizer) -> str:
-    """The class of torch.optim whose update it makes: its own, or one that it inherits `step` from."""
+    """The class of torch.optim whose update it makes: its own, or one that it inherits `step` from; else empty."""
     own = type(optimizer)
     name = next((kind.__name__ for kind in own.__mro__ if kind is getattr(torch.optim, kind.__name__, None)), "")
-    if not name or name == "Optimizer":
-        reason = TORCH_REFUSED.get(own.__name__, "the update that its step() makes is not known")
-        raise PlanError(
-            f"optimizer: {own.__module__}.{own.__name__} cannot run on shards: {reason}; expected an instance of "
-            f"torch.optim.{', '.join(TORCH_NAMES)}, or of a subclass that does not replace its step()"
-        )
+    base = getattr(torch.optim, name)
+    if name == "Optimizer" or any(_plain(own, one) is not _plain(base, one) for one in ("step", "_init_group")):
+        return ""
     if problem := torch_problem(name):
         raise PlanError(f"optimizer: {problem}")
-    base = getattr(torch.optim, name)
-    replaced = [one for one in ("step", "_init_group") if _plain(own, one) is not _plain(base, one)]
-    if replaced:
-        raise PlanError(
-            f"optimizer: {own.__module__}.{own.__name__} replaces {replaced[0]}() of torch.optim.{name}, and its own "
-            f"update cannot run on shards: expected torch.optim.{name} itself, or a subclass without that method"
-        )
     return name
 
 
