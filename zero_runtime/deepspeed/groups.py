@@ -6,9 +6,10 @@ Parameters are compared by identity, so parameters of another model, or of a cop
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -17,12 +18,14 @@ from zero_runtime.deepspeed.named_optimizer import NamedOptimizer
 from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer, torch_arguments, torch_default
 from zero_runtime.deepspeed.probed_optimizer import probed_config
 from zero_runtime.deepspeed.schedule_section import SECOND_BETA, ScheduleOf
-from zero_runtime.errors import PlanError
+from zero_runtime.errors import PlanError, some
 from zero_runtime.optim.configs import (
     TORCH_OURS,
     AdamConfig,
     AdamWConfig,
     LionConfig,
+    LrScaling,
+    MuonConfig,
     OptimizerConfig,
     SgdConfig,
     TorchConfig,
@@ -30,6 +33,7 @@ from zero_runtime.optim.configs import (
 )
 from zero_runtime.optim.groups import ParamGroup
 
+_NO_MATRIX = re.compile("embed|lm_head")  # names that DeepSpeed leaves to Adam
 _GROUP_KEYS = ("params", "lr", "weight_decay", "name")
 _PER_GROUP = ("params", "lr", "weight_decay", "initial_lr", "name", "param_names")
 
@@ -74,6 +78,8 @@ def groups_of_parameters(model: nn.Module, given: Iterable[Any] | None, chosen: 
         raise PlanError("model_parameters: expected parameters or groups of them, found none; leave it out for all")
     if not all(isinstance(item, Mapping) for item in items):
         items = [{"params": items}]
+    if isinstance(chosen.config, MuonConfig):
+        chosen, items = _in_halves(model, chosen.config, chosen.lr, items)
     shown = _shown(chosen.config)
     groups = []
     for index, item in enumerate(items):
@@ -87,6 +93,29 @@ def groups_of_parameters(model: nn.Module, given: Iterable[Any] | None, chosen: 
         params = [item["params"]] if isinstance(item["params"], torch.Tensor) else list(item["params"])
         groups.append({**shown, **usual, **item, "params": params})
     return _trained(model, chosen.config, groups, "model_parameters")
+
+
+def _in_halves(
+    model: nn.Module, config: MuonConfig, lr: float, items: list[Any]
+) -> tuple[ChosenOptimizer, list[dict[str, Any]]]:
+    """Muon with the matrices that DeepSpeed gives it, and each group as two: its matrices, and its other parameters,
+    whose rate is AdamW's. PlanError for parameters of more dimensions."""
+    shapes = {name: param.shape for name, param in model.named_parameters() if not _NO_MATRIX.search(name.lower())}
+    if deep := [name for name, shape in shapes.items() if len(shape) > 2]:
+        raise PlanError(
+            f"optimizer.type Muon: expected parameters of at most two dimensions, found {some(deep)}, which DeepSpeed "
+            "orthogonalises as matrices of their rows; use AdamW"
+        )
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
+    own = {id(model.get_parameter(name)) for name in matrices}
+    halves = []
+    for item in items:
+        params = [item["params"]] if isinstance(item["params"], torch.Tensor) else list(item["params"])
+        for is_matrix, rate in ((True, lr), (False, lr * config.adamw_lr_ratio)):
+            if half := [param for param in params if (id(param) in own) == is_matrix]:
+                halves.append({"lr": rate, **item, "params": half})
+    config = replace(config, matrices=matrices, adamw_lr_ratio=1.0)
+    return ChosenOptimizer(config, lr, config.weight_decay), halves
 
 
 def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
@@ -113,7 +142,10 @@ def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> T
                 f"optimizer: group {index} has a {differing[0]} of its own ({group[differing[0]]!r}, group 0 has "
                 f"{first[differing[0]]!r}): expected groups to differ in lr and weight_decay alone"
             )
-    config = _config_of(name, first) if name else probed_config(optimizer)
+    if name == "Muon":
+        config: OptimizerConfig = _torch_muon(model, optimizer)
+    else:
+        config = _config_of(name, first) if name else probed_config(optimizer)
     return _trained(model, config, optimizer.param_groups, "optimizer")
 
 
@@ -124,7 +156,7 @@ def _torch_class(optimizer: torch.optim.Optimizer) -> str:
     base = getattr(torch.optim, name)
     if name == "Optimizer" or any(_plain(own, one) is not _plain(base, one) for one in ("step", "_init_group")):
         return ""
-    if problem := torch_problem(name):
+    if name != "Muon" and (problem := torch_problem(name)):
         raise PlanError(f"optimizer: {problem}")
     return name
 
@@ -153,6 +185,22 @@ def _config_of(name: str, group: Mapping[str, Any]) -> OptimizerConfig:
     return TorchConfig(name, arguments, decay, no_decay=False)
 
 
+def _torch_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> MuonConfig:
+    """The runtime's Muon for a torch.optim.Muon; PlanError for constants that it does not have."""
+    group = optimizer.param_groups[0]
+    scaling = group["adjust_lr_fn"] or "original"
+    others = [name for name in ("ns_coefficients", "eps") if group[name] != torch_default("Muon", name)]
+    if others or scaling not in get_args(LrScaling):
+        raise PlanError(
+            f"optimizer: torch.optim.Muon: expected the default ns_coefficients and eps, and adjust_lr_fn of "
+            f"{' or '.join(get_args(LrScaling))}, found {others or scaling}; leave it out"
+        )
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    matrices = [name for name, param in model.named_parameters() if id(param) in own]
+    constants = {name: group[name] for name in ("momentum", "nesterov", "ns_steps", "weight_decay")}
+    return MuonConfig(lr_scaling=scaling, matrices=matrices, no_decay=False, **constants)
+
+
 def _trained(model: nn.Module, config: OptimizerConfig, groups: list[dict[str, Any]], source: str) -> Trained:
     names = {id(param): name for name, param in model.named_parameters()}
     named = []
@@ -179,6 +227,8 @@ def _shown(config: OptimizerConfig) -> dict[str, Any]:
         return {"betas": (config.beta1, config.beta2), "eps": config.eps}
     if isinstance(config, LionConfig):
         return {"betas": (config.beta1, config.beta2)}
+    if isinstance(config, MuonConfig):
+        return {"momentum": config.momentum}
     if isinstance(config, SgdConfig):
         return {"momentum": config.momentum, "dampening": config.dampening, "nesterov": config.nesterov}
     assert isinstance(config, TorchConfig)

@@ -259,7 +259,7 @@ _TORCH_STATES: dict[str, dict[str, str]] = {
 }
 TORCH_NAMES = tuple(_TORCH_STATES)
 TORCH_REFUSED = {
-    "Adafactor": "its second moment is kept by rows and columns of a whole matrix",
+    "Adafactor": "its second moment is kept by rows and columns of a whole matrix; the nearest is Lion, with one state",
     "LBFGS": "it needs a closure that evaluates the model again within a step, and products over all parameters",
     "Muon": "it orthogonalises whole matrices, which optimizer=muon does on shards",
     "SparseAdam": "it takes sparse gradients alone, and the runtime's are dense",

@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from harness.plain_optimizers import Muon as PlainMuon
 from harness.ranks import run_alone, run_ranks
 from harness.seed_loop import initialize_quietly
 from torch import nn
 from zero_runtime.ops.adam import FusedAdam
 
 import zero_runtime
-from zero_runtime.deepspeed.groups import groups_of_optimizer
+from zero_runtime.deepspeed.groups import groups_of_optimizer, groups_of_parameters
+from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer
 from zero_runtime.errors import PlanError
+from zero_runtime.optim.configs import MuonConfig
 
 STAGES = (0, 1, 2, 3)
 UNIT = 2.0**-24
@@ -169,6 +172,69 @@ def other_updates() -> list[str]:
 
 def test_adam_without_bias_correction_and_lamb_with_limits_make_deepspeeds_updates() -> None:
     assert run_ranks(other_updates, 2) == [[], []]
+
+
+class Square(nn.Module):
+    """Two square matrices, so that Muon's factor of the rate is 1, and an embedding, which DeepSpeed leaves to Adam."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.first, self.second = nn.Embedding(8, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(self.embed((rows * 9).long() % 8)).tanh())
+
+
+def muon_runs() -> list[str]:
+    """The forms and stages whose weights are not those of plain Muon on whole matrices."""
+    wrong = []
+    for form in ("section", "torch"):
+        for stage in (0, 3):
+            model, plain = Square(), Square()
+            matrices = {"first.weight", "second.weight"}
+            named = dict(plain.named_parameters())
+            rates = {name: 0.125 if name in matrices else 0.25 for name in named}
+            if form == "torch":
+                update: Any = torch.optim.Muon([named[name] for name in sorted(matrices)], lr=0.125, weight_decay=0.5)
+                kept = [model.first.weight, model.second.weight]
+                given: dict[str, Any] = {"optimizer": torch.optim.Muon(kept, lr=0.125, weight_decay=0.5)}
+            else:
+                params = {"lr": 0.25, "muon_lr": 0.125, "weight_decay": 0.5, "betas": [0.5, 0.75]}
+                given = {"config": {"optimizer": {"type": "Muon", "params": params}}}
+                groups = [
+                    {"params": [param], "lr": rates[name], "weight_decay": 0.5, "matrix": name in matrices}
+                    for name, param in named.items()
+                ]
+                constants: dict[str, Any] = {"beta1": 0.5, "beta2": 0.75, "eps": 1e-10, "ns_dtype": "fp32"}
+                update = PlainMuon(groups, MuonConfig(lr_scaling="original", **constants))
+            for step in range(3):
+                for name, grad in averaged(plain, step).items():
+                    named[name].grad = grad
+                update.step()
+                plain.zero_grad()
+            given["config"] = {
+                **given.get("config", {}),
+                **{"train_batch_size": 4, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}},
+            }
+            engine, weights = trained(model, 3, **given)
+            assert engine.optimizer.param_groups[0]["lr"] == 0.125
+            wrong += [
+                f"{form} at stage {stage}: {name}" for name in named if not torch.equal(named[name], weights[name])
+            ]
+    return wrong
+
+
+def test_muon_of_the_section_and_of_torch_have_the_bits_of_whole_matrices() -> None:
+    assert run_ranks(muon_runs, 2) == [[], []]
+
+
+def test_muon_with_other_constants_and_deep_parameters_is_refused() -> None:
+    model = nn.Sequential(nn.Conv1d(2, 2, 3), nn.Linear(4, 4))
+    with pytest.raises(PlanError, match=r"adjust_lr_fn of match_rms_adamw or original, found \['eps'\]"):
+        groups_of_optimizer(model, torch.optim.Muon([model[1].weight], eps=1e-3))
+    with pytest.raises(PlanError, match=r"at most two dimensions, found 0\.weight, which DeepSpeed orthogonalises"):
+        groups_of_parameters(model, None, ChosenOptimizer(MuonConfig(), 0.1, 0.0))
 
 
 class Signs(torch.optim.Optimizer):
