@@ -138,8 +138,7 @@ def world_size() -> int:
 
 def own_node() -> int:
     """The rank of the first process of this machine, from which LOCAL_RANK counts."""
-    alone = "0" if world_size() == 1 else ""
-    local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", alone))
+    local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0" if world_size() == 1 else ""))
     if not local:
         raise PlanError("a folder for each node: expected LOCAL_RANK, found none; start the ranks with torchrun")
     return own_rank() - int(local)

@@ -72,8 +72,7 @@ class Saving:
             self._checkpoints = load(RUN_CHECKPOINTS)(
                 runtime,
                 self._folder,
-                keep_last=self._config.keep_last,
-                keep_every=self._config.keep_every,
+                keep=(self._config.keep_last, self._config.keep_every),
                 # A base model that was read from a folder is not written again with every checkpoint of its adapters.
                 with_frozen=config.adapter.kind is AdapterKind.none or config.model.path is None,
                 node_local=node is not None,

@@ -26,24 +26,17 @@ from zero_runtime.world import own_node
 class RunCheckpoints:
     """The checkpoints below `root`. All ranks must make the same calls.
 
-    keep_last, keep_every: see Retention. with_frozen: whether frozen parameters are saved. node_local: whether each
-    node has a root of its own.
+    keep: keep_last and keep_every of Retention. with_frozen: whether frozen parameters are saved. node_local: whether
+    each node has a root of its own.
     """
 
     def __init__(
-        self,
-        runtime: ZeroRuntime,
-        root: Path,
-        *,
-        keep_last: int | None,
-        keep_every: int | None,
-        with_frozen: bool,
-        node_local: bool,
+        self, runtime: ZeroRuntime, root: Path, *, keep: tuple[int, int | None], with_frozen: bool, node_local: bool
     ) -> None:
         self._runtime, self._root = runtime, root
         node = own_node() if node_local else None
         self._leads = runtime.collectives.rank == (node or 0)
-        self._saver = BackgroundSaver(root, SaveSettings(node, Retention(keep_last, keep_every), with_frozen))
+        self._saver = BackgroundSaver(root, SaveSettings(node, Retention(*keep), with_frozen))
 
     def clear_leftovers(self) -> None:
         """Remove what interrupted saves and deletions left."""

@@ -38,7 +38,7 @@ from zero_runtime.checkpoint.layout import (
     step_name,
     tensor_key,
 )
-from zero_runtime.checkpoint.retention import KEEP_ALL, Retention, clear_leftovers, owner_of, prune, trash_path
+from zero_runtime.checkpoint.retention import KEEP_ALL, Retention, clear_leftovers, prune, trash_path
 from zero_runtime.checkpoint.rng import random_states
 from zero_runtime.checkpoint.snapshot import StatePart, index_without_files, parts_of
 from zero_runtime.checkpoint.tensor_file import fsync_folder, write_tensor_file
@@ -46,7 +46,6 @@ from zero_runtime.errors import CheckpointError
 from zero_runtime.process_identity import mark
 from zero_runtime.runtime import ZeroRuntime
 
-_LOCAL = "a folder on the node's own disk, or save without node-local folders"
 _POLL_S = 0.01
 
 
@@ -135,8 +134,6 @@ def begin(
     tokens = collectives.gather_objects((trouble, save.token))
     try:
         raise_for([one for one, _ in tokens])
-        if settings.node is not None:
-            agree(collectives, trouble_of(save.check_alone))
     except CheckpointError:
         save.discard()
         raise
@@ -187,13 +184,6 @@ class Save:
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def check_alone(self) -> None:
-        """Raise CheckpointError if the leader of another node writes to this node's folder."""
-        if self.leads and owner_of(self.partial) != mark():
-            raise CheckpointError(
-                f"{self.root}: expected a folder of this node alone, found another that writes there; give {_LOCAL}"
-            )
-
     # ---- each rank -------------------------------------------------------------------------------------------------
 
     def write(self) -> None:
@@ -224,7 +214,7 @@ class Save:
             os.fsync(file.fileno())
 
     def _unwritable(self, error: OSError) -> CheckpointError:
-        more = "" if self.settings.node is None else f", give {_LOCAL}"
+        more = "" if self.settings.node is None else ", give each node a folder on its own disk"
         return CheckpointError(
             f"{self.final}: expected to write it, found {error.strerror or error} "
             f"({Path(error.filename or self.partial).name}); earlier checkpoints are untouched: make room or mend the "

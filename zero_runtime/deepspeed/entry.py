@@ -242,9 +242,7 @@ def _compose(
         watch=watch,
         lazy_states=lazy_states,
         wire=read.wire,
-        tensor_parallel=TensorParallel(
-            read.degrees.tensor, tuple(patterns_of(model, read.degrees.specs, others_whole=read.degrees.others_whole))
-        ),
+        tensor_parallel=TensorParallel(read.degrees.tensor, tuple(patterns_of(model, read.degrees.specs))),
     )
     left_out = () if trained is None else tuple(trained.left_out.values())
     for param in left_out:

@@ -79,7 +79,7 @@ def groups_of_parameters(model: nn.Module, given: Iterable[Any] | None, chosen: 
     if not all(isinstance(item, Mapping) for item in items):
         items = [{"params": items}]
     if isinstance(chosen.config, MuonConfig):
-        chosen, items = _in_halves(model, chosen.config, chosen.lr, items)
+        chosen, items = _in_halves(model, chosen, items)
     shown = _shown(chosen.config)
     groups = []
     for index, item in enumerate(items):
@@ -95,27 +95,23 @@ def groups_of_parameters(model: nn.Module, given: Iterable[Any] | None, chosen: 
     return _trained(model, chosen.config, groups, "model_parameters")
 
 
-def _in_halves(
-    model: nn.Module, config: MuonConfig, lr: float, items: list[Any]
-) -> tuple[ChosenOptimizer, list[dict[str, Any]]]:
+def _in_halves(model: nn.Module, chosen: ChosenOptimizer, items: list[Any]) -> tuple[ChosenOptimizer, list[Any]]:
     """Muon with the matrices that DeepSpeed gives it, and each group as two: its matrices, and its other parameters,
     whose rate is AdamW's. PlanError for parameters of more dimensions."""
-    shapes = {name: param.shape for name, param in model.named_parameters() if not _NO_MATRIX.search(name.lower())}
-    if deep := [name for name, shape in shapes.items() if len(shape) > 2]:
-        raise PlanError(
-            f"optimizer.type Muon: expected parameters of at most two dimensions, found {some(deep)}, which DeepSpeed "
-            "orthogonalises as matrices of their rows; use AdamW"
-        )
-    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
-    own = {id(model.get_parameter(name)) for name in matrices}
+    assert isinstance(chosen.config, MuonConfig)
+    named = {name: one for name, one in model.named_parameters() if not _NO_MATRIX.search(name.lower())}
+    if deep := [name for name, one in named.items() if one.dim() > 2]:
+        told = "of at most two dimensions (DeepSpeed takes the rows of others as a matrix)"
+        raise PlanError(f"optimizer.type Muon: expected parameters {told}, found {some(deep)}; use AdamW")
+    own = {id(one): name for name, one in named.items() if one.dim() == 2}
     halves = []
     for item in items:
         params = [item["params"]] if isinstance(item["params"], torch.Tensor) else list(item["params"])
-        for is_matrix, rate in ((True, lr), (False, lr * config.adamw_lr_ratio)):
+        for is_matrix, rate in ((True, chosen.lr), (False, chosen.lr * chosen.config.adamw_lr_ratio)):
             if half := [param for param in params if (id(param) in own) == is_matrix]:
                 halves.append({"lr": rate, **item, "params": half})
-    config = replace(config, matrices=matrices, adamw_lr_ratio=1.0)
-    return ChosenOptimizer(config, lr, config.weight_decay), halves
+    config = replace(chosen.config, matrices=list(own.values()), adamw_lr_ratio=1.0)
+    return replace(chosen, config=config), halves
 
 
 def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
@@ -191,10 +187,8 @@ def _torch_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> MuonConfi
     scaling = group["adjust_lr_fn"] or "original"
     others = [name for name in ("ns_coefficients", "eps") if group[name] != torch_default("Muon", name)]
     if others or scaling not in get_args(LrScaling):
-        raise PlanError(
-            f"optimizer: torch.optim.Muon: expected the default ns_coefficients and eps, and adjust_lr_fn of "
-            f"{' or '.join(get_args(LrScaling))}, found {others or scaling}; leave it out"
-        )
+        told = f"the default ns_coefficients and eps, and adjust_lr_fn of {' or '.join(get_args(LrScaling))}"
+        raise PlanError(f"optimizer: torch.optim.Muon: expected {told}, found {others or scaling}; leave it out")
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
     matrices = [name for name, param in model.named_parameters() if id(param) in own]
     constants = {name: group[name] for name in ("momentum", "nesterov", "ns_steps", "weight_decay")}

@@ -8,20 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero_runtime.deepspeed.json_text import shown
-from zero_runtime.deepspeed.schema import (
-    ANY,
-    BOOL,
-    NUMBER,
-    PAIR,
-    TEXT,
-    WHOLE,
-    Key,
-    Reader,
-    all_idle,
-    choice,
-    mapped,
-    only,
-)
+from zero_runtime.deepspeed.schema import ANY, BOOL, NUMBER, PAIR, TEXT, WHOLE, Key, Reader, all_idle, mapped, only
 from zero_runtime.errors import PlanError
 from zero_runtime.limits import ConfigError
 from zero_runtime.optim.configs import (
@@ -95,10 +82,8 @@ _LAMB = {
 }
 _MUON = {
     **_MOMENTS,
-    "muon_lr": mapped(NUMBER),
-    "adam_lr": mapped(NUMBER),
-    "momentum": mapped(NUMBER),
-    "ns_method": choice("gram", "standard", reason="DeepSpeed has two"),
+    **dict.fromkeys(("muon_lr", "adam_lr", "momentum"), mapped(NUMBER)),
+    "ns_method": Key(TEXT, acts=True, only=("gram", "standard"), reason="DeepSpeed has two"),
     "adam_w_mode": only(True, kind=BOOL, reason="what is no matrix is updated by AdamW here"),
     "per_head_muon": only(False, kind=BOOL, reason="whole matrices are orthogonalised here"),
     "fp32_optimizer_states": _FP32_STATES,
@@ -219,29 +204,19 @@ def _own(kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimize
 
 def _muon(_kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
     """Muon, and AdamW for what is no matrix, with the defaults of DeepSpeed 0.19.8."""
-    values = reader.read(_MUON, params, "optimizer.params.")
-    muon, adam = (
-        float(values.get(f"{half}_lr", values.get("lr", usual))) for half, usual in (("muon", 0.02), ("adam", 3e-4))
-    )
-    beta1, beta2 = values.get("betas", (0.9, 0.95))
-    decay, gram = float(values.get("weight_decay", 0.0)), values.get("ns_method", "gram") == "gram"
-    config = MuonConfig(
-        momentum=float(values.get("momentum", 0.95)),
-        ns_dtype="fp32" if gram else "bf16",
-        lr_scaling="original",
-        adamw_lr_ratio=adam / muon if muon else 1.0,
-        beta1=beta1,
-        beta2=beta2,
-        eps=float(values.get("eps", 1e-10)),
-        weight_decay=decay,
-        no_decay=False,
-    )
+    values: dict[str, Any] = {"weight_decay": 0.0, "eps": 1e-10, **reader.read(_MUON, params, "optimizer.params.")}
+    lr = values.pop("lr", None)
+    usual = {"muon_lr": 0.02, "adam_lr": 3e-4} if lr is None else {"muon_lr": lr, "adam_lr": lr}
+    muon, adam = (float(values.pop(name, rate)) for name, rate in usual.items())
+    beta1, beta2 = values.pop("betas", (0.9, 0.95))
+    gram = values.pop("ns_method", "gram") == "gram"
+    constants: dict[str, Any] = {name: float(value) for name, value in values.items()}
+    constants |= {"lr_scaling": "original", "ns_dtype": "fp32" if gram else "bf16", "no_decay": False}
+    ratio = adam / muon if muon else 1.0
     if gram:
-        reader.notes.append(
-            "Muon: ns_method gram computes the standard Newton-Schulz steps in fp32 here, DeepSpeed's the same "
-            "polynomial of the Gram matrix in fp16; standard is bf16 in both"
-        )
-    return ChosenOptimizer(config, muon, decay)
+        reader.notes.append("Muon: Newton-Schulz steps are computed in fp32, by DeepSpeed's ns_method gram in fp16")
+    config = MuonConfig(adamw_lr_ratio=ratio, beta1=beta1, beta2=beta2, **constants)
+    return ChosenOptimizer(config, muon, config.weight_decay)
 
 
 def _torch(name: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:

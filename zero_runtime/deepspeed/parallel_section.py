@@ -14,14 +14,13 @@ SEQUENCE, DATA = "sequence_parallel_size", "data_parallel_size"
 class Degrees(NamedTuple):
     """Consecutive ranks that hold the slices of one model, and those that hold the parts of the same sequences.
 
-    tensor_key: the key that says the first. specs: of the layers that are divided; others_whole: whether no others are.
+    tensor_key: the key that says the first. specs: of the layers that are divided.
     """
 
     tensor: int = 1
     sequence: int = 1
     tensor_key: str = "tensor_parallel"
     specs: Specs = ()
-    others_whole: bool = False
 
 
 UNDIVIDED = Degrees()
@@ -34,8 +33,7 @@ def read_degrees(values: Mapping[str, Any], world: int, reader: Reader, *, engin
     """
     section = values.get("tensor_parallel", {})
     tensor, key = _tensor(section, reader)
-    partition = section.get("partition_config", {})
-    specs = read_specs(partition, reader)
+    specs = read_specs(section.get("partition_config", {}), reader)
     if specs and not engine:
         reader.refuse(WHERE, "its layers are known with the script's model; name them in parallel.patterns")
     sequence, data = values.get(SEQUENCE, 1), values.get(DATA)
@@ -56,12 +54,7 @@ def read_degrees(values: Mapping[str, Any], world: int, reader: Reader, *, engin
         reader.refuse(SEQUENCE, f"expected 1 beside {key}={tensor}, found {sequence}: both divide the heads; keep one")
     if data is not None and data * sequence != world:
         reader.refuse(DATA, f"expected {world} ranks / {sequence} ({SEQUENCE}), found {data}; leave it out")
-    merged = "preset_model" in section and partition.get("use_default_specs", True)
-    return (
-        Degrees(tensor, sequence, key, specs, bool(specs) and not merged)
-        if not reader.refused & {key, SEQUENCE, DATA}
-        else UNDIVIDED
-    )
+    return Degrees(tensor, sequence, key, specs) if not reader.refused & {key, SEQUENCE, DATA} else UNDIVIDED
 
 
 def _tensor(section: Mapping[str, Any], reader: Reader) -> tuple[int, str]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero_runtime.deepspeed.schema import BOOL, LIST, WHOLE, Reader, all_idle, choice, idle, mapped, only
-
-if TYPE_CHECKING:
-    from torch import nn
 
 WHERE = "tensor_parallel.partition_config"
 PARTITION = {
@@ -29,37 +26,34 @@ Specs = tuple[Mapping[str, Any], ...]
 
 
 def read_specs(section: Mapping[str, Any], reader: Reader) -> Specs:
-    """The valid layer specs; the others are problems. Each has a key "word", its kind in the runtime's patterns."""
+    """The valid layer specs; the others are problems. Each has a key "word", its kind in the runtime's patterns.
+
+    Without use_default_specs the last one leaves every other layer whole; with it the runtime's own rule divides them.
+    """
     specs = []
     for number, given in enumerate(section.get("layer_specs", ())):
         where = f"{WHERE}.layer_specs[{number}]"
-        found = reader.read(_SPEC, given if isinstance(given, Mapping) else {}, f"{where}.")
-        kind, shape = found.get("partition_type", "column"), found.get("shape")
-        dim = 1 if kind == "row" else 0
-        word = "summed" if found.get("grad_allreduce") else {"skip": "replicated"}.get(kind, kind)
-        if found.get("gather_output"):
-            word = "gathered"
-        if shape is not None:
-            fused = len(shape) == 2 and isinstance(shape[0], int) and word == "column"
-            word = f"column:{shape[0]}"
-            if not fused:
-                reader.refuse(f"{where}.shape", f"expected [N, -1] of a column without gather_output, found {shape}")
-        if found.get("partition_dim", dim) != dim or not found.get("patterns"):
-            reader.refuse(where, f"expected patterns, and {dim} as the partition_dim of a {kind}, found {dict(given)}")
-        specs.append({**found, "word": word})
-    return tuple(specs)
+        found = reader.read(_SPEC, given, f"{where}.") if isinstance(given, Mapping) else {}
+        kind, shape = found.get("partition_type", "column"), found.get("shape", [1, -1])
+        word = "summed" if found.get("grad_allreduce") else "replicated" if kind == "skip" else kind
+        word = "gathered" if found.get("gather_output") else word
+        fused = len(shape) == 2 and isinstance(shape[0], int) and (word == "column" or shape[0] == 1)
+        dim = int(kind == "row")
+        if not found.get("patterns") or not fused or found.get("partition_dim", dim) != dim:
+            reader.refuse(
+                where, f"expected patterns, partition_dim {dim} and a shape [N, -1] of columns, found {given}"
+            )
+        specs.append({**found, "word": f"column:{shape[0]}" if word == "column" else word})
+    whole = () if section.get("use_default_specs", True) else ({"patterns": [""], "word": "replicated"},)
+    return (*specs, *whole)
 
 
-def patterns_of(model: nn.Module, specs: Specs, *, others_whole: bool) -> Iterator[str]:
-    """The runtime's patterns for the layers of a model. The first spec that matches decides.
-
-    others_whole: whether layers without a spec stay whole; else the runtime's own rule divides them.
-    """
+def patterns_of(model: Any, specs: Specs) -> Iterator[str]:
+    """The runtime's patterns for the layers of a model. The first spec that matches decides."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    specs = tuple(one for one in specs if not one.get("model_types") or kind in one["model_types"])
-    for path, module in model.named_modules():
-        if "weight" in dict(module.named_parameters(recurse=False)):
-            name = f"{path}.weight".removeprefix(".")
-            words = [one["word"] for one in specs if any(re.match(pattern, name) for pattern in one["patterns"])]
-            if words or others_whole:
-                yield f"{path}={(words or ['replicated'])[0]}"
+    for path, module in model.named_modules() if specs else ():
+        name = f"{path}.weight".removeprefix(".")
+        fits = (one for one in specs if not one.get("model_types") or kind in one["model_types"])
+        spec = next((one for one in fits if any(re.match(pattern, name) for pattern in one["patterns"])), None)
+        if spec is not None and "weight" in dict(module.named_parameters(recurse=False)):
+            yield f"{path}={spec['word']}"

@@ -324,28 +324,17 @@ class TorchConfig(OptimizerConfig):
 class ProbedConfig(TorchConfig):
     """An optimizer of any class whose update a probe found element-wise (deepspeed/probed_optimizer.py).
 
-    given: an instance, which has its constants. states: the names of the tensors that it keeps for each element.
-    numbers: its other states by name, as examples of their types.
+    given: an instance, which has its constants. numbers: its states that are one number, as examples of their types.
     """
 
+    name: str = field(default="", metadata=NO_KEY)
+    state_names: tuple[str, ...] = field(default=(), metadata=NO_KEY)
+    uses_betas: bool = field(default=False, metadata=NO_KEY)
     given: Any = field(default=None, metadata=NO_KEY)
-    states: tuple[str, ...] = field(default=(), metadata=NO_KEY)
     numbers: dict[str, Any] = field(default_factory=dict, metadata=NO_KEY)
 
     def _check(self, limits: Limits) -> None:
         """The probe has checked it."""
-
-    @property
-    def name(self) -> str:
-        return f"{type(self.given).__module__}.{type(self.given).__qualname__}"
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return self.states
-
-    @property
-    def uses_betas(self) -> bool:
-        return "betas" in self.arguments
 
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {

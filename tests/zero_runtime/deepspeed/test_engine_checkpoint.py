@@ -362,7 +362,7 @@ def test_each_node_writes_and_reads_its_own_folder(stage: int, tmp_path: Path) -
         run_ranks(on_nodes, 2, tmp_path, stage), reasons, strict=True
     ):
         assert rest == again
-        assert "give a folder on the node's own disk" in shared  # whichever of the two leaders fails first
+        assert "give each node a folder on its own disk" in shared  # whichever of the two leaders fails first
         assert "expected one folder and one tag on all ranks, found tag tag0 and tag tag1" in tags
         assert f"found none among those of steps 3 ({reason}); bring back a copy of one" in lacking
 
