@@ -21,6 +21,7 @@ from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import CheckpointError
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.wings import FOREIGN_READER, LOAD_FOREIGN, RUN_CHECKPOINTS, WRITE_WEIGHTS_FOLDER, load
+from zero_runtime.world import own_node
 
 AUTO, NONE = "auto", "none"
 
@@ -75,7 +76,7 @@ class Saving:
                 keep=(self._config.keep_last, self._config.keep_every),
                 # A base model that was read from a folder is not written again with every checkpoint of its adapters.
                 with_frozen=config.adapter.kind is AdapterKind.none or config.model.path is None,
-                node_local=node is not None,
+                node=None if node is None else own_node(),
             )
         self._last = 0  # step of the last save
         self._stalls_s: list[float] = []

@@ -20,21 +20,19 @@ from zero_runtime.checkpoint.retention import (
 )
 from zero_runtime.checkpoint.save import SaveSettings
 from zero_runtime.runtime import ZeroRuntime
-from zero_runtime.world import own_node
 
 
 class RunCheckpoints:
     """The checkpoints below `root`. All ranks must make the same calls.
 
-    keep: keep_last and keep_every of Retention. with_frozen: whether frozen parameters are saved. node_local: whether
-    each node has a root of its own.
+    keep: keep_last and keep_every of Retention. with_frozen: whether frozen parameters are saved. node: see
+    SaveSettings.
     """
 
     def __init__(
-        self, runtime: ZeroRuntime, root: Path, *, keep: tuple[int, int | None], with_frozen: bool, node_local: bool
+        self, runtime: ZeroRuntime, root: Path, *, keep: tuple[int, int | None], with_frozen: bool, node: int | None
     ) -> None:
         self._runtime, self._root = runtime, root
-        node = own_node() if node_local else None
         self._leads = runtime.collectives.rank == (node or 0)
         self._saver = BackgroundSaver(root, SaveSettings(node, Retention(*keep), with_frozen))
 

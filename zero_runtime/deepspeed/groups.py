@@ -184,7 +184,7 @@ def _config_of(name: str, group: Mapping[str, Any]) -> OptimizerConfig:
 def _torch_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> MuonConfig:
     """The runtime's Muon for a torch.optim.Muon; PlanError for constants that it does not have."""
     group = optimizer.param_groups[0]
-    scaling = group["adjust_lr_fn"] or "original"
+    scaling: Any = group["adjust_lr_fn"] or "original"
     others = [name for name in ("ns_coefficients", "eps") if group[name] != torch_default("Muon", name)]
     if others or scaling not in get_args(LrScaling):
         told = f"the default ns_coefficients and eps, and adjust_lr_fn of {' or '.join(get_args(LrScaling))}"

@@ -40,9 +40,7 @@ def read_specs(section: Mapping[str, Any], reader: Reader) -> Specs:
         fused = len(shape) == 2 and isinstance(shape[0], int) and (word == "column" or shape[0] == 1)
         dim = int(kind == "row")
         if not found.get("patterns") or not fused or found.get("partition_dim", dim) != dim:
-            reader.refuse(
-                where, f"expected patterns, partition_dim {dim} and a shape [N, -1] of columns, found {given}"
-            )
+            reader.refuse(where, f"expected patterns, partition_dim {dim} and shape [N, -1] of columns, found {given}")
         specs.append({**found, "word": f"column:{shape[0]}" if word == "column" else word})
     whole = () if section.get("use_default_specs", True) else ({"patterns": [""], "word": "replicated"},)
     return (*specs, *whole)

@@ -7,7 +7,7 @@ widest vector registers, so that no loop has a remainder, which a library may co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,34 +25,33 @@ def probed_config(optimizer: torch.optim.Optimizer) -> ProbedConfig:
     """The configuration that runs this optimizer's class on shards. PlanError if its update is not element-wise."""
     first, kind = optimizer.param_groups[0], f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     constants = {key: value for key, value in first.items() if key not in ("params", "lr", "param_names", "name")}
-    # Without torch's loops over many tensors, whose bits may be others. Groups set their own weight decay.
-    constants |= {key: False for key in ("foreach", "fused", "weight_decay") if key in first}
+    # Without torch's loops over many tensors, whose bits may be others.
+    constants |= {key: False for key in ("foreach", "fused") if key in first}
+    none = {"weight_decay": 0.0} if "weight_decay" in first else {}  # the runs of a shard have their own
     try:
         for decay in {group.get("weight_decay", 0.0) for group in optimizer.param_groups}:  # 0 may switch a norm off
-            decays = {"weight_decay": decay} if "weight_decay" in first else {}
-            group = constants | decays | {"lr": 0.125}
-            found, numbers = _stepped(optimizer, group, lambda flat: (flat[:128].view(8, 16), flat[128:]), _ORDER)
-            if found != _stepped(optimizer, group, lambda flat: flat[_ORDER].split((64, 128)), slice(None))[0]:
+            group = constants | dict.fromkeys(none, decay) | {"lr": 0.125}
+            found, numbers = _stepped(optimizer, group, moved=False)
+            if found != _stepped(optimizer, group, moved=True)[0]:
                 raise PlanError(_OTHERS)
     except Exception as error:  # whatever the user's class raises for tensors that are not its model's
         reason = str(error) if isinstance(error, PlanError) else f"its step() on other tensors raised {brief(error)}"
-        told = (
-            f"optimizer: {kind} cannot run on shards: {reason}; use an element-wise one, or AdamW, Lion, Lamb or Muon"
-        )
-        raise PlanError(told) from error
+        raise PlanError(f"optimizer: {kind} cannot run on shards: {reason}; use another, such as AdamW") from error
     states = tuple(name for name in found if name and name not in numbers)
-    own = {"name": kind, "state_names": states, "uses_betas": "betas" in first, "given": optimizer, "numbers": numbers}
-    return ProbedConfig("", constants, float(first.get("weight_decay", 0.0)), no_decay=False, **own)
+    own: dict[str, Any] = {"name": kind, "state_names": states, "given": optimizer, "numbers": numbers}
+    decay = float(first.get("weight_decay", 0.0))
+    return ProbedConfig("", constants | none, decay, no_decay=False, uses_betas="betas" in first, **own)
 
 
-def _stepped(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    split: Callable[[torch.Tensor], Sequence[torch.Tensor]],
-    order: torch.Tensor | slice,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of all elements in this order after some steps on the tensors that `split` makes of them, by state (""
-    is the parameter); and the states that are one number."""
+def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], *, moved: bool) -> tuple[Any, Any]:
+    """The elements' values after some steps, by state ("" is the parameter), and the states that are one number.
+
+    moved: whether the elements are in another order and in other tensors; their values are in that order anyway.
+    """
+
+    def split(flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        return flat[_ORDER].split((64, 128)) if moved else (flat[:128].view(8, 16), flat[128:])
+
     device, draw = "cuda" if torch.cuda.is_available() else "cpu", torch.Generator().manual_seed(1)
     begin = split(torch.randn(192, generator=draw))
     params = [part.clone().to(device) for part in begin]
@@ -75,7 +74,7 @@ def _stepped(
             shapes = [(list(one.shape), one.dtype) if isinstance(one, torch.Tensor) else one for one in values]
             if shapes != [(list(param.shape), torch.float32) for param in params]:
                 raise PlanError(f"its state {name} is {shapes[0]}: expected an fp32 number for each element, or one")
-            found[name] = torch.cat([value.reshape(-1) for value in values])[order].tolist()
+            found[name] = torch.cat([value.reshape(-1) for value in values])[slice(None) if moved else _ORDER].tolist()
     return found, numbers
 
 

@@ -316,10 +316,6 @@ class Given(torch.optim.Optimizer):
                 self.update(self, group, param)
 
 
-def by_norm(_: Any, group: Any, param: torch.Tensor) -> None:
-    param.sub_(param.grad / (1 + param.grad.norm()))
-
-
 def by_norm_beside_decay(_: Any, group: Any, param: torch.Tensor) -> None:
     param.sub_(param.grad / (1 + group["weight_decay"] * param.grad.norm()))
 
@@ -348,7 +344,6 @@ def by_shape(_: Any, group: Any, param: torch.Tensor) -> None:
 
 OTHERS = "its update of an element depends on other elements (a norm, a factor)"
 NOT_ELEMENTWISE = {
-    by_norm: OTHERS,
     by_norm_beside_decay: OTHERS,
     by_chance: OTHERS,
     by_place: OTHERS,

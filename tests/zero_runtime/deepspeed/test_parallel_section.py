@@ -69,12 +69,12 @@ def test_batch_sizes_count_ranks_as_deepspeed_does() -> None:
         ),
         (
             {"tensor_parallel": {"partition_config": {"layer_specs": [{"patterns": [".*"], "partition_dim": 1}]}}},
-            "tensor_parallel.partition_config.layer_specs[0]: expected patterns, partition_dim 0 and a shape [N, -1] "
+            "tensor_parallel.partition_config.layer_specs[0]: expected patterns, partition_dim 0 and shape [N, -1] "
             "of columns, found {'patterns': ['.*'], 'partition_dim': 1}",
         ),
         (
             {"tensor_parallel": {"partition_config": {"layer_specs": [{"patterns": [".*"], "shape": [[4, 2], -1]}]}}},
-            "tensor_parallel.partition_config.layer_specs[0]: expected patterns, partition_dim 0 and a shape [N, -1] "
+            "tensor_parallel.partition_config.layer_specs[0]: expected patterns, partition_dim 0 and shape [N, -1] "
             "of columns, found {'patterns': ['.*'], 'shape': [[4, 2], -1]}",
         ),
         (
