@@ -366,9 +366,6 @@ def test_other_classes_are_refused_with_the_property_that_fails() -> None:
 class Renamed(torch.optim.AdamW):
     """A subclass that adds nothing to the update."""
 
-    def describe(self) -> str:
-        return "mine"
-
 
 def call_wins() -> list[str]:
     """What the call gives is used, and the sections of the file are named; the rates by step."""
