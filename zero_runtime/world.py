@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from zero_runtime.errors import RankError
+from zero_runtime.errors import PlanError, RankError
 from zero_runtime.own_device import claim_device, make_current
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 from zero_runtime.wings import REGISTER_SHM, SHM_REASON, load
@@ -134,6 +134,14 @@ def own_rank() -> int:
 def world_size() -> int:
     """Number of ranks of the default process group; without a group this raises instead of returning 1."""
     return dist.get_world_size()
+
+
+def own_node() -> int:
+    """The rank of the first process of this machine, from which LOCAL_RANK counts."""
+    local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0" if world_size() == 1 else ""))
+    if not local:
+        raise PlanError("a folder for each node: expected LOCAL_RANK, found none; start the ranks with torchrun")
+    return own_rank() - int(local)
 
 
 def _launch_in_host_order() -> None:

@@ -26,6 +26,10 @@ class Parallel:
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "parallel")
         limits.at_least(1, tp=1, sp=1)
+        rule = "column, column:N, row or replicated (gathered and summed layers are of scripts, and not predicted)"
+        limits.must(
+            "patterns", lambda found: not any(one.endswith(("=gathered", "=summed")) for one in found), rule, []
+        )
         limits.conclude()
 
     @property

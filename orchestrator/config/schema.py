@@ -193,7 +193,8 @@ class Checkpoint:
     every `keep_every`-th step. `background`: training continues while the files are written. `resume`: none starts from
     the beginning; auto resumes from the newest good checkpoint of the same point, if there is one; a folder resumes
     from that checkpoint, whatever the number of ranks that saved it. `weights`: bf16 or fp16 gathers the trained
-    weights at the end and writes them as a Hugging Face folder.
+    weights at the end and writes them as a Hugging Face folder. `node_folder`: a folder on each node's own disk, where
+    its ranks save and resume, for machines without a shared disk; null is the output folder, which all nodes share.
     """
 
     kind: CheckpointKind = CheckpointKind.none
@@ -203,11 +204,13 @@ class Checkpoint:
     background: bool = True
     resume: str = "none"
     weights: WeightsExport = WeightsExport.none
+    node_folder: str | None = None
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "checkpoint")
         limits.at_least(1, every=None, keep_last=2, keep_every=None)
         limits.must("resume", bool, "none, auto or the folder of a checkpoint", "none")
+        limits.must("node_folder", lambda path: path is None or path.startswith("/"), "null or an absolute path", None)
         limits.conclude()
 
 

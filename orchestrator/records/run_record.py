@@ -43,6 +43,7 @@ IGNORED_KEYS = (
     "checkpoint.resume",
     "checkpoint.keep_last",
     "checkpoint.keep_every",
+    "checkpoint.node_folder",
 )
 
 

@@ -21,6 +21,7 @@ from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import CheckpointError
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.wings import FOREIGN_READER, LOAD_FOREIGN, RUN_CHECKPOINTS, WRITE_WEIGHTS_FOLDER, load
+from zero_runtime.world import own_node
 
 AUTO, NONE = "auto", "none"
 
@@ -65,15 +66,17 @@ class Saving:
         self._contents: dict[str, str] = (read_or_warn(attempt.state) or {}).get("contents") or {}
         self._restarted = restarted
         self._rank = runtime.collectives.rank
+        node = self._config.node_folder
+        self._folder = attempt.checkpoints if node is None else Path(node, attempt.checkpoints.parent.name)
         self._checkpoints: Any = None  # RunCheckpoints, or None if the run neither saves nor resumes
         if restarted or self._config.kind is not CheckpointKind.none or self._config.resume != NONE:
             self._checkpoints = load(RUN_CHECKPOINTS)(
                 runtime,
-                attempt.checkpoints,
-                keep_last=self._config.keep_last,
-                keep_every=self._config.keep_every,
+                self._folder,
+                keep=(self._config.keep_last, self._config.keep_every),
                 # A base model that was read from a folder is not written again with every checkpoint of its adapters.
                 with_frozen=config.adapter.kind is AdapterKind.none or config.model.path is None,
+                node=None if node is None else own_node(),
             )
         self._last = 0  # step of the last save
         self._stalls_s: list[float] = []
@@ -90,10 +93,9 @@ class Saving:
         """Loads the checkpoint that the configuration names, if any, into the runtime. Returns its progress."""
         if self._checkpoints is None:
             return Reached()
-        if self._rank == 0:
-            self._checkpoints.clear_leftovers()
+        self._checkpoints.clear_leftovers()
         reached = self._load()
-        if self._rank == 0 and self._config.kind is not CheckpointKind.none:
+        if self._config.kind is not CheckpointKind.none:
             self._checkpoints.set_aside(reached.step, self._tell_passed_over)
         return reached
 
@@ -118,7 +120,7 @@ class Saving:
         self.first_update = trainer.get("first_update", 0)
         self._last = progress.step
         # Another run's best checkpoint is in that run's folder, where this one's retention does not keep it.
-        if checkpoint.path.parent == self._attempt.checkpoints and trainer.get("best"):
+        if checkpoint.path.parent == self._folder and trainer.get("best"):
             self.best = Best(**trainer["best"])
         if self._rank == 0:
             metrics = Path(trainer["metrics"])
@@ -146,7 +148,7 @@ class Saving:
                 f"{self._data_hash}; give the same data group and batch.seq, or checkpoint.resume=none"
             )
         began_with = (trainer.get("contents") or {}).get("model")
-        if path.parent == self._attempt.checkpoints and began_with not in (None, self._contents.get("model")):
+        if path.parent == self._folder and began_with not in (None, self._contents.get("model")):
             raise CheckpointError(
                 f"{path}: expected the weights that it began with in {self._run['model']['path']}, found that they "
                 "changed since; give the same weights, or checkpoint.resume=none"
@@ -154,7 +156,7 @@ class Saving:
 
     def _result_in(self, path: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
         """The result of the run that saved its last step here, if it is a run of this point; else CheckpointError."""
-        is_own = path.parent == self._attempt.checkpoints
+        is_own = path.parent == self._folder
         if trainer["step"] > self._steps or not is_own or "result" not in trainer:
             raise CheckpointError(
                 f"{path}: expected a checkpoint from before the last step, {self._steps}, found step "
@@ -310,7 +312,7 @@ class Saving:
         return {
             "saved": len(stalls),
             "stall_ms": 1e3 * statistics.median(stalls) if stalls else None,
-            "folder": str(self._attempt.checkpoints) if stalls else None,
+            "folder": str(self._folder) if stalls else None,
             "resumed_from_step": resumed_from or None,
             "weights": self._weights_folder(),
         }

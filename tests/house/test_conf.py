@@ -62,7 +62,7 @@ NOT_FOR: dict[str, Collection[str]] = {
     "parallel/tp2": ("sp",),
     "parallel/sp2": ("tp", "patterns"),
     "adapter/none": ("rank", "alpha", "targets"),
-    "checkpoint/none": ("every", "keep_last", "keep_every", "background"),
+    "checkpoint/none": ("every", "keep_last", "keep_every", "background", "node_folder"),
     "tracking/none": ("uri", "experiment"),
     "cluster/local": SLURM,
     "hardware/auto": {*hints_of(GpuNode)} - {"name", *PRICE},

@@ -23,26 +23,28 @@ from zero_runtime.runtime import ZeroRuntime
 
 
 class RunCheckpoints:
-    """The checkpoints below `root`. All ranks must make the same calls, but for `clear_leftovers` and `set_aside`.
+    """The checkpoints below `root`. All ranks must make the same calls.
 
-    keep_last, keep_every: see Retention. with_frozen: whether frozen parameters are saved.
+    keep: keep_last and keep_every of Retention. with_frozen: whether frozen parameters are saved. node: see
+    SaveSettings.
     """
 
     def __init__(
-        self, runtime: ZeroRuntime, root: Path, *, keep_last: int | None, keep_every: int | None, with_frozen: bool
+        self, runtime: ZeroRuntime, root: Path, *, keep: tuple[int, int | None], with_frozen: bool, node: int | None
     ) -> None:
         self._runtime, self._root = runtime, root
-        self._saver = BackgroundSaver(
-            root, SaveSettings(retention=Retention(keep_last, keep_every), with_frozen=with_frozen)
-        )
+        self._leads = runtime.collectives.rank == (node or 0)
+        self._saver = BackgroundSaver(root, SaveSettings(node, Retention(*keep), with_frozen))
 
     def clear_leftovers(self) -> None:
-        """Remove what interrupted saves and deletions left. One rank calls it."""
-        clear_leftovers(self._root)
+        """Remove what interrupted saves and deletions left."""
+        if self._leads:
+            clear_leftovers(self._root)
 
     def set_aside(self, step: int, tell: Callable[[Skipped], None]) -> None:
-        """Rename the checkpoints newer than a step. One rank calls it."""
-        set_aside(self._root, step, tell)
+        """Rename the checkpoints newer than a step; `tell` is called on rank 0 with each."""
+        if self._leads:
+            set_aside(self._root, step, tell if self._runtime.collectives.rank == 0 else None)
 
     def newest_good(self, tell: Callable[[Skipped], None]) -> CheckpointReader | None:
         """The newest undamaged checkpoint of all ranks; `tell` is called on rank 0 with each folder passed over."""

@@ -102,9 +102,10 @@ def newest_good_together(
             (tell or _tell)(one)
     if found is None and any(every):
         steps = sorted(set().union(*every))
+        why = skipped[-1].why if skipped else "this rank's folder has none of them"
         raise CheckpointError(
             f"{root}: expected a good checkpoint, found none among those of steps {', '.join(map(str, steps))} "
-            f"({skipped[-1].why}); bring back a copy of one, or begin anew with checkpoint.resume=none (a script: load "
+            f"({why}); bring back a copy of one, or begin anew with checkpoint.resume=none (a script: load "
             "nothing, and save into another folder)"
         )
     return found

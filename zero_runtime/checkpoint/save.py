@@ -214,10 +214,11 @@ class Save:
             os.fsync(file.fileno())
 
     def _unwritable(self, error: OSError) -> CheckpointError:
+        more = "" if self.settings.node is None else ", give each node a folder on its own disk"
         return CheckpointError(
             f"{self.final}: expected to write it, found {error.strerror or error} "
             f"({Path(error.filename or self.partial).name}); earlier checkpoints are untouched: make room or mend the "
-            "rights, and save again"
+            f"rights{more}, and save again"
         )
 
     # ---- the leader ------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from zero_runtime.precision import ITEMSIZE_BYTES, DType, MixedPrecision
 from zero_runtime.wire import Wire
 
 DEFAULT_CLIP_NORM = 1.0
+NODE_LOCAL = "use_node_local_storage"
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class DropinConfig:
     idle: keys without effect. notes: sentences for the user on how the engine differs from DeepSpeed. older: older
     names of keys, with the newer ones. managed_accumulation: whether micro-batches are counted, or each call of `step`
     ends a step. fp32_buffers: whether floating buffers are cast to fp32. degrees: of tensor and
-    sequence parallelism. leaf_modules: by which classes and names initialize marks modules. `optimizer` and `schedule`
+    sequence parallelism. leaf_modules: by which classes and names initialize marks modules. node_local: whether
+    each node has checkpoints of its own. `optimizer` and `schedule`
     are None if the configuration has no such section.
     """
 
@@ -58,6 +60,7 @@ class DropinConfig:
     older: Mapping[str, str]
     degrees: Degrees = UNDIVIDED
     leaf_modules: Mapping[str, Any] = field(default_factory=dict)
+    node_local: bool = False
 
 
 def read_config(
@@ -123,6 +126,7 @@ def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader, *
         older=dict(reader.older),
         degrees=degrees,
         leaf_modules=zero.get("leaf_module", {}),
+        node_local=values.get("checkpoint", {}).get(NODE_LOCAL, False),
     )
 
 

@@ -21,8 +21,7 @@ from zero_runtime.deepspeed.foreign_checkpoints.source import load_foreign
 from zero_runtime.deepspeed.model_folder import model_config
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import CheckpointError, PlanError, some
-from zero_runtime.runtime import ZeroRuntime
-from zero_runtime.world import own_rank
+from zero_runtime.world import own_node, own_rank
 
 _COUNTERS = ("micro_steps", "global_steps", "skipped_steps")
 _SAMPLES = "global_samples"
@@ -41,19 +40,21 @@ def folder_of(call: str, folder: object, tag: object = None) -> Path:
 
 
 def _folder_together(
-    runtime: ZeroRuntime, call: str, folder: object, tag: object, check: Callable[[], object] = lambda: None
+    engine: EngineLoop, call: str, folder: object, tag: object, check: Callable[[], object] = lambda: None
 ) -> Path:
-    """The same for all ranks, which must name one folder. A collective; PlanError on every rank.
+    """The same for all ranks, which must name one folder, or one tag where each node has its own folder. A collective;
+    PlanError on every rank.
 
     check: its PlanError is told together with the folder's.
     """
-    path, trouble = Path(), ""
+    path, trouble, node_local = Path(), "", engine.config.node_local
     try:
+        _node_of(engine)
         path = folder_of(call, folder, tag)
         check()
     except PlanError as error:
         trouble = str(error)
-    every = runtime.collectives.gather_objects((os.path.abspath(path), trouble))
+    every = engine.runtime.collectives.gather_objects((f"tag {tag}" if node_local else os.path.abspath(path), trouble))
     for _, told in every:
         if told:
             raise PlanError(told)
@@ -61,6 +62,10 @@ def _folder_together(
     if len(named) > 1:
         raise PlanError(f"engine.{call}: expected one folder and one tag on all ranks, found {' and '.join(named)}")
     return path
+
+
+def _node_of(engine: EngineLoop) -> int | None:
+    return own_node() if engine.config.node_local else None
 
 
 def save(engine: EngineLoop, folder: object, tag: object, client_state: dict[str, Any], *, with_frozen: bool) -> None:
@@ -72,14 +77,14 @@ def save(engine: EngineLoop, folder: object, tag: object, client_state: dict[str
             stacklevel=3,
         )
     states = partial(_states, engine, client_state)
-    root = _folder_together(engine.runtime, "save_checkpoint", folder, tag, states)
+    root = _folder_together(engine, "save_checkpoint", folder, tag, states)
     trainer = {
         **states(),
         "engine": {name: getattr(engine, name) for name in (*_COUNTERS, _SAMPLES)}
         | {"micro_steps": engine.micro_steps - engine.micro_steps_in_step},
         "model_config": model_config(engine.module, TORCH_DTYPE[engine.runtime.precision.param]),
     }
-    settings = SaveSettings(with_frozen=with_frozen, within_step=True)
+    settings = SaveSettings(_node_of(engine), with_frozen=with_frozen, within_step=True)
     save_checkpoint(engine.runtime, root, step=engine.global_steps, trainer=trainer, settings=settings)
 
 
@@ -87,7 +92,7 @@ def load(
     engine: EngineLoop, folder: object, tag: object, *, weights_only: bool, with_schedule: bool
 ) -> tuple[str | None, dict[str, Any]]:
     """See Engine.load_checkpoint."""
-    root = _folder_together(engine.runtime, "load_checkpoint", folder, tag)
+    root = _folder_together(engine, "load_checkpoint", folder, tag)
     if is_deepspeed(root):
         foreign = load_foreign(engine.runtime, partial(open_deepspeed, root), weights_only=weights_only)
         if not weights_only:
@@ -114,7 +119,7 @@ def load(
     engine.global_samples = counted.get(_SAMPLES, engine.global_steps * engine.train_batch_size())
     if with_schedule:
         _load_schedule(engine, trainer)
-    if own_rank() == 0:
+    if own_rank() == (_node_of(engine) or 0):
         set_aside(root, found.index.step)
     return str(found.path), from_json(trainer.get("client_state", {}))
 

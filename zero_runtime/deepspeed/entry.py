@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -25,6 +26,7 @@ from zero_runtime.deepspeed.leaf_modules import mark_leaf_modules
 from zero_runtime.deepspeed.live_engines import destroy_engine_of
 from zero_runtime.deepspeed.loader import training_loader
 from zero_runtime.deepspeed.optimizer_section import default_optimizer
+from zero_runtime.deepspeed.partition_section import WHERE, patterns_of
 from zero_runtime.deepspeed.pending_weights import pending_weights
 from zero_runtime.deepspeed.runtime.lr_schedules import of_section
 from zero_runtime.deepspeed.schedules import Schedule, client_schedule
@@ -45,6 +47,8 @@ from zero_runtime.world import (
     world_size,
 )
 
+_OWN_NAMES = re.compile(r"\bparallel\.(patterns|tp)\b")
+_JSON_NAMES = {"patterns": f"{WHERE}.layer_specs", "tp": "tensor_parallel.autotp_size"}
 _TIMEOUT = timedelta(minutes=10)
 
 
@@ -238,7 +242,7 @@ def _compose(
         watch=watch,
         lazy_states=lazy_states,
         wire=read.wire,
-        tensor_parallel=TensorParallel(read.degrees.tensor),
+        tensor_parallel=TensorParallel(read.degrees.tensor, tuple(patterns_of(model, read.degrees.specs))),
     )
     left_out = () if trained is None else tuple(trained.left_out.values())
     for param in left_out:
@@ -256,6 +260,8 @@ def _compose(
             param.requires_grad_(True)
         if watch is not None:
             watch.close(error)  # reports the error to the other ranks
+        if type(error) is PlanError:
+            raise PlanError(_OWN_NAMES.sub(lambda found: _JSON_NAMES[found[1]], str(error))) from error
         raise
     return runtime, watch
 

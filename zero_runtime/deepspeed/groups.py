@@ -6,24 +6,26 @@ Parameters are compared by identity, so parameters of another model, or of a cop
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from zero_runtime.deepspeed.named_optimizer import NamedOptimizer
 from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer, torch_arguments, torch_default
+from zero_runtime.deepspeed.probed_optimizer import probed_config
 from zero_runtime.deepspeed.schedule_section import SECOND_BETA, ScheduleOf
-from zero_runtime.errors import PlanError
+from zero_runtime.errors import PlanError, some
 from zero_runtime.optim.configs import (
-    TORCH_NAMES,
     TORCH_OURS,
-    TORCH_REFUSED,
     AdamConfig,
     AdamWConfig,
     LionConfig,
+    LrScaling,
+    MuonConfig,
     OptimizerConfig,
     SgdConfig,
     TorchConfig,
@@ -31,6 +33,7 @@ from zero_runtime.optim.configs import (
 )
 from zero_runtime.optim.groups import ParamGroup
 
+_NO_MATRIX = re.compile("embed|lm_head")  # names that DeepSpeed leaves to Adam
 _GROUP_KEYS = ("params", "lr", "weight_decay", "name")
 _PER_GROUP = ("params", "lr", "weight_decay", "initial_lr", "name", "param_names")
 
@@ -75,6 +78,8 @@ def groups_of_parameters(model: nn.Module, given: Iterable[Any] | None, chosen: 
         raise PlanError("model_parameters: expected parameters or groups of them, found none; leave it out for all")
     if not all(isinstance(item, Mapping) for item in items):
         items = [{"params": items}]
+    if isinstance(chosen.config, MuonConfig):
+        chosen, items = _in_halves(model, chosen, items)
     shown = _shown(chosen.config)
     groups = []
     for index, item in enumerate(items):
@@ -90,8 +95,27 @@ def groups_of_parameters(model: nn.Module, given: Iterable[Any] | None, chosen: 
     return _trained(model, chosen.config, groups, "model_parameters")
 
 
+def _in_halves(model: nn.Module, chosen: ChosenOptimizer, items: list[Any]) -> tuple[ChosenOptimizer, list[Any]]:
+    """Muon with the matrices that DeepSpeed gives it, and each group as two: its matrices, and its other parameters,
+    whose rate is AdamW's. PlanError for parameters of more dimensions."""
+    assert isinstance(chosen.config, MuonConfig)
+    named = {name: one for name, one in model.named_parameters() if not _NO_MATRIX.search(name.lower())}
+    if deep := [name for name, one in named.items() if one.dim() > 2]:
+        told = "of at most two dimensions (DeepSpeed takes the rows of others as a matrix)"
+        raise PlanError(f"optimizer.type Muon: expected parameters {told}, found {some(deep)}; use AdamW")
+    own = {id(one): name for name, one in named.items() if one.dim() == 2}
+    halves = []
+    for item in items:
+        params = [item["params"]] if isinstance(item["params"], torch.Tensor) else list(item["params"])
+        for is_matrix, rate in ((True, chosen.lr), (False, chosen.lr * chosen.config.adamw_lr_ratio)):
+            if half := [param for param in params if (id(param) in own) == is_matrix]:
+                halves.append({"lr": rate, **item, "params": half})
+    config = replace(chosen.config, matrices=list(own.values()), adamw_lr_ratio=1.0)
+    return replace(chosen, config=config), halves
+
+
 def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-    """Read an instance of a class of torch.optim, or of a subclass with the same update.
+    """Read an instance of a class of torch.optim, of a subclass with the same update, or of another element-wise class.
 
     Its group dicts are used, so its schedulers drive the engine too.
     """
@@ -101,10 +125,10 @@ def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> T
             group.update(whole)
         return replace(trained, param_groups=optimizer.param_groups)
     name = _torch_class(optimizer)
-    if optimizer.state:
+    if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's constructor makes its states
         raise PlanError(
-            f"optimizer: expected a new torch.optim.{name}, found one that has stepped: its states would be lost; hand "
-            "it over before its first step"
+            f"optimizer: expected a new {name or type(optimizer).__qualname__}, found one with states, which would be "
+            "lost: it has stepped, or its constructor made them; hand it over before its first step"
         )
     first = optimizer.param_groups[0]
     for index, group in enumerate(optimizer.param_groups):
@@ -114,29 +138,22 @@ def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> T
                 f"optimizer: group {index} has a {differing[0]} of its own ({group[differing[0]]!r}, group 0 has "
                 f"{first[differing[0]]!r}): expected groups to differ in lr and weight_decay alone"
             )
-    config = _config_of(name, first)
+    if name == "Muon":
+        config: OptimizerConfig = _torch_muon(model, optimizer)
+    else:
+        config = _config_of(name, first) if name else probed_config(optimizer)
     return _trained(model, config, optimizer.param_groups, "optimizer")
 
 
 def _torch_class(optimizer: torch.optim.Optimizer) -> str:
-    """The class of torch.optim whose update it makes: its own, or one that it inherits `step` from."""
+    """The class of torch.optim whose update it makes: its own, or one that it inherits `step` from; else empty."""
     own = type(optimizer)
     name = next((kind.__name__ for kind in own.__mro__ if kind is getattr(torch.optim, kind.__name__, None)), "")
-    if not name or name == "Optimizer":
-        reason = TORCH_REFUSED.get(own.__name__, "the update that its step() makes is not known")
-        raise PlanError(
-            f"optimizer: {own.__module__}.{own.__name__} cannot run on shards: {reason}; expected an instance of "
-            f"torch.optim.{', '.join(TORCH_NAMES)}, or of a subclass that does not replace its step()"
-        )
-    if problem := torch_problem(name):
-        raise PlanError(f"optimizer: {problem}")
     base = getattr(torch.optim, name)
-    replaced = [one for one in ("step", "_init_group") if _plain(own, one) is not _plain(base, one)]
-    if replaced:
-        raise PlanError(
-            f"optimizer: {own.__module__}.{own.__name__} replaces {replaced[0]}() of torch.optim.{name}, and its own "
-            f"update cannot run on shards: expected torch.optim.{name} itself, or a subclass without that method"
-        )
+    if name == "Optimizer" or any(_plain(own, one) is not _plain(base, one) for one in ("step", "_init_group")):
+        return ""
+    if name != "Muon" and (problem := torch_problem(name)):
+        raise PlanError(f"optimizer: {problem}")
     return name
 
 
@@ -162,6 +179,20 @@ def _config_of(name: str, group: Mapping[str, Any]) -> OptimizerConfig:
     accepted = [argument for argument in torch_arguments(name) if argument not in TORCH_OURS]
     arguments = {argument: group[argument] for argument in accepted if argument in group}
     return TorchConfig(name, arguments, decay, no_decay=False)
+
+
+def _torch_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> MuonConfig:
+    """The runtime's Muon for a torch.optim.Muon; PlanError for constants that it does not have."""
+    group = optimizer.param_groups[0]
+    scaling: Any = group["adjust_lr_fn"] or "original"
+    others = [name for name in ("ns_coefficients", "eps") if group[name] != torch_default("Muon", name)]
+    if others or scaling not in get_args(LrScaling):
+        told = f"the default ns_coefficients and eps, and adjust_lr_fn of {' or '.join(get_args(LrScaling))}"
+        raise PlanError(f"optimizer: torch.optim.Muon: expected {told}, found {others or scaling}; leave it out")
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    matrices = [name for name, param in model.named_parameters() if id(param) in own]
+    constants = {name: group[name] for name in ("momentum", "nesterov", "ns_steps", "weight_decay")}
+    return MuonConfig(lr_scaling=scaling, matrices=matrices, no_decay=False, **constants)
 
 
 def _trained(model: nn.Module, config: OptimizerConfig, groups: list[dict[str, Any]], source: str) -> Trained:
@@ -190,6 +221,8 @@ def _shown(config: OptimizerConfig) -> dict[str, Any]:
         return {"betas": (config.beta1, config.beta2), "eps": config.eps}
     if isinstance(config, LionConfig):
         return {"betas": (config.beta1, config.beta2)}
+    if isinstance(config, MuonConfig):
+        return {"momentum": config.momentum}
     if isinstance(config, SgdConfig):
         return {"momentum": config.momentum, "dampening": config.dampening, "nesterov": config.nesterov}
     assert isinstance(config, TorchConfig)

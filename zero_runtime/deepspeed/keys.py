@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zero_runtime.deepspeed import zero_section
+from zero_runtime.deepspeed.partition_section import PARTITION
 from zero_runtime.deepspeed.schema import (
     BOOL,
     LIST,
@@ -51,7 +52,9 @@ _TENSOR_PARALLEL = {
     "tp_group_size": idle(WHOLE),
     **all_idle(BOOL, "tp_overlap_comm", "verbose"),
     "preset_model": idle(TEXT),
-    "partition_config": feature("the model's own plan or structure says how layers are divided; leave it out"),
+    "partition_config": section(PARTITION),
+    "vocab_parallel_lm_head": idle(BOOL),
+    "vocab_parallel_ce_backend": only("torch", kind=TEXT, reason="the loss is torch's here"),
     "tp": section({"tp_size": mapped(WHOLE), "tp_grain_size": idle(WHOLE)}),
 }
 _DATA_TYPES = {
@@ -65,7 +68,8 @@ _CHECKPOINT = {
     "tag_validation": only(
         *_TAG_MODES, kind=TEXT, reason="tags that differ between ranks are an error here in each of these modes"
     ),
-    **all_idle(BOOL, "load_universal", "use_node_local_storage"),
+    "load_universal": idle(BOOL),
+    "use_node_local_storage": mapped(BOOL),
     **all_idle(OBJECT, "parallel_write", "writer"),
 }
 _AIO = {
@@ -88,6 +92,7 @@ _ACTING: dict[str, Key] = {
     "scheduler": section({"type": mapped(TEXT), "params": mapped(OBJECT)}),
     "fp16": section(_FP16),
     "bf16": section(_BF16),
+    "checkpoint": section(_CHECKPOINT),
     "tensor_parallel": section(_TENSOR_PARALLEL),
     "sequence_parallel_size": mapped(WHOLE),
     "data_parallel_size": mapped(WHOLE),
@@ -102,7 +107,6 @@ _IDLE: dict[str, Key] = {
     "steps_per_print": idle(NUMBER_OR_INF),
     "vocabulary_size": idle(WHOLE),
     "aio": section(_AIO),
-    "checkpoint": section(_CHECKPOINT),
     # Nothing in these sections has an effect, so their keys are not looked at.
     **all_idle(OBJECT, "timers", "nebula", "flops_profiler", "activation_checkpointing", "comms_logger"),
     **all_idle(OBJECT, "tensorboard", "wandb", "comet", "csv_monitor"),

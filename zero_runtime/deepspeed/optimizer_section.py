@@ -19,6 +19,7 @@ from zero_runtime.optim.configs import (
     AdamWConfig,
     LambConfig,
     LionConfig,
+    MuonConfig,
     OneBitAdamConfig,
     OptimizerConfig,
     SgdConfig,
@@ -39,8 +40,8 @@ class ChosenOptimizer:
 
 _WIDTH = "muP's scaling by width is not here; give groups with rates of their own to AdamW or SGD"
 _REFUSED = {
-    "onebitlamb": "its compressed communication is not here; use Lamb",
-    "zerooneadam": "its compressed communication is not here; use Adam or AdamW",
+    "onebitlamb": "its ratios of compressed momenta are not here; the nearest are Lamb and OneBitAdam",
+    "zerooneadam": "its steps without messages are not here; the nearest is OneBitAdam, whose steps all have one",
     **dict.fromkeys(("muadam", "muadamw", "musgd"), _WIDTH),
     **{name.lower(): reason for name, reason in TORCH_REFUSED.items()},
 }
@@ -53,13 +54,14 @@ _COMMON = {
     "max_grad_norm": Key(ANY, only=(), reason="it belongs at the top level, as gradient_clipping"),
 }
 _MOMENTS = {**_COMMON, "betas": mapped(PAIR), "eps": mapped(NUMBER)}
+_FP32_STATES = only(True, kind=BOOL, reason="optimizer states are fp32 here")
 _ADAM = {
     **_MOMENTS,
     "amsgrad": mapped(BOOL),
     "adam_w_mode": mapped(BOOL),
     "torch_adam": mapped(BOOL),
     "bias_correction": mapped(BOOL),
-    "fp32_optimizer_states": only(True, kind=BOOL, reason="optimizer states are fp32 here"),
+    "fp32_optimizer_states": _FP32_STATES,
 }
 _ONE_BIT_ADAM = {
     **_MOMENTS,
@@ -77,6 +79,15 @@ _LAMB = {
     "eps_inside_sqrt": only(False, kind=BOOL, reason="eps is added to the root here"),
     "max_coeff": mapped(NUMBER),
     "min_coeff": mapped(NUMBER),
+}
+_MUON = {
+    **_MOMENTS,
+    **dict.fromkeys(("muon_lr", "adam_lr", "momentum"), mapped(NUMBER)),
+    "ns_method": Key(TEXT, acts=True, only=("gram", "standard"), reason="DeepSpeed has two"),
+    "adam_w_mode": only(True, kind=BOOL, reason="what is no matrix is updated by AdamW here"),
+    "per_head_muon": only(False, kind=BOOL, reason="whole matrices are orthogonalised here"),
+    "fp32_optimizer_states": _FP32_STATES,
+    **all_idle(BOOL, "torch_adam"),
 }
 _SGD = {
     **_COMMON,
@@ -130,8 +141,8 @@ def choose_optimizer(section: Mapping[str, Any] | None, reader: Reader) -> Chose
     if build is None and not torch_name:
         reason = _REFUSED.get(lower, "it is not known here")
         reader.problems.append(
-            f"optimizer.type: {shown(kind)}: {reason}; expected Adam, AdamW, OneBitAdam, Lion, Lamb, SGD or another of "
-            f"{_others()}"
+            f"optimizer.type: {shown(kind)}: {reason}; expected Adam, AdamW, OneBitAdam, Lion, Lamb, Muon, SGD or "
+            f"another of {_others()}"
         )
         return None
     params = section.get("params", {})
@@ -191,6 +202,23 @@ def _own(kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimize
     return ChosenOptimizer(section.config(**constants, no_decay=False), lr, constants["weight_decay"])
 
 
+def _muon(_kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
+    """Muon, and AdamW for what is no matrix, with the defaults of DeepSpeed 0.19.8."""
+    values: dict[str, Any] = {"weight_decay": 0.0, "eps": 1e-10, **reader.read(_MUON, params, "optimizer.params.")}
+    lr = values.pop("lr", None)
+    usual = {"muon_lr": 0.02, "adam_lr": 3e-4} if lr is None else {"muon_lr": lr, "adam_lr": lr}
+    muon, adam = (float(values.pop(name, rate)) for name, rate in usual.items())
+    beta1, beta2 = values.pop("betas", (0.9, 0.95))
+    gram = values.pop("ns_method", "gram") == "gram"
+    constants: dict[str, Any] = {name: float(value) for name, value in values.items()}
+    constants |= {"lr_scaling": "original", "ns_dtype": "fp32" if gram else "bf16", "no_decay": False}
+    ratio = adam / muon if muon else 1.0
+    if gram:
+        reader.notes.append("Muon: Newton-Schulz steps are computed in fp32, by DeepSpeed's ns_method gram in fp16")
+    config = MuonConfig(adamw_lr_ratio=ratio, beta1=beta1, beta2=beta2, **constants)
+    return ChosenOptimizer(config, muon, config.weight_decay)
+
+
 def _torch(name: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
     accepted = torch_arguments(name)
     table = {**_COMMON, **{argument: mapped(ANY) for argument in accepted if argument not in TORCH_OURS}}
@@ -204,6 +232,7 @@ def _torch(name: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimi
 _BUILDERS: dict[str, Callable[[str, Mapping[str, Any], Reader], ChosenOptimizer]] = {
     "adam": _adam,
     "adamw": _adam,
+    "muon": _muon,
     **dict.fromkeys(_SECTIONS, _own),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from zero_runtime.deepspeed.partition_section import WHERE, Specs, read_specs
 from zero_runtime.deepspeed.schema import Reader
 
 SEQUENCE, DATA = "sequence_parallel_size", "data_parallel_size"
@@ -13,12 +14,13 @@ SEQUENCE, DATA = "sequence_parallel_size", "data_parallel_size"
 class Degrees(NamedTuple):
     """Consecutive ranks that hold the slices of one model, and those that hold the parts of the same sequences.
 
-    tensor_key: the key that says the first.
+    tensor_key: the key that says the first. specs: of the layers that are divided.
     """
 
     tensor: int = 1
     sequence: int = 1
     tensor_key: str = "tensor_parallel"
+    specs: Specs = ()
 
 
 UNDIVIDED = Degrees()
@@ -29,7 +31,11 @@ def read_degrees(values: Mapping[str, Any], world: int, reader: Reader, *, engin
 
     engine: for the engine, which divides no sequences: such a degree above 1 is a problem.
     """
-    tensor, key = _tensor(values.get("tensor_parallel", {}), reader)
+    section = values.get("tensor_parallel", {})
+    tensor, key = _tensor(section, reader)
+    specs = read_specs(section.get("partition_config", {}), reader)
+    if specs and not engine:
+        reader.refuse(WHERE, "its layers are known with the script's model; name them in parallel.patterns")
     sequence, data = values.get(SEQUENCE, 1), values.get(DATA)
     for name, degree in ((key, tensor), (SEQUENCE, sequence)):
         if degree < 1:
@@ -48,7 +54,7 @@ def read_degrees(values: Mapping[str, Any], world: int, reader: Reader, *, engin
         reader.refuse(SEQUENCE, f"expected 1 beside {key}={tensor}, found {sequence}: both divide the heads; keep one")
     if data is not None and data * sequence != world:
         reader.refuse(DATA, f"expected {world} ranks / {sequence} ({SEQUENCE}), found {data}; leave it out")
-    return Degrees(tensor, sequence, key) if not reader.refused & {key, SEQUENCE, DATA} else UNDIVIDED
+    return Degrees(tensor, sequence, key, specs) if not reader.refused & {key, SEQUENCE, DATA} else UNDIVIDED
 
 
 def _tensor(section: Mapping[str, Any], reader: Reader) -> tuple[int, str]:

@@ -9,7 +9,7 @@ from typing import Any
 from zero_runtime.deepspeed.json_text import shown
 from zero_runtime.deepspeed.schema import BOOL, NUMBER, NUMBER_OR_LIST, TEXT, WHOLE, Reader, idle, mapped
 from zero_runtime.errors import PlanError
-from zero_runtime.optim.configs import OptimizerConfig, TorchConfig
+from zero_runtime.optim.configs import MuonConfig, OptimizerConfig, TorchConfig
 from zero_runtime.optim.lr_schedule import (
     LINEAR,
     LOG,
@@ -77,7 +77,7 @@ class ScheduleOf:
         """The schedule and the optimizer as DeepSpeed's OneCycle has them when it cycles the momentum, and notes."""
         if not self.cycles_momentum:
             return self, optimizer, []
-        if "beta2" in vars(optimizer):
+        if "beta2" in vars(optimizer) and not isinstance(optimizer, MuonConfig):
             second: dict[str, Any] = {"beta2": SECOND_BETA}
             fitted: OptimizerConfig = replace(optimizer, **second)
         elif isinstance(optimizer, TorchConfig) and optimizer.uses_betas:

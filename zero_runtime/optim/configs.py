@@ -259,7 +259,7 @@ _TORCH_STATES: dict[str, dict[str, str]] = {
 }
 TORCH_NAMES = tuple(_TORCH_STATES)
 TORCH_REFUSED = {
-    "Adafactor": "its second moment is kept by rows and columns of a whole matrix",
+    "Adafactor": "its second moment is kept by rows and columns of a whole matrix; the nearest is Lion, with one state",
     "LBFGS": "it needs a closure that evaluates the model again within a step, and products over all parameters",
     "Muon": "it orthogonalises whole matrices, which optimizer=muon does on shards",
     "SparseAdam": "it takes sparse gradients alone, and the runtime's are dense",
@@ -318,6 +318,23 @@ class TorchConfig(OptimizerConfig):
     @property
     def reads_on_host(self) -> bool:
         return self.class_name in _TORCH_READS_ON_HOST
+
+
+@dataclass(frozen=True)
+class ProbedConfig(TorchConfig):
+    """An optimizer of any class whose update a probe found element-wise (deepspeed/probed_optimizer.py).
+
+    given: an instance, which has its constants. numbers: its states that are one number, as examples of their types.
+    """
+
+    name: str = field(default="", metadata=NO_KEY)
+    state_names: tuple[str, ...] = field(default=(), metadata=NO_KEY)
+    uses_betas: bool = field(default=False, metadata=NO_KEY)
+    given: Any = field(default=None, metadata=NO_KEY)
+    numbers: dict[str, Any] = field(default_factory=dict, metadata=NO_KEY)
+
+    def _check(self, limits: Limits) -> None:
+        """The probe has checked it."""
 
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {

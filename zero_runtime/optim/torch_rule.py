@@ -1,12 +1,13 @@
-"""Runs an element-wise optimizer of torch.optim on the shards: one instance per unit, one of its groups per run.
+"""Runs an element-wise torch optimizer on the shards: one instance per unit, one of its groups per run.
 
-Its states are stored in the runtime's flat tensors: after the first step, in which torch creates them, each is copied
-to its place in a flat tensor and torch gets a view of it. So the states are counted, saved and moved like those of the
-runtime's own optimizers.
+Its states are stored in the runtime's flat tensors: after the step in which the optimizer creates a tensor, that is
+copied to its place in a flat tensor and the optimizer gets a view of the place. So the states are counted, saved and
+moved like those of the runtime's own optimizers.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,14 +15,16 @@ import torch
 
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import PlanError
-from zero_runtime.optim.configs import TORCH_WITHOUT_DECAY, TorchConfig
+from zero_runtime.optim.configs import TORCH_WITHOUT_DECAY, ProbedConfig, TorchConfig
 from zero_runtime.optim.groups import Run
 from zero_runtime.optim.rules import Held, StepNumbers, UpdateRule
 from zero_runtime.unit import Unit
 
+_FP32 = torch.empty((), dtype=torch.float32)  # torch's own counters of steps
+
 
 class TorchRule(UpdateRule):
-    """Update rule of a torch.optim class, given by name. Raises PlanError if the masters are not fp32."""
+    """Update rule of a class of torch.optim or of a probed one. Raises PlanError if the masters are not fp32."""
 
     def __init__(self, config: TorchConfig, helds: Sequence[Held], collectives: Collectives) -> None:
         self._config = config
@@ -38,8 +41,9 @@ class TorchRule(UpdateRule):
             for run, group in zip(held.runs, optimizer.param_groups, strict=True):
                 (shard,) = group["params"]
                 shard.grad = None
-                if numbers.step == 1:  # the step in which torch creates its states
-                    self._take_states(held, run.start, run.stop, optimizer.state[shard])
+                assert held.unit.master_shard is not None
+                _move(shard.data, held.unit.master_shard[run.start : run.stop])
+                self._take_states(held, run.start, run.stop, optimizer.state[shard])
             assert isinstance(held.unit, Unit), "offloaded shards have no torch optimizer"
             held.unit.parameters.refresh_param_shard()
 
@@ -47,9 +51,7 @@ class TorchRule(UpdateRule):
         """Torch's own 0-dim states, by group: they depend only on the steps and rates. Reads them on the host."""
         found: dict[str, float] = {}
         for run, state, _ in self._runs(helds):
-            scalars = {
-                name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not value.dim()
-            }
+            scalars = {name: value for name, value in state.items() if is_number(value)}
             found |= {f"group{run.settings.index}.{name}": float(value) for name, value in scalars.items()}
         return found
 
@@ -57,11 +59,12 @@ class TorchRule(UpdateRule):
         """Give torch the current flat states, and the `counters` of a run that had made the same number of steps."""
         if counters == {"updates": 0.0}:
             return  # torch has no states yet
+        examples = self._config.numbers if isinstance(self._config, ProbedConfig) else {}
         for run, state, held in self._runs(helds):
             prefix = f"group{run.settings.index}."
             state.update({name: flat[run.start : run.stop] for name, flat in held.states.items()})
             scalars = {name.removeprefix(prefix): value for name, value in counters.items() if name.startswith(prefix)}
-            state.update({name: torch.tensor(value) for name, value in scalars.items()})
+            state.update({name: _like(examples.get(name, _FP32), value) for name, value in scalars.items()})
 
     def free(self) -> None:
         """Release torch's optimizers and with them the states."""
@@ -95,8 +98,29 @@ class TorchRule(UpdateRule):
                 f"{sorted(made)}; torch {torch.__version__} keeps others than the memory model knows of"
             )
         for name, flat in held.states.items():
-            flat[start:stop].copy_(state[name])
-            state[name] = flat[start:stop]
+            state[name] = _move(state[name], flat[start:stop])
+
+
+def is_number(value: object) -> bool:
+    """Whether a state is one number for all elements: a 0-dim tensor, or a number of Python."""
+    return not value.dim() if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
+
+
+def twin(given: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer of the same class and attributes for other groups, without states."""
+    found: torch.optim.Optimizer = object.__new__(type(given))
+    vars(found).update(vars(given) | {"param_groups": groups, "state": defaultdict(dict)})
+    vars(found).pop("step", None)  # a schedule's wrapper, which would call the given one's
+    return found
+
+
+def _move(found: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """The place, with the values that were found, which some classes put into new memory in each step."""
+    return place if found.data_ptr() == place.data_ptr() else place.copy_(found)
+
+
+def _like(example: Any, value: float) -> Any:
+    return example.new_tensor(value) if isinstance(example, torch.Tensor) else type(example)(value)
 
 
 def _build(config: TorchConfig, held: Held) -> torch.optim.Optimizer | None:
@@ -114,6 +138,8 @@ def _build(config: TorchConfig, held: Held) -> torch.optim.Optimizer | None:
         if run.settings.weight_decay:
             group["weight_decay"] = run.settings.weight_decay
         groups.append(group)
+    if isinstance(config, ProbedConfig):
+        return twin(config.given, [{**config.arguments, **group} for group in groups]) if groups else None
     kind = getattr(torch.optim, config.class_name)
     rest = {} if config.class_name in TORCH_WITHOUT_DECAY else {"weight_decay": 0.0}
     try:

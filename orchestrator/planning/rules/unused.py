@@ -47,7 +47,7 @@ UNUSED = (
         "checkpoint",
         "checkpoint=none",
         lambda one: one.kind is CheckpointKind.none,
-        ("every", "keep_every"),
+        ("every", "keep_every", "node_folder"),
         ("checkpoint=sharded",),
     ),
     Unused("tracking", "tracking=none", lambda one: one.kind is TrackingKind.none, ("uri", "experiment")),

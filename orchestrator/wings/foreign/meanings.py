@@ -7,6 +7,7 @@ from collections.abc import Mapping
 _SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 _NVME = ("offload.folder",)
 _LEAVES = ("classes", "names", "name_suffixes")
+_PARTS = ("layer_specs", "use_default_specs")
 _TP_SIZES = ("tp_size", "autotp_size", "tp.tp_size")
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "train_batch_size": ("batch.micro", "batch.accumulation"),
@@ -75,6 +76,8 @@ UNSAID: Mapping[str, str] = {
     "tensor_parallel.enabled": "its size says it",
     **dict.fromkeys((f"tensor_parallel.{key}" for key in _TP_SIZES), "layers are not divided"),
     **dict.fromkeys((f"zero_optimization.leaf_module.{key}" for key in _LEAVES), "a block is a unit here"),
+    **dict.fromkeys((f"tensor_parallel.partition_config.{key}" for key in _PARTS), "parallel.patterns says it"),
+    "checkpoint.use_node_local_storage": "checkpoint.node_folder names the folder",
     "sequence_parallel_size": "sequences are not divided",
     "data_parallel_size": "the ranks that are left",
     "optimizer.params.torch_adam": "the updates are torch's here in any case",

@@ -34,6 +34,7 @@ WORLD = 2
 def _rank_main(root: Path, rank: int) -> None:
     from orchestrator.worker.train import run_rank
 
+    os.environ["LOCAL_RANK"] = str(rank)  # as the launcher sets it
     try:
         run_rank(AttemptPaths(root), RankInfo(rank, WORLD, rank, root / "rendezvous"))
     except BaseException:
@@ -188,6 +189,20 @@ def test_a_run_killed_between_its_last_save_and_its_result_recovers_the_measured
     assert second.curve() == first.curve()
     assert {one.name for one in second.paths.weights.iterdir()} == {one.name for one in first.paths.weights.iterdir()}
     assert any(row.name == "measured" for row in summary.checkpoint_rows(result))
+
+
+def test_a_run_with_a_folder_on_each_node_saves_and_resumes_there(tmp_path: Path) -> None:
+    local = tmp_path / "disk"
+    for steps, saved in ((4, [3, 4]), (6, [4, 6])):
+        config = config_of(steps, every=3)
+        config = replace(config, checkpoint=replace(config.checkpoint, node_folder=str(local)))
+        one = Try(tmp_path / "point", config)
+        assert one.wait() == [0, 0], one.paths.rank_log(0).read_text()
+        assert list(committed(local / "point")) == saved
+        assert not one.paths.checkpoints.exists()
+    result = read_json(one.paths.result)
+    assert result is not None
+    assert (result["checkpoints"]["resumed_from_step"], result["checkpoints"]["folder"]) == (4, str(local / "point"))
 
 
 def test_damaged_checkpoints_are_kept_and_a_run_without_a_good_one_is_refused(tmp_path: Path) -> None:

@@ -163,6 +163,84 @@ def test_the_loader_gives_the_ranks_of_a_group_one_batch(world: int) -> None:
     assert sorted(seen) == list(map(float, range(16)))
 
 
+# ---- layers by name --------------------------------------------------------------------------------------------------
+
+
+def eighths(model: nn.Module) -> nn.Module:
+    """The model with weights of few bits, so that every order of a sum has the same bits."""
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randint(-8, 9, param.shape, generator=draw) / 8)
+    return model
+
+
+def specs(**kinds: str) -> dict[str, Any]:
+    """A partition_config with a spec for each layer; that of "all" is for every one."""
+    found: list[dict[str, Any]] = []
+    for name, kind in kinds.items():
+        own = {"partition_type": kind} if kind != "gathered" else {"partition_type": "column", "gather_output": True}
+        found.append({"patterns": [r"(.*\.)?weight$" if name == "all" else rf"{name[-1]}\.weight$"], **own})
+    return {"partition_config": {"use_default_specs": False, "layer_specs": found}}
+
+
+NAMED_LAYERS = {
+    "linear": (lambda: nn.Linear(10, 10), specs(all="gathered")),
+    "sequential": (lambda: nn.Sequential(nn.Linear(10, 10)), specs(all="gathered")),
+    "pair": (lambda: nn.Sequential(nn.Linear(10, 12), nn.ReLU(), nn.Linear(12, 10)), specs(_0="column", _2="row")),
+    "first": (lambda: nn.Sequential(nn.Linear(10, 12), nn.ReLU(), nn.Linear(12, 10)), specs(_0="gathered")),
+}
+
+
+def named_layers(stages: tuple[int, ...]) -> list[str]:
+    """The models and stages whose weights are not plain PyTorch's after two steps."""
+    found, size = [], dist.get_world_size()
+    sgd = {"type": "SGD", "params": {"lr": 0.125}}
+    for name, (make, partition) in NAMED_LAYERS.items():
+        rows = torch.arange(-10.0, 10.0).view(2, 10) / 4
+        plain = eighths(make())
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.125)
+        for _ in range(2):
+            (plain(rows) * rows).sum().div(16).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for stage in stages:
+            engine = engine_of(eighths(make()), stage, {"autotp_size": size, **partition}, optimizer=sgd)
+            divided = sum(param.numel() for param in make().parameters())
+            assert stage == 3 or sum(param.numel() for param in engine.module.parameters()) < divided
+            for _ in range(2):
+                engine.backward((engine(rows) * rows).sum().div(16))
+                engine.step()
+            weights = weights_of(engine)
+            if any((weights[key] != value).any() for key, value in plain.state_dict().items()):
+                found.append(f"{name} at stage {stage}")
+            engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("size", "stages"), [(2, (0, 1, 2, 3)), (4, (1, 3))])
+def test_layers_that_a_partition_config_names_are_divided_also_unevenly(size: int, stages: tuple[int, ...]) -> None:
+    """Ten outputs over four ranks are 3, 3, 3 and 1, in DeepSpeed 3, 3, 2 and 2."""
+    assert run_ranks(named_layers, size, stages) == [[]] * size
+
+
+def refused_layers() -> list[str]:
+    told = []
+    pair = nn.Sequential(nn.Linear(10, 9), nn.Linear(9, 10))
+    for model, more in ((nn.Linear(10, 10), {}), (pair, specs(_0="column", _1="row"))):
+        with pytest.raises(PlanError) as caught:
+            engine_of(model, 1, {"autotp_size": 2, **more})
+        told.append(str(caught.value))
+    return told
+
+
+def test_refusals_of_layers_name_the_keys_of_the_configuration() -> None:
+    """DeepSpeed 0.19.8 refuses the first too: "Not able to determine model policy automatically"."""
+    for alone, uneven in run_ranks(refused_layers, 2):
+        assert "found none in Linear; name them in tensor_parallel.partition_config.layer_specs, or use" in alone
+        assert uneven.startswith("tensor_parallel.autotp_size=2: expected a divisor of the 9 columns of 0, found 2")
+
+
 # ---- other ways to ask for it ----------------------------------------------------------------------------------------
 
 

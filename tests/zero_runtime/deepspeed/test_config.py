@@ -20,6 +20,7 @@ from zero_runtime.optim.configs import (
     AdamWConfig,
     LambConfig,
     LionConfig,
+    MuonConfig,
     OneBitAdamConfig,
     SgdConfig,
     TorchConfig,
@@ -234,6 +235,15 @@ def test_precision_and_loss_scale_follow_their_sections() -> None:
         ),
         ("Adam", {"bias_correction": False}, AdamWConfig(weight_decay=0.0, no_decay=False, corrects_bias=False), 1e-3),
         ("SGD", {"momentum": 0.9, "nesterov": True}, SgdConfig(0.9, 0.0, 0.0, True, no_decay=False), 1e-3),
+        (
+            "Muon",
+            {},
+            MuonConfig(
+                **{"lr_scaling": "original", "ns_dtype": "fp32", "adamw_lr_ratio": 3e-4 / 0.02},
+                **{"eps": 1e-10, "weight_decay": 0.0, "no_decay": False},
+            ),
+            0.02,
+        ),
         ("Adagrad", {"eps": 1e-9}, TorchConfig("Adagrad", {"eps": 1e-9}, 0, no_decay=False), 1e-2),
         (
             "AdamW",

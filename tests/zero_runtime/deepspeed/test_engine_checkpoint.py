@@ -27,7 +27,14 @@ from zero_runtime.errors import CheckpointError, PlanError
 MADE = Path(__file__).resolve().parents[2] / "foreign" / "deepspeed"
 
 
-def _engine(stage: int, seed: int, model: nn.Module | None = None, zero: dict[str, Any] | None = None, batch: int = 4):
+def _engine(
+    stage: int,
+    seed: int,
+    model: nn.Module | None = None,
+    zero: dict[str, Any] | None = None,
+    batch: int = 4,
+    more: dict[str, Any] | None = None,
+):
     torch.manual_seed(seed)
     config = {
         "train_batch_size": batch,
@@ -35,6 +42,7 @@ def _engine(stage: int, seed: int, model: nn.Module | None = None, zero: dict[st
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 20}},
         "zero_optimization": {"stage": stage, **(zero or {})},
+        **(more or {}),
     }
     return initialize_quietly(model=model or nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), config=config)[0]
 
@@ -307,3 +315,67 @@ def test_16_bit_weights_are_saved_as_safetensors_into_existing_folders(tmp_path:
         assert all(torch.equal(exported[key], saved[key]) for key in saved)
         written = (tmp_path / out / "config.json").read_text()
         assert written == (tmp_path / "model.safetensors/config.json").read_text()
+
+
+# ---- a folder for each node ------------------------------------------------------------------------------------------
+
+
+def on_nodes(root: Path, stage: int) -> tuple[list[float], list[float], list[str]]:
+    """The losses of an unbroken run and of a resumed one, and the names of the errors, with a rank on each of two
+    nodes that share no folder."""
+    rank, told = dist.get_rank(), []
+    os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    local, own = {"checkpoint": {"use_node_local_storage": True}}, root / f"node{rank}"
+    engine = _engine(stage, 1, more=local)
+    _train(engine, range(3))
+    engine.save_checkpoint(own, tag="last")
+    rest = _train(engine, range(3, 6))
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(root / "shared")
+    told.append(str(caught.value))
+    engine.destroy()
+    assert sorted(path.name for path in (own / "last" / "step-00000003").iterdir()) == [
+        "index.json",
+        f"rank-0000{rank}-of-00002.safetensors",
+    ]
+    engine = _engine(stage, 2, more=local)
+    assert engine.load_checkpoint(own, "last")[0] == str(own / "last" / "step-00000003")
+    again = _train(engine, range(3, 6))
+    with pytest.raises(PlanError) as caught_tags:
+        engine.save_checkpoint(own, f"tag{rank}")
+    told.append(str(caught_tags.value))
+    dist.barrier()
+    if rank:
+        (own / "last" / "step-00000003").rename(own / "step-00000003")
+    dist.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(own, "last")
+    told.append(str(caught.value))
+    engine.destroy()
+    return rest, again, told
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_each_node_writes_and_reads_its_own_folder(stage: int, tmp_path: Path) -> None:
+    reasons = ("another rank has none of this step", "this rank's folder has none of them")
+    for (rest, again, (shared, tags, lacking)), reason in zip(
+        run_ranks(on_nodes, 2, tmp_path, stage), reasons, strict=True
+    ):
+        assert rest == again
+        assert "give each node a folder on its own disk" in shared  # whichever of the two leaders fails first
+        assert "expected one folder and one tag on all ranks, found tag tag0 and tag tag1" in tags
+        assert f"found none among those of steps 3 ({reason}); bring back a copy of one" in lacking
+
+
+def without_a_place(root: Path) -> str:
+    os.environ.pop("LOCAL_RANK", None)
+    engine = _engine(1, 1, more={"checkpoint": {"use_node_local_storage": True}})
+    with pytest.raises(PlanError) as caught:
+        engine.save_checkpoint(root)
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_know_their_node_are_refused(tmp_path: Path) -> None:
+    for told in run_ranks(without_a_place, 2, tmp_path):
+        assert told == "a folder for each node: expected LOCAL_RANK, found none; start the ranks with torchrun"

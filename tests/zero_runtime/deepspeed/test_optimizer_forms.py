@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from harness.plain_optimizers import Muon as PlainMuon
 from harness.ranks import run_alone, run_ranks
 from harness.seed_loop import initialize_quietly
 from torch import nn
 from zero_runtime.ops.adam import FusedAdam
 
 import zero_runtime
+from zero_runtime.deepspeed.groups import groups_of_optimizer, groups_of_parameters
+from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer
+from zero_runtime.errors import PlanError
+from zero_runtime.optim.configs import MuonConfig
 
 STAGES = (0, 1, 2, 3)
 UNIT = 2.0**-24
@@ -168,11 +174,197 @@ def test_adam_without_bias_correction_and_lamb_with_limits_make_deepspeeds_updat
     assert run_ranks(other_updates, 2) == [[], []]
 
 
+class Square(nn.Module):
+    """Two square matrices, so that Muon's factor of the rate is 1, and an embedding, which DeepSpeed leaves to Adam."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.first, self.second = nn.Embedding(8, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(self.embed((rows * 9).long() % 8)).tanh())
+
+
+def muon_runs() -> list[str]:
+    """The forms and stages whose weights are not those of plain Muon on whole matrices."""
+    wrong = []
+    for form in ("section", "torch"):
+        for stage in (0, 3):
+            model, plain = Square(), Square()
+            matrices = {"first.weight", "second.weight"}
+            named = dict(plain.named_parameters())
+            rates = {name: 0.125 if name in matrices else 0.25 for name in named}
+            if form == "torch":
+                update: Any = torch.optim.Muon([named[name] for name in sorted(matrices)], lr=0.125, weight_decay=0.5)
+                kept = [model.first.weight, model.second.weight]
+                given: dict[str, Any] = {"optimizer": torch.optim.Muon(kept, lr=0.125, weight_decay=0.5)}
+            else:
+                params = {"lr": 0.25, "muon_lr": 0.125, "weight_decay": 0.5, "betas": [0.5, 0.75]}
+                given = {"config": {"optimizer": {"type": "Muon", "params": params}}}
+                groups = [
+                    {"params": [param], "lr": rates[name], "weight_decay": 0.5, "matrix": name in matrices}
+                    for name, param in named.items()
+                ]
+                constants: dict[str, Any] = {"beta1": 0.5, "beta2": 0.75, "eps": 1e-10, "ns_dtype": "fp32"}
+                update = PlainMuon(groups, MuonConfig(lr_scaling="original", **constants))
+            for step in range(3):
+                for name, grad in averaged(plain, step).items():
+                    named[name].grad = grad
+                update.step()
+                plain.zero_grad()
+            given["config"] = {
+                **given.get("config", {}),
+                **{"train_batch_size": 4, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}},
+            }
+            engine, weights = trained(model, 3, **given)
+            assert engine.optimizer.param_groups[0]["lr"] == 0.125
+            wrong += [
+                f"{form} at stage {stage}: {name}" for name in named if not torch.equal(named[name], weights[name])
+            ]
+    return wrong
+
+
+def test_muon_of_the_section_and_of_torch_have_the_bits_of_whole_matrices() -> None:
+    assert run_ranks(muon_runs, 2) == [[], []]
+
+
+def test_muon_with_other_constants_and_deep_parameters_is_refused() -> None:
+    model = nn.Sequential(nn.Conv1d(2, 2, 3), nn.Linear(4, 4))
+    with pytest.raises(PlanError, match=r"adjust_lr_fn of match_rms_adamw or original, found \['eps'\]"):
+        groups_of_optimizer(model, torch.optim.Muon([model[1].weight], eps=1e-3))
+    with pytest.raises(PlanError, match=r"at most two dimensions .*, found 0\.weight; use AdamW"):
+        groups_of_parameters(model, None, ChosenOptimizer(MuonConfig(), 0.1, 0.0))
+
+
+class Signs(torch.optim.Optimizer):
+    """Signed momentum in the style of old scripts: new tensors in each step, and Python's numbers as counters."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "beta": 0.9})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["count"] = state.get("count", 0) + 1
+                grad = param.grad.data + group["weight_decay"] * param.data
+                state["mean"] = group["beta"] * state.get("mean", 0 * grad) + grad
+                param.data = param.data - group["lr"] / state["count"] * state["mean"].sign() * grad.abs().sqrt()
+
+
+class Bounded(torch.optim.SGD):
+    """A subclass with a step of its own around that of its class."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.clamp_(-0.4, 0.4)
+
+
+def own_classes(folder: str) -> list[str]:
+    """The classes and stages that differ from plain PyTorch's bits, in a run that a checkpoint interrupts."""
+    wrong = []
+    for kind, stages in ((Signs, STAGES), (Bounded, (2,)), (torch.optim.Adagrad, (3,))):
+
+        def make(model: nn.Module, kind: Any = kind) -> Any:
+            decayed = {"params": [*model[2].parameters()], "weight_decay": 0.25}
+            return kind([{"params": [*model[0].parameters(), *model[4].parameters()]}, decayed], lr=0.125)
+
+        plain = small()
+        optimizer = make(plain)
+        for step in range(4):
+            for name, grad in averaged(plain, step).items():
+                plain.get_parameter(name).grad = grad
+            optimizer.step()
+            optimizer.zero_grad()
+        for stage in stages:
+            config = {"train_batch_size": 4, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+            for steps in (range(2), range(2, 4)):
+                model = small()
+                engine, *_ = initialize_quietly(model=model, optimizer=make(model), config=config)
+                if steps.start:
+                    engine.load_checkpoint(folder, f"{kind.__name__}{stage}")
+                for step in steps:
+                    engine.backward(loss_of(engine, step))
+                    engine.step()
+                engine.save_checkpoint(folder, f"{kind.__name__}{stage}")
+                weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+                engine.destroy()
+            if not all(torch.equal(weights[name], value) for name, value in plain.state_dict().items()):
+                wrong.append(f"{kind.__name__} at stage {stage}")
+    return wrong
+
+
+def test_elementwise_classes_with_their_own_step_have_plain_torchs_bits(tmp_path: Path) -> None:
+    assert run_ranks(own_classes, 2, str(tmp_path)) == [[], []]
+
+
+class Given(torch.optim.Optimizer):
+    """A class whose update of one parameter is a function."""
+
+    def __init__(self, params: Any, update: Any) -> None:
+        self.update, self.told = update, 0
+        super().__init__(params, {"lr": 0.1, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.update(self, group, param)
+
+
+def by_norm_beside_decay(_: Any, group: Any, param: torch.Tensor) -> None:
+    param.sub_(param.grad / (1 + group["weight_decay"] * param.grad.norm()))
+
+
+def by_chance(_: Any, group: Any, param: torch.Tensor) -> None:
+    param.sub_(param.grad * torch.rand_like(param))
+
+
+def by_place(_: Any, group: Any, param: torch.Tensor) -> None:
+    param.view(-1)[::2].sub_(param.grad.view(-1)[::2])
+
+
+def by_rows(own: Any, group: Any, param: torch.Tensor) -> None:
+    own.state[param]["row"] = param.grad.square().mean(-1, keepdim=True)
+    param.sub_(param.grad / (1 + own.state[param]["row"]))
+
+
+def by_attribute(own: Any, group: Any, param: torch.Tensor) -> None:
+    own.told += 1
+    param.sub_(param.grad / own.told)
+
+
+def by_shape(_: Any, group: Any, param: torch.Tensor) -> None:
+    param.sub_(param.grad @ param.grad.mT @ param.grad)
+
+
+OTHERS = "its update of an element depends on other elements (a norm, a factor)"
+NOT_ELEMENTWISE = {
+    by_norm_beside_decay: OTHERS,
+    by_chance: OTHERS,
+    by_place: OTHERS,
+    by_rows: "its state row is ([8, 1], torch.float32): expected an fp32 number for each element",
+    by_attribute: "its step() changes attributes or groups",
+    by_shape: "its step() on other tensors raised",
+    lambda *_: None: "its step() changes none of its parameters",
+}
+
+
+def test_other_classes_are_refused_with_the_property_that_fails() -> None:
+    for update, reason in NOT_ELEMENTWISE.items():
+        model = small()
+        groups = [{"params": [*model[0].parameters()], "weight_decay": 1.0}, {"params": [*model[2].parameters()]}]
+        with pytest.raises(PlanError) as caught:
+            groups_of_optimizer(model, Given(groups, update))
+        assert f"Given cannot run on shards: {reason}" in str(caught.value)
+
+
 class Renamed(torch.optim.AdamW):
     """A subclass that adds nothing to the update."""
-
-    def describe(self) -> str:
-        return "mine"
 
 
 def call_wins() -> list[str]:

@@ -67,6 +67,21 @@ def test_batch_sizes_count_ranks_as_deepspeed_does() -> None:
             {"sequence_parallel_size": 2, "data_parallel_size": 4},
             "data_parallel_size: expected 4 ranks / 2 (sequence_parallel_size), found 4; leave it out",
         ),
+        (
+            {"tensor_parallel": {"partition_config": {"layer_specs": [{"patterns": [".*"], "partition_dim": 1}]}}},
+            "tensor_parallel.partition_config.layer_specs[0]: expected patterns, partition_dim 0 and shape [N, -1] "
+            "of columns, found {'patterns': ['.*'], 'partition_dim': 1}",
+        ),
+        (
+            {"tensor_parallel": {"partition_config": {"layer_specs": [{"patterns": [".*"], "shape": [[4, 2], -1]}]}}},
+            "tensor_parallel.partition_config.layer_specs[0]: expected patterns, partition_dim 0 and shape [N, -1] "
+            "of columns, found {'patterns': ['.*'], 'shape': [[4, 2], -1]}",
+        ),
+        (
+            {"tensor_parallel": {"partition_config": {"layer_specs": [{"patterns": [".*"]}]}}},
+            "tensor_parallel.partition_config: its layers are known with the script's model; name them in "
+            "parallel.patterns",
+        ),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused(given: dict[str, Any], told: str) -> None:

@@ -245,9 +245,19 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         "OneBitLamb",
         config(optimizer={"type": "OneBitLamb", "params": {"lr": 1e-3}}),
         [
-            "optimizer.type: 'OneBitLamb': its compressed communication is not here; use Lamb; expected Adam, AdamW, "
-            "OneBitAdam, Lion, Lamb, SGD or another of torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, "
-            "torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop"
+            "optimizer.type: 'OneBitLamb': its ratios of compressed momenta are not here; the nearest are Lamb and "
+            "OneBitAdam; expected Adam, AdamW, OneBitAdam, Lion, Lamb, Muon, SGD or another of torch.optim.ASGD, "
+            "torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, "
+            "torch.optim.RMSprop, torch.optim.Rprop"
+        ],
+    ),
+    (
+        "Muon by heads, beside Adam's decay",
+        config(optimizer={"type": "Muon", "params": {"per_head_muon": True, "adam_w_mode": False, "ns_method": "x"}}),
+        [
+            "optimizer.params.per_head_muon: expected False, found True: whole matrices are orthogonalised here",
+            "optimizer.params.adam_w_mode: expected True, found False: what is no matrix is updated by AdamW here",
+            "optimizer.params.ns_method: expected 'gram' or 'standard', found 'x': DeepSpeed has two",
         ],
     ),
     (

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from zero_runtime.deepspeed.auto import AutoValues, auto_values, mismatches, with_values
+from zero_runtime.deepspeed.config import NODE_LOCAL
 from zero_runtime.deepspeed.json_text import load
 from zero_runtime.deepspeed.schema import AUTO
 from zero_runtime.errors import PlanError
@@ -49,6 +50,8 @@ def engine_config(given: Mapping[str, Any], args: Any, model: nn.Module, total_s
     asked = dict(given)
     for name in _ALWAYS:
         asked.setdefault(name, AUTO)
+    if args.save_on_each_node:
+        asked["checkpoint"] = {**asked.get("checkpoint", {}), NODE_LOCAL: True}
     for name in ("fp16", "bf16"):
         if getattr(args, name):
             asked.setdefault(name, {"enabled": AUTO})

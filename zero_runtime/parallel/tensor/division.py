@@ -118,6 +118,9 @@ class DividedModel:
                 self._install(module, ColumnForward(module, own))
             elif division.kind is Kind.ROW:
                 self._install(module, RowForward(module, own))
+            elif division.kind is Kind.GATHERED:
+                assert isinstance(module, nn.Linear)
+                self._install(module, HeadForward(module, axis, module.out_features, gathers=True))
             elif division.kind is Kind.VOCABULARY:
                 assert isinstance(module, nn.Embedding)
                 self._install(module, EmbeddingForward(module, axis))

@@ -96,7 +96,7 @@ def _splits_of(module: nn.Module, division: Division, degree: int) -> Iterator[t
     """The parameters of a divided layer; None for those that stay replicated."""
     outputs = 0 if type(module) in (nn.Linear, nn.Embedding) else 1  # a Conv1D has [in, out]
     dim = {
-        Kind.COLUMN: outputs,
+        **dict.fromkeys((Kind.COLUMN, Kind.GATHERED), outputs),
         Kind.ROW: 1 - outputs,
         Kind.HEAD: 0,
         Kind.VOCABULARY: 0,

@@ -18,14 +18,16 @@ from zero_runtime.unit_planner import block_modules
 class Kind(Enum):
     """How a layer is divided.
 
-    COLUMN: a linear layer by its outputs. ROW: a linear layer by its inputs, which sums over the ranks. VOCABULARY: an
-    embedding by its rows. HEAD: a linear layer that returns logits, by its outputs. HEADS: an embedding with one column
-    for each attention head, by its columns. SUMMED: replicated, but used by divided computations. REPLICATED: not
-    divided. SHARED_INPUT, SLICED: A and B of an adapter of a column layer; the first is summed and reads the input of
-    the column layers, the second is divided by its outputs and reads what the first computes.
+    COLUMN: a linear layer by its outputs. GATHERED: a column layer whose outputs are gathered on every rank. ROW: a
+    linear layer by its inputs, which sums over the ranks. VOCABULARY: an embedding by its rows. HEAD: a linear layer
+    that returns logits, by its outputs. HEADS: an embedding with one column for each attention head, by its columns.
+    SUMMED: replicated, but used by divided computations. REPLICATED: not divided. SHARED_INPUT, SLICED: A and B of an
+    adapter of a column layer; the first is summed and reads the input of the column layers, the second is divided by
+    its outputs and reads what the first computes.
     """
 
     COLUMN = "column"
+    GATHERED = "gathered"
     ROW = "row"
     VOCABULARY = "vocabulary"
     HEAD = "head"
@@ -46,7 +48,8 @@ _STYLES = {
     "vocab_parallel": Kind.VOCABULARY,
     "replicated_with_grad_allreduce": Kind.SUMMED,
 }
-_USER_KINDS = (Kind.COLUMN, Kind.ROW, Kind.REPLICATED)
+_USER_KINDS = (Kind.COLUMN, Kind.ROW, Kind.GATHERED, Kind.SUMMED, Kind.REPLICATED)
+_WHOLE = (Kind.SUMMED, Kind.REPLICATED)
 HEAD_SIZES = ("head_dim", "head_size", "key_value_proj_dim")  # attributes of attention modules
 
 
@@ -61,9 +64,9 @@ class Division:
 def divisions_of(model: nn.Module, patterns: tuple[str, ...] = ()) -> dict[str, Division]:
     """The divided layers of a model by path.
 
-    patterns: `PATH=KIND` with the wildcards of file names; KIND is column, row, replicated, or `column:N` for a layer
-    of N fused matrices. They replace what the plan or the structure says about the layers that they match. PlanError
-    if the model has no plan and its structure is not known.
+    patterns: `PATH=KIND` with the wildcards of file names; KIND is column, row, gathered, summed, replicated, or
+    `column:N` for a layer of N fused matrices. They replace what the plan or the structure says about the layers that
+    they match. PlanError if the model has no plan and its structure is not known.
     """
     modules = dict(model.named_modules())
     found = _of_plan(model, modules)
@@ -71,14 +74,14 @@ def divisions_of(model: nn.Module, patterns: tuple[str, ...] = ()) -> dict[str, 
         found = _of_structure(model, modules, patterns)
     found |= _of_vocabulary(model, modules)
     for pattern, division in map(_parsed, patterns):
-        matched = [path for path, module in modules.items() if path and fnmatchcase(path, pattern)]
-        matched = [path for path in matched if linear_sizes(modules[path]) or division.kind is Kind.REPLICATED]
+        matched = [path for path, module in modules.items() if fnmatchcase(path, pattern)]
+        matched = [path for path in matched if linear_sizes(modules[path]) or division.kind in _WHOLE]
         if not matched:
             raise PlanError(f"parallel.patterns: expected {pattern!r} to match a linear layer, found none; correct it")
         found |= dict.fromkeys(matched, division)
     found = {path: division for path, division in found.items() if division.kind is not Kind.REPLICATED}
     found = dict(_with_adapters(found, modules))
-    if not any(division.kind in (Kind.COLUMN, Kind.ROW) for division in found.values()):
+    if not any(division.kind in (Kind.COLUMN, Kind.ROW, Kind.GATHERED) for division in found.values()):
         raise PlanError(
             f"parallel.tp: expected a model with pairs of linear layers in repeated blocks, found none in "
             f"{type(model).__name__}; name them in parallel.patterns, or use parallel.tp=1"
@@ -87,11 +90,16 @@ def divisions_of(model: nn.Module, patterns: tuple[str, ...] = ()) -> dict[str, 
 
 
 def _parsed(pattern: str) -> tuple[str, Division]:
-    path, _, word = pattern.rpartition("=")
+    path, equals, word = pattern.rpartition("=")
     kind, _, parts = word.partition(":")
-    if not path or kind not in {one.value for one in _USER_KINDS} or (parts and (not parts.isdigit() or parts == "0")):
+    if (
+        not equals
+        or kind not in {one.value for one in _USER_KINDS}
+        or (parts and (not parts.isdigit() or parts == "0"))
+    ):
         raise PlanError(
-            f"parallel.patterns: expected PATH=column, PATH=column:N, PATH=row or PATH=replicated, found {pattern!r}"
+            "parallel.patterns: expected PATH=column, PATH=column:N, PATH=row, PATH=gathered, PATH=summed or "
+            f"PATH=replicated, found {pattern!r}"
         )
     return path, Division(Kind(kind), int(parts or 1))
 

@@ -22,6 +22,7 @@ from harness.trainer_runs import (
 )
 from zero_runtime.integrations.pretrained import from_pretrained
 
+from zero_runtime.deepspeed.integrations.trainer_config import engine_config
 from zero_runtime.errors import PlanError
 
 RANKS = 2
@@ -203,3 +204,11 @@ def test_from_pretrained_reads_each_ranks_shards_only(tmp_path: Path) -> None:
 def test_a_folder_without_a_model_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"expected a folder with config\.json and safetensors, found 'gpt2'; download"):
         from_pretrained(None, "gpt2")
+
+
+def test_save_on_each_node_gives_each_node_its_own_checkpoints(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(output_dir=str(tmp_path), save_on_each_node=True, use_cpu=True)
+    config = engine_config({"checkpoint": {"tag_validation": "Warn"}}, args, torch.nn.Linear(2, 2), None)
+    assert config["checkpoint"] == {"tag_validation": "Warn", "use_node_local_storage": True}
