@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from orchestrator.commands import watch_sweep
 from orchestrator.commands.watch_sweep import Choice, SweepWatch
 from orchestrator.config.cluster import ClusterKind
-from orchestrator.config.schema import RunConfig, TrackingKind, from_dict
+from orchestrator.config.schema import RunConfig, TrackingKind
 from orchestrator.config.strict import Broken, Refusal
 from orchestrator.exit_codes import INTERRUPTED, OK
 from orchestrator.launch.cluster import SentPoints, SweepCluster, cluster, cluster_of
@@ -187,7 +187,7 @@ def _begin(request: SweepRequest, planned: Sequence[Planned], screen: Screen | N
     joins the sweep of the first.
     """
     check_store(request.config, request.output.absolute())
-    queued = _queued_configs(planned)
+    queued = _queued_configs(request, planned)
     # Before the lock is taken: a scheduler may answer slowly, and other starters of this output would wait for it.
     is_sent = queued and request.on_cluster and request.running(planned) is None
     if is_sent and (problems := request.cluster.preflight(queued)):
@@ -241,9 +241,10 @@ def _joined(running: SweepPaths, screen: Screen) -> int:
     return OK
 
 
-def _queued_configs(planned: Sequence[Planned]) -> list[RunConfig]:
+def _queued_configs(request: SweepRequest, planned: Sequence[Planned]) -> list[RunConfig]:
     """The configurations of the points that need a run."""
-    return [from_dict(point.config) for point in planned if point.decision is RunState.queued]
+    queued = {point.label for point in planned if point.decision is RunState.queued}
+    return [point.config for point in request.runnable if point.label in queued]
 
 
 def decided(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> list[Planned]:
@@ -282,7 +283,7 @@ def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Scree
     else:
         screen.table(sweep_table.plan_table(planned))
         described = sweep_table.hardware_rows(planned)
-        rows = [*sweep_table.plan_rows(planned), *described, *request.cluster.cost(_queued_configs(planned))]
+        rows = [*sweep_table.plan_rows(planned), *described, *request.cluster.cost(_queued_configs(request, planned))]
         states = {point.decision for point in planned}
         there = "with these GPUs and a folder's weights, " if described else ""
         then = f"{there}the same line without --plan runs it" if RunState.queued in states else "nothing is left to run"
