@@ -140,8 +140,9 @@ class ConfigMemory:
         part = self.part(micro)
         return None if part is None else part.peak(micro)
 
-    def reserved(self, micro: int) -> Reserved | None:
-        """What torch's caching allocator reserves at the peak on a GPU; None for a micro-batch that was not traced."""
+    def reserved(self, micro: int, at_most: int | None = None) -> Reserved | None:
+        """What torch's caching allocator reserves at the peak on a GPU; None for a micro-batch that was not traced.
+        at_most: more need not be counted to its end."""
         part = self.part(micro)
         if part is None:
             return None
@@ -153,10 +154,11 @@ class ConfigMemory:
                 self.rules,
                 prefetch=self.config.zero.prefetch,
                 other=(part.buffers, *(size * micro for size in part.inputs)),
+                at_most=math.inf if at_most is None else at_most,
             )
             return [found.allocated, found.reserved]
 
-        key = f"reserved-{self.name}-{micro}"
+        key = f"reserved-{self.name}-{micro}-{at_most}"
         return Reserved(*(recalled(key, replayed) if self.name else replayed()))
 
     def largest(self, limit_bytes: int) -> int:
