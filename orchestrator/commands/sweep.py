@@ -25,7 +25,7 @@ from orchestrator.launch.verdict import end_of
 from orchestrator.machine.hardware import Hardware
 from orchestrator.planning import decision
 from orchestrator.planning.point import Point, Refused, Wishes
-from orchestrator.planning.predictor import predictor
+from orchestrator.planning.predictor import Tell, predictor
 from orchestrator.planning.rules.output import place_problems
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import read_or_warn
@@ -138,7 +138,7 @@ def run_quietly(request: SweepRequest, hardware: Hardware, screen: Screen | None
     A sweep that another command began is waited for, and an interrupt does not cancel it.
     """
     _check_place(request)
-    begun = _begin(request, decided(request, hardware))
+    begun = _begin(request, decided(request, hardware, tell=None if screen is None else screen.say))
     sweep, process = begun.sweep, begun.sent.process
     try:
         if screen is not None and process is not None:
@@ -247,12 +247,15 @@ def _queued_configs(request: SweepRequest, planned: Sequence[Planned]) -> list[R
     return [point.config for point in request.runnable if point.label in queued]
 
 
-def decided(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> list[Planned]:
-    """The points of the sweep, predicted and decided. Nothing is started but the process that counts."""
+def decided(
+    request: SweepRequest, hardware: Hardware, screen: Screen | None = None, *, tell: Tell | None = None
+) -> list[Planned]:
+    """The points of the sweep, predicted and decided. Nothing is started but the process that counts. tell: gets its
+    progress if there is no screen."""
     points = request.runnable
     unknown: dict[str, str] = {}
-    with nullcontext() if screen is None else screen.passing(quiet=request.as_json) as tell:
-        predicted = predictor().predict(points, tell, unknown=unknown) if request.predicts else {}
+    with nullcontext(tell) if screen is None else screen.passing(quiet=request.as_json) as said:
+        predicted = predictor().predict(points, said, unknown=unknown) if request.predicts else {}
     wrong = predictor().problems(points) if request.predicts else {}
     judged = [
         Refused(point.label, point.overrides, (Broken(wrong[point.label]),)) if point.label in wrong else point
