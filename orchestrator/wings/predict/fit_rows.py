@@ -149,12 +149,11 @@ class Fit:
         tight. A larger one reserves more. See `used_bytes`: it replays steps, so only rows that count should ask."""
         if self.tight is not None or not self.micro:
             return self
-        low, high, middle, below = self.micro - 1 if self.given else 0, self.micro + 1, self.micro, 1
+        low, high, middle = self.micro - 1 if self.given else 0, self.micro + 1, self.micro
         while high - low > 1:
             fits = self.at(middle)._has_room
             low, high = (middle, high) if fits else (low, middle)
-            # Fragmentation takes a few percent, so that the largest is close: a replay of each half takes longer.
-            middle, below = max((low + high) // 2, high - below), 2 * below
+            middle = (low + high) // 2
         micro = self.given or max(low, 1)
         return replace(self.at(micro), tight=low < micro)
 
