@@ -102,7 +102,7 @@ def plain(group: Any) -> dict[str, Any]:
     """The group as plain data for JSON, with the keys of all kinds; enums become their names."""
     cls: type = type(group)
     # All kinds, so that the form of a written configuration does not depend on its kind. strict.py expects it too.
-    values = {key: {} if held is not None else None for key, held in _unset(cls).items()}
+    values: dict[str, Any] = {key: {} if held is not None else None for key, held in _unset(cls).items()}
     for one in fields(group):
         value = getattr(group, one.name)
         if "part" not in one.metadata:
