@@ -20,6 +20,7 @@ from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned
 from orchestrator.report import comparison, ranking, sweep_files, sweep_table
 from orchestrator.report.ranking import Ranked
+from orchestrator.text.streams import complain
 
 __all__ = ["Planned", "Record", "Refusal", "SweepPlan", "SweepResults", "plan", "run", "sweep"]
 
@@ -143,12 +144,12 @@ def sweep(*words: str, progress: bool | None = None) -> SweepResults:
 def plan(*words: str) -> SweepPlan:
     """What `sweep` would do with the same words: each point with its decision and predicted memory. Starts nothing.
 
-    Raises `Refusal` if every point is refused.
+    A count that takes seconds says on stderr how far it is. Raises `Refusal` if every point is refused.
     """
     request, hardware = sweep_request(["-m", "--plan", *_without_multirun(words)])
     from orchestrator.commands.sweep import decided
 
-    return SweepPlan(decided(request, hardware))
+    return SweepPlan(decided(request, hardware, tell=complain))
 
 
 def _without_multirun(words: Sequence[str]) -> list[str]:

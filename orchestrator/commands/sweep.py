@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from orchestrator.commands import watch_sweep
 from orchestrator.commands.watch_sweep import Choice, SweepWatch
 from orchestrator.config.cluster import ClusterKind
-from orchestrator.config.schema import RunConfig, TrackingKind, from_dict
+from orchestrator.config.schema import RunConfig, TrackingKind
 from orchestrator.config.strict import Broken, Refusal
 from orchestrator.exit_codes import INTERRUPTED, OK
 from orchestrator.launch.cluster import SentPoints, SweepCluster, cluster, cluster_of
@@ -25,7 +25,7 @@ from orchestrator.launch.verdict import end_of
 from orchestrator.machine.hardware import Hardware
 from orchestrator.planning import decision
 from orchestrator.planning.point import Point, Refused, Wishes
-from orchestrator.planning.predictor import predictor
+from orchestrator.planning.predictor import Tell, predictor
 from orchestrator.planning.rules.output import place_problems
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import read_or_warn
@@ -140,7 +140,7 @@ def run_quietly(request: SweepRequest, hardware: Hardware, screen: Screen | None
     A sweep that another command began is waited for, and an interrupt does not cancel it.
     """
     _check_place(request)
-    begun = _begin(request, decided(request, hardware))
+    begun = _begin(request, decided(request, hardware, tell=None if screen is None else screen.say))
     sweep, process = begun.sweep, begun.sent.process
     try:
         if screen is not None and process is not None:
@@ -189,7 +189,7 @@ def _begin(request: SweepRequest, planned: Sequence[Planned], screen: Screen | N
     joins the sweep of the first.
     """
     check_store(request.config, request.output.absolute())
-    queued = _queued_configs(planned)
+    queued = _queued_configs(request, planned)
     # Before the lock is taken: a scheduler may answer slowly, and other starters of this output would wait for it.
     is_sent = queued and request.on_cluster and request.running(planned) is None
     if is_sent and (problems := request.cluster.preflight(queued)):
@@ -243,17 +243,21 @@ def _joined(running: SweepPaths, screen: Screen) -> int:
     return OK
 
 
-def _queued_configs(planned: Sequence[Planned]) -> list[RunConfig]:
+def _queued_configs(request: SweepRequest, planned: Sequence[Planned]) -> list[RunConfig]:
     """The configurations of the points that need a run."""
-    return [from_dict(point.config) for point in planned if point.decision is RunState.queued]
+    queued = {point.label for point in planned if point.decision is RunState.queued}
+    return [point.config for point in request.runnable if point.label in queued]
 
 
-def decided(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> list[Planned]:
-    """The points of the sweep, predicted and decided. Nothing is started but the process that counts."""
+def decided(
+    request: SweepRequest, hardware: Hardware, screen: Screen | None = None, *, tell: Tell | None = None
+) -> list[Planned]:
+    """The points of the sweep, predicted and decided. Nothing is started but the process that counts. tell: gets its
+    progress if there is no screen."""
     points = request.runnable
     unknown: dict[str, str] = {}
-    with nullcontext() if screen is None else screen.passing(quiet=request.as_json) as tell:
-        predicted = predictor().predict(points, tell, unknown=unknown) if request.predicts else {}
+    with nullcontext(tell) if screen is None else screen.passing(quiet=request.as_json) as said:
+        predicted = predictor().predict(points, said, unknown=unknown) if request.predicts else {}
     wrong = predictor().problems(points) if request.predicts else {}
     judged = [
         Refused(point.label, point.overrides, (Broken(wrong[point.label]),)) if point.label in wrong else point
@@ -284,7 +288,7 @@ def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Scree
     else:
         screen.table(sweep_table.plan_table(planned))
         described = sweep_table.hardware_rows(planned)
-        rows = [*sweep_table.plan_rows(planned), *described, *request.cluster.cost(_queued_configs(planned))]
+        rows = [*sweep_table.plan_rows(planned), *described, *request.cluster.cost(_queued_configs(request, planned))]
         states = {point.decision for point in planned}
         there = "with these GPUs and a folder's weights, " if described else ""
         then = f"{there}the same line without --plan runs it" if RunState.queued in states else "nothing is left to run"

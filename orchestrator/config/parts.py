@@ -93,11 +93,16 @@ def unset(hint: Any) -> Any:
     return {} if get_origin(hint) is dict else None
 
 
+@functools.cache
+def _unset(cls: type) -> Mapping[str, Any]:
+    return {key: unset(hint) for key, hint in hints_of(cls).items()}
+
+
 def plain(group: Any) -> dict[str, Any]:
     """The group as plain data for JSON, with the keys of all kinds; enums become their names."""
     cls: type = type(group)
     # All kinds, so that the form of a written configuration does not depend on its kind. strict.py expects it too.
-    values = {key: unset(hint) for key, hint in hints_of(cls).items()}
+    values: dict[str, Any] = {key: {} if held is not None else None for key, held in _unset(cls).items()}
     for one in fields(group):
         value = getattr(group, one.name)
         if "part" not in one.metadata:
@@ -109,11 +114,11 @@ def plain(group: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if type(value) in SCALARS:  # nearly all
+        return value
     if is_dataclass(value):
         return plain(value)
-    if isinstance(value, Enum):
-        return str(value.value)
-    return value if type(value) in SCALARS else copy.deepcopy(value)
+    return str(value.value) if isinstance(value, Enum) else copy.deepcopy(value)
 
 
 def completed(cls: type, data: Mapping[Any, Any]) -> dict[Any, Any]:

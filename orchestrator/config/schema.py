@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -365,6 +366,11 @@ class AskedConfig:
 
     def __post_init__(self) -> None:
         root_limits(vars(self)).conclude()
+
+    @functools.cached_property
+    def as_plain(self) -> Mapping[str, Any]:
+        """What `to_dict` returns, made once: not to be changed."""
+        return to_dict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
@@ -144,6 +146,12 @@ def build(cls: type, data: object, path: str = "") -> tuple[Any, list[Broken]]:
     return (None, broken) if broken else (made["group"], [])
 
 
+@functools.lru_cache(maxsize=4096)  # a point of a sweep has most of its groups in common with the others
+def _built(cls: type, pickled: bytes, path: str) -> tuple[Any, list[Broken]]:
+    """`build` of a group; equal groups are one object."""
+    return build(cls, pickle.loads(pickled), path)
+
+
 def _make(made: dict[str, Any], name: str, cls: type, values: dict[str, Any], broken: list[Broken]) -> None:
     try:
         made[name] = cls(**values)
@@ -187,7 +195,7 @@ def _other_kind(group: str, kind: str, key: str, hint: Any, value: object) -> li
 def _fill(built: dict[str, Any], key: str, hint: Any, value: object, prefix: str) -> list[Broken]:
     """Builds one value; the rules that it breaks."""
     if isinstance(hint, type) and is_dataclass(hint):
-        group, broken = build(hint, value, prefix + key)
+        group, broken = _built(hint, pickle.dumps(value), prefix + key)
         if not broken:
             built[key] = group
         return broken

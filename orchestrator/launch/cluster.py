@@ -85,7 +85,7 @@ class LocalCluster(SweepCluster):
         here = [config for config in configs if not config.hardware.is_described]
         if not here:
             return []
-        pools = {config.resources.device: len(slots.pool_of(config.resources.device).slots) for config in here}
+        pools = {device: len(slots.pool_of(device).slots) for device in {one.resources.device for one in here}}
         taken = Counter(
             (config.resources.device, min(slots.wanted(config.resources), pools[config.resources.device]))
             for config in here

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from orchestrator import wings
 from orchestrator.compose.labels import label
 from orchestrator.config.engine import EngineChoice
-from orchestrator.config.schema import AskedConfig, root_limits, to_dict
+from orchestrator.config.schema import AskedConfig, root_limits
 from orchestrator.config.strict import Broken, build_parts
 from orchestrator.planning.point import Point, Refused
 from orchestrator.planning.rules import table as rules
@@ -38,7 +38,7 @@ def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused
         else:
             config = rules.resolve(AskedConfig(**parts), scene)
             # Different overrides with the same configuration are one point, which is measured once.
-            points.setdefault(json.dumps(to_dict(config), sort_keys=True), Point(name, config, composed.overrides))
+            points.setdefault(json.dumps(config.as_plain, sort_keys=True), Point(name, config, composed.overrides))
     judged_points = list(points.values())
     if any(isinstance(one, Point) and one.config.engine != EngineChoice() for one in judged_points):
         judged_points, more = wings.load(wings.COMPARE_ENGINES)(judged_points, scene)

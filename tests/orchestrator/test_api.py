@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import orchestrator
 from orchestrator.api import Refusal
 from orchestrator.commands.sweep import SweepRequest
 from orchestrator.machine import hardware
+from orchestrator.planning.predictor import predictor
 from orchestrator.records.run_state import RunState
 from orchestrator.wings.predict import prediction
 from orchestrator.wings.predict.point_prediction import PointPrediction
@@ -32,7 +34,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         typed.append(words)
         count = 1 if words == ["-m", "zero=stage2"] else 2
         found = points(tmp_path, [1, 4][:count])
-        return SweepRequest("api", found, tuple(words), predicts=False, entry=STUB), hardware.detect()
+        return SweepRequest("api", found, tuple(words), predicts="--predicts" in words, entry=STUB), hardware.detect()
 
     monkeypatch.setattr("orchestrator.api.sweep_request", request)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))
@@ -124,6 +126,20 @@ def test_a_plan_starts_nothing_and_displays_its_decisions(
     assert "<td" in found._repr_html_()
     assert list(found.to_frame()["decision"]) == ["to run", "to run"]
     assert not (tmp_path / "sweeps").exists()
+
+
+def test_a_plan_says_on_stderr_how_far_a_long_count_is(
+    monkeypatch: pytest.MonkeyPatch, stubbed: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def predict(points: object, tell: Callable[[str], None] | None = None, **settings: object) -> dict[str, object]:
+        assert tell is not None
+        tell("counting without running: 0 of 2 models and activations")
+        return {}
+
+    monkeypatch.setattr(predictor(), "predict", predict)
+    monkeypatch.setattr(predictor(), "problems", lambda points: {})
+    orchestrator.plan("batch.micro=1,4", "--predicts")
+    assert capsys.readouterr() == ("", "counting without running: 0 of 2 models and activations\n")
 
 
 def test_without_pandas_to_frame_says_what_to_do(stubbed: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,8 @@ class Fit:
         every tensor of three steps, so that only rows that are shown should ask."""
         if self.config.resources.device is not Device.cuda:
             return None
-        return self.memory.reserved(self.counted)
+        found = self.memory.reserved(self.counted, self._room)
+        return self.memory.reserved(self.counted) if found is None or found.reserved > self._room else found
 
     @property
     def used_bytes(self) -> tuple[int, int]:
@@ -120,6 +121,18 @@ class Fit:
         allocator reserves for the tensors, on a CPU the tensors alone. The most must be within `limit_bytes`."""
         held = self.peak.total if self.reserved is None else self.reserved.reserved
         return held + self.overhead.least, held + self.overhead.most
+
+    @property
+    def _room(self) -> int:
+        return self.limit_bytes - self.overhead.most
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether `used_bytes` are within the limit; a replay ends as soon as they are not."""
+        if self.config.resources.device is not Device.cuda:
+            return self.peak.total <= self._room
+        found = self.memory.reserved(self.counted, self._room)
+        return found is not None and found.reserved <= self._room
 
     def at(self, micro: int) -> Fit:
         """The row with another traced micro-batch."""
@@ -138,7 +151,7 @@ class Fit:
             return self
         low, high, middle = self.micro - 1 if self.given else 0, self.micro + 1, self.micro
         while high - low > 1:
-            fits = self.at(middle).used_bytes[1] <= self.limit_bytes
+            fits = self.at(middle)._has_room
             low, high = (middle, high) if fits else (low, middle)
             middle = (low + high) // 2
         micro = self.given or max(low, 1)

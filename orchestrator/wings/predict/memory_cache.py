@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator import wings
-from orchestrator.config.parts import plain
 from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.machine import provenance
 from orchestrator.planning.predictor import Tell
@@ -40,9 +39,10 @@ TRACE = counting_child.TRACE
 
 def units_key(config: RunConfig) -> str:
     """The key of the units of a model and the costs of its optimizer."""
-    parts: dict[str, Any] = {name: plain(getattr(config, name)) for name in DECIDING}
+    parts: dict[str, Any] = {name: config.as_plain[name] for name in DECIDING}
     parts |= {"unit_numel": config.zero.unit_numel, "ratio": config.offload.ratio, "kind": str(config.measure.kind)}
-    del parts["optimizer"]["lr"]  # which takes no memory, and of which a search tries many
+    # Without the rate, which takes no memory, and of which a search tries many.
+    parts["optimizer"] = {key: value for key, value in parts["optimizer"].items() if key != "lr"}
     return _hash(parts)
 
 
@@ -51,7 +51,7 @@ def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
     size."""
     precision = config.precision
     groups = ("model", "adapter", "recompute", "loss", "parallel")
-    parts: dict[str, Any] = {name: plain(getattr(config, name)) for name in groups}
+    parts: dict[str, Any] = {name: config.as_plain[name] for name in groups}
     parts |= {"compute": precision.compute, "keep": precision.keep_dtype, "sample": sample_of(config)}
     parts |= {"unit_numel": config.zero.unit_numel}  # the trace has marks by unit
     parts |= {"kind": str(config.measure.kind)}

@@ -16,7 +16,7 @@ import yaml
 
 from orchestrator.compose.folders import CONF
 from orchestrator.config.parallel import Parallel
-from orchestrator.config.schema import AdapterKind, Device, RunConfig, to_dict
+from orchestrator.config.schema import AdapterKind, Device, RunConfig
 from orchestrator.machine import hardware
 from orchestrator.planning.point import Point
 from orchestrator.planning.predictor import NOT_ASKED, Prediction, Tell
@@ -29,7 +29,7 @@ from orchestrator.wings.predict.point_prediction import PointPrediction
 from orchestrator.wings.predict.remedies import PredictedPeak
 from orchestrator.wings.predict.rough_time import offloads, without_offload
 from orchestrator.wings.predict.speed import speed_of
-from orchestrator.wings.predict.step import Memories, bytes_of_element, units_of
+from orchestrator.wings.predict.step import ConfigMemory, Memories, bytes_of_element
 from orchestrator.wings.predict.target import Target, target_of
 from zero_runtime.predict.memory.activation_count import ActivationBytes
 from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
@@ -109,7 +109,7 @@ def _ships(config: RunConfig) -> bool:
     """Whether the model is an unchanged one from conf/, without adapters and not divided."""
     if config.parallel != Parallel():
         return False
-    return config.adapter.kind is AdapterKind.none and to_dict(config)["model"] in _shipped_models()
+    return config.adapter.kind is AdapterKind.none and config.as_plain["model"] in _shipped_models()
 
 
 @functools.cache
@@ -143,12 +143,12 @@ class Predictions:
     ) -> None:
         self._answers = memory_cache.answers(units, activations, tell, within_s=within_s, together=together)
         need_gpus = any(one.resources.device is Device.cuda and not one.hardware.is_described for one in units)
-        self._gpu_bytes = gpu_bytes_here() if need_gpus else None
+        self._machine = gpu_bytes_here() if need_gpus else None, hardware.memory_bytes()  # once for all
         self._memories = Memories(self._answers)
 
     def of(self, config: RunConfig) -> PointPrediction | str:
         """The prediction, or why there is none."""
-        return _prediction(config, self._answers, self._memories, self._gpu_bytes)
+        return _prediction(config, self._answers, self._memories, *self._machine)
 
     def sent_bytes(self, config: RunConfig) -> int:
         """What our runtime would send in a step with these shards; 0 if the model cannot be built."""
@@ -157,25 +157,30 @@ class Predictions:
 
 
 def _prediction(
-    config: RunConfig, answers: Mapping[str, Answer], memories: Memories, gpu_bytes: int | None
+    config: RunConfig,
+    answers: Mapping[str, Answer],
+    memories: Memories,
+    gpu_bytes: int | None,
+    host_bytes: int | None = None,
 ) -> PointPrediction | str:
     shapes = answers.get(units_key(config), {"unknown": NOT_ASKED})
     if "units" not in shapes:
         return str(shapes.get("problem") or shapes["unknown"])
+    memory, target = memories.of(config), target_here(config, gpu_bytes, host_bytes)
     if not config.engine.is_own:
-        return _of_engine(config, answers, memories, gpu_bytes)
+        return _of_engine(config, answers, memory, target)
+    assert memory is not None, "it has its units"
     states = model_state_bytes(
         config.zero.plan,
-        units_of(config, shapes),
+        memory.units,
         world=config.data_ranks,
         micro_batches=config.batch.accumulation,
         **bytes_of_element(config),
     )
     counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
     activations = ActivationBytes(**counted["bytes"]) if "bytes" in counted else None
-    memory, target = memories.of(config), target_here(config, gpu_bytes)
-    peak = None if memory is None else memory.peak(config.batch.micro)
-    meets = Met() if memory is None or peak is None else met(memory)
+    peak = memory.peak(config.batch.micro)
+    meets = Met() if peak is None else met(memory)
     on_gpus = target.device is Device.cuda
     return PointPrediction(
         states,
@@ -185,8 +190,8 @@ def _prediction(
         counted.get("unknown", ""),
         overhead_of(config),
         peak,
-        None if memory is None else speed_of(memory, hardware_name(config)),
-        host_bytes=0 if memory is None or peak is None else memory.host_bytes(config.batch.micro) + meets.kept,
+        speed_of(memory, hardware_name(config)),
+        host_bytes=0 if peak is None else memory.host_bytes(config.batch.micro) + meets.kept,
         outside=meets.outside,
         on_host=not on_gpus,
         ranks_per_node=target.ranks_per_node,
@@ -213,14 +218,13 @@ def _without_offload(config: RunConfig, memories: Memories) -> int | None:
 
 
 def _of_engine(
-    config: RunConfig, answers: Mapping[str, Answer], memories: Memories, gpu_bytes: int | None
+    config: RunConfig, answers: Mapping[str, Answer], memory: ConfigMemory | None, target: Target
 ) -> PointPrediction | str:
     """The prediction of a point that another engine trains. Nothing predicts its speed, nor its moments outside of
     steps."""
     rules = rules_for(config, answers[units_key(config)])
     if rules is None:
         return f"the byte rules of engine={config.engine.kind} do not know these settings"
-    memory, target = memories.of(config), target_here(config, gpu_bytes)
     on_gpus = target.device is Device.cuda
     counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
     return PointPrediction(
@@ -265,6 +269,6 @@ def gpu_bytes_here() -> int | None:
     return min((gpu.memory_bytes for gpu in hardware.visible_gpus() if gpu.memory_bytes is not None), default=None)
 
 
-def target_here(config: RunConfig, gpu_bytes: int | None = None) -> Target:
-    """The machines of a point: the described ones, or this one."""
-    return target_of(config, gpu_bytes, hardware.memory_bytes())
+def target_here(config: RunConfig, gpu_bytes: int | None = None, host_bytes: int | None = None) -> Target:
+    """The machines of a point: the described ones, or this one, whose memory is read if it is not given."""
+    return target_of(config, gpu_bytes, host_bytes or hardware.memory_bytes())

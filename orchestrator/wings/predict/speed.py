@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -101,14 +101,14 @@ def typical(answers: Sequence[Any]) -> Any:
     return statistics.median(answers) if all(isinstance(one, float) for one in answers) else last
 
 
-def jobs(config: RunConfig) -> list[TimingJob]:
+def jobs(config: RunConfig) -> Iterator[TimingJob]:
     """What has to be measured for a prediction of this configuration's step, the cheapest first."""
-    found = [_copies(config)]
+    yield _copies(config)
     both = (config, anchored(config))
     if config.data_ranks > 1:
-        found += {job.key: job for job in map(_links, both)}.values()
-    found += {job.key: job for job in map(_update, both)}.values()
-    return [*found, _segments(config)]
+        yield from {job.key: job for job in map(_links, both)}.values()
+    yield from {job.key: job for job in map(_update, both)}.values()
+    yield _segments(config)
 
 
 def _copies(config: RunConfig) -> TimingJob:
@@ -302,9 +302,10 @@ def _measured_time(memory: ConfigMemory, hardware: str, number: int | None = Non
     part = memory.part(config.batch.micro)
     if part is None or config.offload.params is Tier.NVME:
         return None
-    answers = {job.key: stored(hardware, job.key, number) for job in jobs(config) if job.kind != "segments"}
-    if any(answer is None for answer in answers.values()):
-        return None
+    answers: dict[str, Any] = {}
+    for job in jobs(config):
+        if job.kind != "segments" and answers.setdefault(job.key, stored(hardware, job.key, number)) is None:
+            return None
     costs, of_anchor = (_costs(one, answers) for one in (config, anchored(config)))
     measured = _segments_at(config, hardware, of_anchor, number)
     if measured is None:

@@ -140,8 +140,9 @@ class ConfigMemory:
         part = self.part(micro)
         return None if part is None else part.peak(micro)
 
-    def reserved(self, micro: int) -> Reserved | None:
-        """What torch's caching allocator reserves at the peak on a GPU; None for a micro-batch that was not traced."""
+    def reserved(self, micro: int, at_most: int | None = None) -> Reserved | None:
+        """What torch's caching allocator reserves at the peak on a GPU; None for a micro-batch that was not traced.
+        at_most: more need not be counted to its end."""
         part = self.part(micro)
         if part is None:
             return None
@@ -153,10 +154,11 @@ class ConfigMemory:
                 self.rules,
                 prefetch=self.config.zero.prefetch,
                 other=(part.buffers, *(size * micro for size in part.inputs)),
+                at_most=math.inf if at_most is None else at_most,
             )
             return [found.allocated, found.reserved]
 
-        key = f"reserved-{self.name}-{micro}"
+        key = f"reserved-{self.name}-{micro}-{at_most}"
         return Reserved(*(recalled(key, replayed) if self.name else replayed()))
 
     def largest(self, limit_bytes: int) -> int:
@@ -275,6 +277,7 @@ class Memories:
     def __init__(self, answers: Answers, *, recalls: bool = False) -> None:
         self._answers, self._recalls = answers, recalls
         self._linear: dict[str, LinearTrace] = {}
+        self._peaks: dict[tuple[object, ...], StepPeaks] = {}
         self._replayed: dict[tuple[object, ...], StatesReplay] = {}
 
     def of(self, config: RunConfig) -> ConfigMemory | None:
@@ -321,8 +324,11 @@ class Memories:
             names = [unit["name"] for unit in shapes["units"]]
             return StepPeaks.of(linear, self._replay(memory, linear), names).plain()
 
-        key = f"peaks-{memory.name}-{trace.removeprefix(trace_prefix(memory.config))}"
-        return StepPeaks.of_plain(recalled(key, computed) if memory.name else computed())
+        same = (trace, *self._same(memory))  # points of a sweep may differ in nothing that counts here
+        if same not in self._peaks:
+            key = f"peaks-{memory.name}-{trace.removeprefix(trace_prefix(memory.config))}"
+            self._peaks[same] = StepPeaks.of_plain(recalled(key, computed) if memory.name else computed())
+        return self._peaks[same]
 
     def unknown(self, config: RunConfig) -> str:
         """Why there is no trace of the configuration; empty if there is one."""
@@ -338,12 +344,14 @@ class Memories:
 
     def _replay(self, memory: ConfigMemory, linear: LinearTrace) -> StatesReplay:
         # The runtime's half of a step depends on the order of the marks alone: see step_memory.py.
-        config, order = memory.config, tuple((kind, unit) for _, kind, unit in linear.trace.marks)
-        key = (units_key(config), memory.rules, *_deciding(config), order)
+        key = (*self._same(memory), tuple((kind, unit) for _, kind, unit in linear.trace.marks))
         if key not in self._replayed:
-            prefetch = config.zero.prefetch
+            prefetch = memory.config.zero.prefetch
             self._replayed[key] = replay_states(linear.trace, memory.units, memory.rules, prefetch=prefetch)
         return self._replayed[key]
+
+    def _same(self, memory: ConfigMemory) -> tuple[object, ...]:
+        return units_key(memory.config), memory.rules, *_deciding(memory.config)
 
 
 def _deciding(config: RunConfig) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -36,7 +36,7 @@ from zero_runtime.guarded_parameter import ParameterGuard
 from zero_runtime.module_hooks import ModuleHooks
 from zero_runtime.offload.copy_streams import CopyEvent, HoldingCopies
 from zero_runtime.predict.memory.activation_count import Mark, Trace
-from zero_runtime.predict.memory.cuda_norms import CudaLayerNorm, CudaRMSNorm
+from zero_runtime.predict.memory.cuda_norms import CudaRMSNorm, cuda_layer_norm
 from zero_runtime.state_bytes import ONE_NUMBER_BYTES
 from zero_runtime.unit_planner import UnitRules, UnitSpec, block_modules, plan_units
 
@@ -51,11 +51,14 @@ class Counter(TorchDispatchMode):
     """Mode that traces every storage that an operation creates, from its first tensor to the end of its last user.
 
     `existing`: tensors whose storages existed before and are not traced. observe: called after each operation with the
-    number of marks before it, the operation, its arguments and its result.
+    number of marks before it, the operation, its arguments and its result. on_cuda: LayerNorm's results are CUDA's.
     """
 
-    def __init__(self, existing: Iterable[torch.Tensor], observe: Callable[..., None] | None = None) -> None:
+    def __init__(
+        self, existing: Iterable[torch.Tensor], observe: Callable[..., None] | None = None, *, on_cuda: bool = False
+    ) -> None:
         super().__init__()
+        self._on_cuda = on_cuda
         self.trace = Trace()
         self._observe = observe
         self.in_block = self.on_host = False
@@ -66,7 +69,12 @@ class Counter(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # more than half of all calls, each of which would pass through all modes
         with torch._C.DisableTorchFunction():  # function modes would be asked for each attribute of a tensor in here
-            result = func(*self._fakes.in_place_of_real(func, args), **(kwargs or {}))
+            args = self._fakes.in_place_of_real(func, args)
+            fake = next((one.fake_mode for one in args if isinstance(one, FakeTensor)), None)
+            # A fake tensor would enter its mode and call again, which takes a fifth of the time of all operations.
+            result = func(*args, **(kwargs or {})) if fake is None else fake.dispatch(func, types, args, kwargs)
+            if self._on_cuda and func is _aten.native_layer_norm.default:
+                result = cuda_layer_norm(*result)
             if isinstance(result, torch.Tensor):
                 self._see(result)
             else:
@@ -143,7 +151,7 @@ def trace_step(
     with fake:
         specs = give_parameters(model, rules, torch.empty, trained=None if autocast is None else torch.float32)
     params = [param for spec in specs for _, param in spec.params]
-    counter = Counter([*params, *model.buffers(), *inputs], observe)
+    counter = Counter([*params, *model.buffers(), *inputs], observe, on_cuda=on_cuda)
     marking = MarkingSchedule(counter.trace)
     if on_cuda:  # before Recomputation wraps the blocks, so that the recomputation uses it too
         for module in _covering(model):
@@ -157,7 +165,7 @@ def trace_step(
         model.forward = torch.autocast("cpu", autocast)(model.forward)
     units = [MarkedUnit(spec, position, marking) for position, spec in enumerate(specs)]
     hooks = ModuleHooks(model, cast("list[Any]", units), cast("Any", marking))
-    with _no_collection(), CudaLayerNorm() if on_cuda else nullcontext(), counter:
+    with _no_collection(), counter:
         loss = loss_of(model, *inputs)
         # Recomputing blocks keep the CPU's random state, which no operation creates. (A GPU's is stored on the host.)
         states = 0 if on_cuda else len(recomputation.blocks) * torch.get_rng_state().nbytes

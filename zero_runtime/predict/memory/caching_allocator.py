@@ -26,7 +26,7 @@ def rounded_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class MemoryBlock:
     """A range of a pool's segment, linked to its neighbours. address: from the begin of the segment."""
 
@@ -146,15 +146,13 @@ class CachingAllocator:
 
     def allocate(self, nbytes: int) -> MemoryBlock:
         """A block for a request of at least one byte, for `free`."""
-        size = rounded_up(nbytes, BLOCK)
-        block = self._pool(size).take(size)
+        size = -(-nbytes // BLOCK) * BLOCK  # without calls, since millions of blocks are replayed
+        block = (self.small if size <= SMALL else self.large).take(size)
         self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
         return block
 
     def free(self, block: MemoryBlock) -> None:
         self.allocated -= block.size
-        self._pool(block.size).give_back(block)
-
-    def _pool(self, size: int) -> BlockPool:
-        return self.small if size <= SMALL else self.large
+        (self.small if block.size <= SMALL else self.large).give_back(block)

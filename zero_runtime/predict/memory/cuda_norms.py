@@ -15,21 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # every other dtype: itself
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by number of dimensions
 
 
-class CudaLayerNorm(TorchDispatchMode):
-    """Mode in which the statistics of LayerNorm have CUDA's dtype."""
-
-    def __torch_dispatch__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is not torch.ops.aten.native_layer_norm.default:
-            return result
-        output, *statistics = result
-        return (output, *(one.to(_summed_in(output)) for one in statistics))
+def cuda_layer_norm(output: torch.Tensor, *statistics: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The results of LayerNorm, whose statistics have CUDA's dtype."""
+    return output, *(one.to(_summed_in(output)) for one in statistics)
 
 
 class CudaRMSNorm(TorchFunctionMode):

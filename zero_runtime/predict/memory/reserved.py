@@ -5,7 +5,9 @@ Standard library only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from zero_runtime.precision import MixedPrecision
@@ -33,19 +35,32 @@ def reserved_peak(
     *,
     prefetch: int,
     other: Sequence[int] = (),
+    at_most: float = math.inf,
 ) -> Reserved:
     """The peaks over the first steps. other: bytes of tensors that exist throughout, such as buffers and inputs.
+    at_most: once more is reserved, the peaks until then are returned: the allocator gives nothing back.
 
     All tensors are of the stream that computes: see [Note: memory in program order] in offload/copy_streams.py.
     """
     feeding = _Feeding(trace)
     for nbytes in filter(None, other):
         feeding.allocator.allocate(nbytes)
-    replay = StepReplay(trace, units, rules, prefetch=prefetch, book=feeding.book, reached=feeding.reach)
-    for _ in range(STEPS):
-        replay.step()
     allocator = feeding.allocator
+
+    def reached(place: int) -> None:
+        feeding.reach(place)
+        if allocator.reserved > at_most:
+            raise _Exceeded
+
+    replay = StepReplay(trace, units, rules, prefetch=prefetch, book=feeding.book, reached=reached)
+    with suppress(_Exceeded):
+        for _ in range(STEPS):
+            replay.step()
     return Reserved(allocator.peak_allocated, allocator.reserved)
+
+
+class _Exceeded(Exception):
+    """More is reserved than was asked about."""
 
 
 class _Feeding:
@@ -60,20 +75,21 @@ class _Feeding:
 
     def reach(self, place: int) -> None:
         """Feed the events of the trace before this mark, or all after the last one."""
-        trace = self._trace
+        trace, held, allocator = self._trace, self._held, self.allocator
         start = self._done if place else 0  # a micro-batch starts with its first event again
         events = trace.marks[place][0] if place < len(trace.marks) else len(trace.events)
-        for event in trace.events[start:events]:
-            number = abs(event) - 1
-            if not trace.on_host[number]:
-                self._feed(number, trace.sizes[number], came=event > 0)
+        for event in trace.events[start:events]:  # a million in all: no call that could be left out
+            number = event - 1 if event > 0 else -event - 1
+            if trace.on_host[number]:
+                continue
+            if event > 0:
+                held[number] = allocator.allocate(trace.sizes[number])
+            else:
+                allocator.free(held.pop(number))
         self._done = events
 
     def _told(self, block: Block, came: bool) -> None:
-        self._feed(block, block.nbytes, came=came)
-
-    def _feed(self, what: object, nbytes: int, *, came: bool) -> None:
         if came:
-            self._held[what] = self.allocator.allocate(nbytes)
+            self._held[block] = self.allocator.allocate(block.nbytes)
         else:
-            self.allocator.free(self._held.pop(what))
+            self.allocator.free(self._held.pop(block))

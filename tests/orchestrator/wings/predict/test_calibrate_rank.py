@@ -47,7 +47,7 @@ def answered(jobs: list[dict[str, Any]], budget_s: float) -> tuple[dict[str, Any
 
 def test_what_was_measured_predicts_the_step(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of_line(LINE)
-    jobs = speed.jobs(config)
+    jobs = list(speed.jobs(config))
     first, second = run_ranks(answered, 2, [job.plain() for job in jobs], 600.0)
     assert first[0] == second[0]
     assert first[1] == ["copies", "links", "update", "segments"]
@@ -76,7 +76,7 @@ def test_what_was_measured_predicts_the_step(tmp_path: Any, monkeypatch: pytest.
 
 def test_one_rank_has_a_real_step_too(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of_line(f"{LINE} resources.ranks=1 zero=stage0")
-    jobs = speed.jobs(config)
+    jobs = list(speed.jobs(config))
     [(answers, told, _)] = run_ranks(answered, 1, [job.plain() for job in jobs], 600.0)
     assert told == ["copies", "update", "segments"]
     anchor = answers[jobs[-1].key]["anchor"]

@@ -15,20 +15,38 @@ from zero_runtime.predict.memory.activation_count import LinearTrace, Mark, Trac
 from zero_runtime.state_bytes import UnitSize
 
 NUMEL = 64
+SHAPES = {
+    **{"state_bytes": 8.0, "block_numel": 1, "tensor": TensorMessages().plain(), "buffer_bytes": 0},
+    "units": [
+        {
+            **{"name": "h.0", "shapes": [["weight", [NUMEL]]], "trainable": True, "is_root": True, "offloaded": True},
+            **{"numel": NUMEL, "precision": asdict(MixedPrecision())},
+        }
+    ],
+}
+TRACED = {"linear": LinearTrace.of_one(1, Trace(marks=[(0, Mark.BEFORE_FORWARD, 0), (0, Mark.GRADIENT, 0)])).plain()}
 
 
 def test_states_that_leave_a_gpu_stay_on_a_cpu_of_the_same_settings() -> None:
     cpu = config_of_line("zero=stage2 precision=fp32 offload=optimizer_cpu resources.device=cpu resources.ranks=1")
     gpu = replace(cpu, resources=replace(cpu.resources, device=Device.cuda))
-    unit = {"name": "h.0", "shapes": [["weight", [NUMEL]]], "trainable": True, "is_root": True, "offloaded": True}
-    unit |= {"numel": NUMEL, "precision": asdict(MixedPrecision())}
-    shapes = {"units": [unit], "state_bytes": 8.0, "block_numel": 1, "tensor": TensorMessages().plain()}
-    linear = LinearTrace.of_one(1, Trace(marks=[(0, Mark.BEFORE_FORWARD, 0), (0, Mark.GRADIENT, 0)])).plain()
-    traced = {"linear": linear}
-    answers = {units_key(cpu): shapes | {"buffer_bytes": 0}} | {trace_key([one], 1, 1): traced for one in (cpu, gpu)}
+    answers = {units_key(cpu): SHAPES} | {trace_key([one], 1, 1): TRACED for one in (cpu, gpu)}
     memories = Memories(answers)
     between = [memories.of(one).parts[0].peaks.between_steps for one in (cpu, gpu)]  # type: ignore[union-attr]
     assert between[0] - between[1] == 8 * NUMEL  # the optimizer's states
+
+
+def test_points_that_differ_in_nothing_that_counts_share_their_peaks_and_others_do_not() -> None:
+    line = "zero=stage2 precision=fp32 resources.device=cpu resources.ranks=2"
+    first, same, other = (config_of_line(f"{line} {more}") for more in ("", "optimizer.lr=0.1", "zero=stage1"))
+    assert first.batch is not same.batch  # which the line leaves open
+    assert first.zero is same.zero
+    assert first.zero != other.zero
+    memories = Memories({units_key(first): SHAPES, trace_key([first], 1, 1): TRACED})
+    peaks = [memories.of(one).parts[0].peaks for one in (first, same, other)]  # type: ignore[union-attr]
+    assert peaks[0] is peaks[1]
+    assert peaks[0].gathers is not peaks[2].gathers
+    assert peaks[2] == Memories({units_key(other): SHAPES, trace_key([other], 1, 1): TRACED}).of(other).parts[0].peaks  # type: ignore[union-attr]
 
 
 def test_the_bytes_sent_in_a_step_are_those_of_the_paper_and_of_the_replicas() -> None:

@@ -51,7 +51,7 @@ class Counted(ConfigMemory):
     def largest(self, limit_bytes: int) -> int:
         return max((limit_bytes - self.states // self.config.ranks) // self.each, 0)
 
-    def reserved(self, micro: int) -> Reserved | None:
+    def reserved(self, micro: int, at_most: int | None = None) -> Reserved | None:
         held = self.peak(micro)
         return None if held is None else Reserved(held.total, held.total + self.slack)
 

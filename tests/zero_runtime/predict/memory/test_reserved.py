@@ -59,3 +59,14 @@ def test_small_tensors_share_pages_of_2_mib() -> None:
     # A unit's parameters are two blocks of 512 bytes. So are its activations, of which all four and one more exist.
     assert found.allocated == (UNITS + UNITS + 1) * 1024
     assert found.reserved == 2 * MIB
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_replay_ends_once_more_is_reserved_than_is_asked_about(stage: int) -> None:
+    units = [(UnitSize(NUMEL, NUMEL, trainable=True), MixedPrecision())] * UNITS
+    rules = CountRules(ZeroPlan.from_stage(stage), 1, 1, 1, 8.0, by_messages=False)
+    step = trace(16 * MIB)
+    whole = reserved_peak(step, units, rules, prefetch=1)
+    assert reserved_peak(step, units, rules, prefetch=1, at_most=whole.reserved) == whole
+    part = reserved_peak(step, units, rules, prefetch=1, at_most=whole.reserved // 2)
+    assert whole.reserved // 2 < part.reserved < whole.reserved
