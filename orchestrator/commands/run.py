@@ -141,7 +141,9 @@ class _OwnRanks:
         """Nothing has been started."""
 
     def followed(self, point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> Verdict:
-        with waited_slots(point.config, screen.say) as lease:
+        with screen.passing() as told:
+            lease = waited_slots(point.config, told or screen.say)
+        with lease:
             screen.begin(point.config)
             try:
                 run = PointRun(point, attempt, self._entry, lease.gpus)

@@ -63,7 +63,7 @@ class SweepWatch:
         # The clock of the sweep, by whichever command it is watched.
         self._begun = (read_or_warn(sweep.sweep, SWEEP) or {}).get("time", time.time())
         self._said = time.monotonic()
-        self._ended = False
+        self._ended, self._waits = False, ""  # for which slots, in words
 
     def until_end(self) -> None:
         """Returns when the controller has ended. The caller handles KeyboardInterrupt."""
@@ -87,6 +87,10 @@ class SweepWatch:
         for event in events:
             if event["event"] == "warning":
                 self._screen.warn(event["text"])
+            elif event["event"] in ("slots", "started"):
+                self._waits = event.get("text", "")
+                if self._waits and not self._screen.live:
+                    self._screen.say(self._waits)
             self._ended = self._ended or event["event"] == "end"
         current = self._cluster.look(self._sweep)
         over = over or (self._is_sent and all(point.state.final for point in current))
@@ -125,7 +129,10 @@ class SweepWatch:
             rows = sorted(current, key=lambda point: (point.state.final, point.state is RunState.queued))[:room]
         styles = [sweep_table.STYLES.get(point.state, "red") for point in rows]
         table = self._screen.drawn(sweep_table.standing_table(rows), styles)
-        return Group(Text(f"{title}{gap}{leave}", style="italic"), table)  # a table's own title is cut at its width
+        waits = [Text(self._waits, style="yellow")] if self._waits else []
+        return Group(
+            Text(f"{title}{gap}{leave}", style="italic"), *waits, table
+        )  # a table's own title is cut at its width
 
 
 def _line(point: Standing) -> str:

@@ -267,7 +267,8 @@ class Measure:
     many rounds, or one for each if they are fewer, and the points of a sweep take turns; fewer than 3 rounds do not
     rank speeds. `min_s`: further rounds follow until all counted steps took this many seconds together; they decide
     the speed only, not the losses. `profile`: two more steps follow the measured ones and are profiled, which shows
-    where time and memory go."""
+    where time and memory go. `reference`: a sweep of several engines gets plain PyTorch in one process, with which the
+    work of the others is compared."""
 
     kind: MeasureKind = MeasureKind.train
     warmup_steps: int = 5
@@ -276,6 +277,7 @@ class Measure:
     rounds: int = 1
     min_s: float = 0.0
     profile: bool = False
+    reference: bool = True
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "measure")

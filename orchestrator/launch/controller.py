@@ -56,7 +56,6 @@ class Controller:
         self._pools: dict[Device, slots.SlotPool] = {}
         self._requests = EventTail(sweep.requests, REQUESTS)
         self._failures: list[str] = []
-        self._reported_waiting = ""
         self._tracker = Tracker()
 
     def run(self) -> None:
@@ -274,11 +273,9 @@ class Controller:
         return self._pools[device]
 
     def _tell_waiting(self, pool: slots.SlotPool) -> None:
-        """Warns that the sweep waits for slots of another command; once for each set of holders."""
-        holders = "; ".join(pool.holders()) if not self._lanes else ""
-        if holders and holders != self._reported_waiting:
-            tell(self._sweep, "warning", text=f"waiting for slots that another command holds: {holders}")
-        self._reported_waiting = holders
+        """Tells now and then that the sweep waits for slots of another command."""
+        if not self._lanes and (text := pool.waiting_text()):
+            tell(self._sweep, "slots", text=text)
 
     def _begin(self, lane: Lane, planned: Planned) -> None:
         """Starts the ranks of a point in its lane."""

@@ -116,12 +116,10 @@ class PointRun:
 def waited_slots(config: RunConfig, told: Callable[[str], None]) -> Lease:
     """The GPUs or cores of one run. Waits while another command of this user holds them, and says so."""
     pool, count = slots.pool_of(config.resources.device), slots.wanted(config.resources)
-    lease = pool.take(count)
-    if lease is None:
-        told(f"waiting for slots that another command holds: {'; '.join(pool.holders())}")
-    while lease is None:
+    while (lease := pool.take(count)) is None:
+        if text := pool.waiting_text():
+            told(text)
         time.sleep(SLOTS_LOOK_S)
-        lease = pool.take(count)
     return lease
 
 

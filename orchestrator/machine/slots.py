@@ -12,6 +12,7 @@ import shlex
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,10 @@ from orchestrator.config.schema import Device, ResolvedResources
 from orchestrator.machine import hardware, locks
 from orchestrator.text.paths import program
 from orchestrator.text.streams import one_line
+from orchestrator.text.units import duration
 
 LOCKS = "ZLAB_LOCKS"
+WAIT_TOLD_S = 30.0
 FIX = f"set {LOCKS} to a folder of yours, or unset it"
 
 
@@ -80,6 +83,7 @@ class SlotPool:
         self._folder = folder or locks_folder()
         typed = textwrap.shorten(f"{program()} {shlex.join(sys.argv[1:])}", 100, placeholder=" ...")
         self._holder = one_line(holder or typed)
+        self._waits_since = self._told_at = 0.0  # on the monotonic clock; 0: does not wait
 
     def take(self, count: int) -> Lease | None:
         """Leases `count` free slots, neighbours if possible; returns None and holds none if fewer are free.
@@ -96,10 +100,25 @@ class SlotPool:
             held[index].close()
         if len(chosen) < count:
             return None
+        self._waits_since = 0.0
         return Lease([self.slots[index] for index in chosen], [held[index] for index in chosen])
 
+    def waiting_text(self) -> str:
+        """What to tell while `take` gives nothing: for whom it waits, how long so far, and the ways out. Empty between
+        two times to tell it, and if nobody holds a slot."""
+        now, holders = time.monotonic(), self.holders()
+        if not holders or (self._waits_since and now - self._told_at < WAIT_TOLD_S):
+            return ""
+        self._told_at, self._waits_since = now, self._waits_since or now
+        return (
+            f"waiting {duration(now - self._waits_since)} for slots that another command holds: {'; '.join(holders)}. "
+            f"Ctrl-C ends the wait, {program()} cancel SWEEP ends a sweep, fewer resources.ranks need fewer slots; "
+            f"with {LOCKS}=FOLDER both run at once and disturb each other"
+        )
+
     def holders(self) -> list[str]:
-        """The slots that are held now and by whom, such as "core0 core1: sweep 2026-01-01_00-00-00_stages (pid 17)"."""
+        """The slots that are held now, by whom and since when, such as "core0 core1: sweep 2026-01-01_00-00-00_stages
+        (pid 17), since 15:04"."""
         held: dict[str, list[str]] = {}
         for slot in self.slots:
             file = self._lock(slot)
@@ -107,9 +126,11 @@ class SlotPool:
                 file.close()
                 continue
             with contextlib.suppress(OSError):
-                text = (self._folder / f"{slot.name}.lock").read_text(encoding="utf-8").strip()
+                path = self._folder / f"{slot.name}.lock"
+                since = time.strftime("%H:%M", time.localtime(path.stat().st_mtime))
+                text = f"{path.read_text(encoding='utf-8').strip()}, since {since}"
                 # Empty between the lock and the name.
-                held.setdefault(text or "a command that has just begun", []).append(slot.name)
+                held.setdefault(text if text[0] != "," else "a command that has just begun", []).append(slot.name)
         return [f"{' '.join(names)}: {holder}" for holder, names in held.items()]
 
     def _lock(self, slot: Slot) -> IO[str] | None:

@@ -192,6 +192,7 @@ SWEEP_EVENTS = Events(
         "ended": _POINT_RUNS,
         "decided": {"label": str, "state": RunState, "reason": str},
         "warning": {"text": str},
+        "slots": {"text": str},
     },
 )
 REQUESTS = Events("do", {"cancel": {"labels": Maybe([str])}})
@@ -220,6 +221,7 @@ METRICS = Events(
         "extending": {"rounds": [int]},
         "repeating": {"rounds": [int]},
         "profiling": {},
+        "variant": {"number": int, "of": int, "how": str},
     },
 )
 

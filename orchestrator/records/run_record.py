@@ -40,6 +40,7 @@ IGNORED_KEYS = (
     "resources.time_limit_min",
     "resources.stuck_s",
     "resources.memory_mib",
+    "measure.reference",
     "checkpoint.resume",
     "checkpoint.keep_last",
     "checkpoint.keep_every",

@@ -1,7 +1,7 @@
 """What wings add to a comparison: columns, cells of results.csv, rows of one run, lines, places and tables.
 
 Each module in wings.COLUMNS has `columns` and `cells` of this one, each in wings.SUMMARIES `rows` and `lines`, and that
-of wings.PLACES `apart`, `tables`, `notes` and `next_command`, with the same arguments.
+of wings.PLACES `apart`, `tables`, `notes`, `next_command` and `costs`, with the same arguments.
 """
 
 from __future__ import annotations
@@ -68,6 +68,12 @@ def tables(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
 def notes(entries: Sequence[Entry]) -> list[str]:
     """What is said of rows under the tables."""
     found: list[str] = load(PLACES).notes(entries)
+    return found
+
+
+def costs(configs: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """What a plan says of points that are run for the sake of the others."""
+    found: list[Row] = load(PLACES).costs(configs)
     return found
 
 

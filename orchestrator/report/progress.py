@@ -41,6 +41,9 @@ def progress(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> 
     steps = [event for event in events if event["event"] == "step"]
     if not steps:
         return StepProgress("building" if not events else "ready")
+    if (last := events[-1])["event"] == "variant":
+        where = f"{last['how']} ({last['number']} of {last['of']})"
+        return StepProgress(f"training the reference again {where}, which bounds the difference")
     measure = config["measure"]
     end = steps[-1].get("of") or measure["warmup_steps"] + measure["steps"]
     left = max(end - steps[-1]["step"], 0)

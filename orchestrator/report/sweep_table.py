@@ -13,7 +13,7 @@ from orchestrator.records.record_file import EventTail, read_or_warn
 from orchestrator.records.record_shapes import SWEEP
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, still_runs
-from orchestrator.report import ranking
+from orchestrator.report import extras, ranking
 from orchestrator.report.progress import StepProgress, progress
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program, verb
@@ -78,6 +78,7 @@ def plan_rows(planned: Sequence[Planned]) -> list[Row]:
         reason = f": {next(iter(reasons))}" if len(reasons) == 1 else ""
         rows.append(Row(word(state, "to run"), f"{len(points)}   {names}{reason}"))
         rows += _reason_rows(points) if len(reasons) > 1 else []
+    rows += extras.costs([point.config for point in planned if point.decision is RunState.queued])
     needless = [f"{point.label}: {text}" for point in planned if (text := point.predicted.get("offload_needless"))]
     rows += [Row("note", text) for text in needless[:NAMED]]
     for key, what in (("unknown", "the memory"), ("activations_unknown", "activations"), ("attention", "attention")):

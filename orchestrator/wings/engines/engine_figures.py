@@ -9,10 +9,11 @@ from typing import Any
 from orchestrator.text.units import difference, size
 from orchestrator.wings.engines.columns import above_start
 from orchestrator.wings.engines.distances import Distance, distances_of
+from orchestrator.wings.engines.equality import REFERENCE
 from orchestrator.wings.engines.places import kind_of
 from orchestrator.wings.page.bar_figures import Figure
 from orchestrator.wings.page.charts import bars
-from orchestrator.wings.page.charts.bar_data import Bar, BarChart, BarPart
+from orchestrator.wings.page.charts.bar_data import Bar, BarChart, BarPart, largest_seen
 from orchestrator.wings.page.charts.canvas import AxisUnit, LegendEntry, size_unit
 from orchestrator.wings.page.charts.palette import PAINTS, SERIES
 from orchestrator.wings.page.charts.planes import LineSeries, Plane, curves
@@ -33,7 +34,7 @@ def distance_figure(points: Sequence[ReportPoint]) -> Figure | None:
     far = distances_of([point.entry for point in points])
     curved = {label: _curve(distances["loss"]) for label, distances in far.items()}
     shown = [point for point in points if curved.get(point.label)]
-    if not shown:
+    if not shown or all(kind_of(point.entry) != REFERENCE for point in points):
         return None
     kinds = list(dict.fromkeys(kind_of(point.entry) for point in shown))
     styles = dict(zip(kinds, SERIES, strict=False))
@@ -77,10 +78,11 @@ def memory_figure(points: Sequence[ReportPoint]) -> Figure | None:
     chart = BarChart(
         "Peak memory of one rank, every engine on one scale",
         "largest over the ranks",
-        size_unit(max(sum(found) for found in known)),
+        size_unit(largest_seen([sum(found) for found in known])),
         tuple(BarPart(name, paint) for name, paint in zip(names, (PAINTS[0], PAINTS[-1]), strict=False)),
         tuple(_peak_bar(point, peaks[point.number], len(names)) for point in points),
         outline_name="predicted peak of a step",
+        cuts=True,
     )
     caption = (
         "Bars: what the allocator of the device had given out at the peak, and what it had reserved."
@@ -107,7 +109,8 @@ def _peak_bar(point: ReportPoint, peaks: Sequence[float], parts: int) -> Bar:
     predicted = predicted or length(point.predicted.get("needed")) or None
     lengths = (*peaks, *[0.0] * parts)[:parts]
     if peaks:
-        note = size(peaks[0]) + (f", {difference(peaks[0], predicted)}" if predicted else "")
+        # Resident memory, the one number of a CPU rank, has more in it than the tensors that are predicted.
+        note = size(peaks[0]) + (f", {difference(peaks[0], predicted)}" if predicted and len(peaks) > 1 else "")
     else:
         note = f"{point.entry.state}{f', needs {size(predicted)}' if predicted else ''}"
     return Bar(label, lengths, point.number, outline=predicted, note=note, lacking=not peaks)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator import wings
 from orchestrator.config.engine import EngineKind
+from orchestrator.config.schema import from_dict
 from orchestrator.report.entry import Entry
+from orchestrator.report.summary import Row
 from orchestrator.text.paths import program, shown
 from orchestrator.wings.engines import equality
 from orchestrator.wings.engines.equality import REFERENCE
@@ -83,7 +87,11 @@ def tables(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
 def notes(entries: Sequence[Entry]) -> list[str]:
     """What each engine does otherwise than the others with the same words, with the rows of which that is true."""
     kinds = dict.fromkeys(map(kind_of, entries))
-    return [f"{kind}{whose}: {note}" for kind in kinds for note, whose in notes_of(kind, entries).items()]
+    bases = {one.basis for one in equality.verdicts(entries).values()} if compares(entries) else set()
+    own = [entry.label for entry in entries if entry.label in bases and kind_of(entry) != REFERENCE]
+    text = f"no plain PyTorch was run: work is compared with that of {', '.join(own)}, in wider bounds"
+    found = [f"{text}, and whether {own[0]} trains what plain PyTorch does is not known"] if own else []
+    return found + [f"{kind}{whose}: {note}" for kind in kinds for note, whose in notes_of(kind, entries).items()]
 
 
 def notes_of(kind: str, entries: Sequence[Entry]) -> dict[str, str]:
@@ -94,6 +102,13 @@ def notes_of(kind: str, entries: Sequence[Entry]) -> dict[str, str]:
         for note in ((entry.result or {}).get("engine") or {}).get("notes") or ():
             rows.setdefault(note, []).append(entry.label)
     return {note: "" if len(labels) == len(own) else f" ({', '.join(labels)})" for note, labels in rows.items()}
+
+
+def costs(configs: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """A row for what each kind of plain runs adds, with their number if there are several."""
+    plain = [from_dict(config) for config in configs if config["engine"]["kind"] == REFERENCE]
+    texts = Counter(wings.load(wings.ENGINES[REFERENCE]).cost_text(config) for config in plain)
+    return [Row("reference", f"{text}{f' ({count} times)' if count > 1 else ''}") for text, count in texts.items()]
 
 
 def next_command(entry: Entry) -> str:

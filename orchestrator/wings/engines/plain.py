@@ -7,14 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.config.engine import EngineKind
 from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.schema import RunConfig
+from orchestrator.config.state_groups import Precision
 from orchestrator.config.strict import Broken
+from orchestrator.wings.engines import ddp
 from orchestrator.wings.engines.contract import Task, Updated
+from orchestrator.wings.engines.equality import STEPS
 from orchestrator.wings.engines.limits import common_problems, replicated
 from orchestrator.wings.engines.optimizer_words import step_form
 from zero_runtime.offload_plan import Tier
-from zero_runtime.precision import ITEMSIZE_BYTES
+from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.predict.memory import peers
 from zero_runtime.predict.memory.peers import PeerMemory, PeerModel
 
@@ -63,6 +67,41 @@ def build(task: Task) -> PlainEngine:
 def with_norm(optimizer: Optimizer) -> Optimizer:
     """The optimizer with a norm that clips nothing where it has none: the reference knows the norm of every step."""
     return optimizer if optimizer.clip_norm is not None else replace(optimizer, clip_norm=math.inf)
+
+
+def variants(config: RunConfig) -> dict[str, RunConfig]:
+    """The same mathematics with other roundings, by how it is computed: in micro-batches of other sizes, in fp32
+    throughout, and with fp32 weights that are cast for each operation (autocast, which is DDP on one rank)."""
+    # Like the reference, see PlainEngine: a norm is computed where nothing is clipped.
+    config = replace(config, optimizer=with_norm(config.optimizer))
+    size = config.batch.global_size
+    # The smallest and the largest that a row on several ranks can have: in 16 bits a gradient of more sequences is a
+    # sum of more terms before it is rounded.
+    own = config.batch.micro
+    sizes = {next(one for one in range(1, size + 1) if size % one == 0 and (one != own or size == 1))}
+    is_fp32 = config.precision.dtypes.param == "fp32"
+    sizes |= set() if is_fp32 or size % 2 else {size // 2} - {own}
+    found = {
+        f"in micro-batches of {micro}": replace(
+            config, batch=replace(config.batch, micro=micro, accumulation=size // micro)
+        )
+        for micro in sorted(sizes)
+    }
+    if not is_fp32:
+        found["in fp32"] = replace(config, precision=Precision(MixedPrecision(), compute="fp32"))
+        cast = replace(config, engine=replace(config.engine, kind=EngineKind.ddp))
+        found |= {} if ddp.problems_of(cast) else {"in autocast": cast}
+    return found
+
+
+def cost_text(config: RunConfig) -> str:
+    """What the reference adds to a sweep, for its plan."""
+    steps, ways = config.steps() or 0, variants(config)
+    again = len(ways) * min(STEPS, steps)
+    return (
+        f"{steps} steps of plain PyTorch, and {again} more ({', '.join(ways)}) to know how far equal work may differ: "
+        f"together those of {(steps + again) / steps:.1f} rows; measure.reference=false leaves it out"
+    )
 
 
 class PlainEngine:

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from orchestrator.config.engine import EngineKind
 from orchestrator.config.schema import RunConfig
-from orchestrator.config.state_groups import Precision
-from orchestrator.wings.engines import ddp, foreign_runtime
-from orchestrator.wings.engines.plain import with_norm
+from orchestrator.wings.engines import foreign_runtime
+from orchestrator.wings.engines.plain import variants
 from orchestrator.worker.listeners import RankRun
 from orchestrator.worker.loop import Loop
-from zero_runtime.precision import MixedPrecision
 from zero_runtime.step_report import StepReport
 from zero_runtime.watch.failure import is_out_of_memory
 
@@ -28,7 +24,10 @@ def spread_of(run: RankRun, steps: Sequence[Mapping[str, Any]]) -> dict[str, lis
     The variants are trained one after the other in this process, from the same weights and on the same samples. Those
     that do not fit in memory are left out; empty if none fits.
     """
-    found = [one for config in variants(run.config) if (one := _trained(run, config, len(steps)))]
+    found, ways = list[list[StepReport]](), variants(run.config)
+    for number, (how, config) in enumerate(ways.items(), start=1):
+        run.writer.tell("variant", number=number, of=len(ways), how=how)
+        found += [one] if (one := _trained(run, config, len(steps))) else []
     if not found:
         return {}
     # A variant that skipped other steps (fp16) has trained otherwise, which is no rounding.
@@ -40,28 +39,6 @@ def spread_of(run: RankRun, steps: Sequence[Mapping[str, Any]]) -> dict[str, lis
         "loss": [_farthest(step["loss"], [one.loss for one in ones]) for step, ones in both],
         "norm": [_farthest(step["norm"], [one.grad_norm for one in ones]) for step, ones in both],
     }
-
-
-def variants(config: RunConfig) -> list[RunConfig]:
-    """The same mathematics with other roundings: in micro-batches of other sizes, in fp32 throughout, and with fp32
-    weights that are cast for each operation (autocast, which is DDP on one rank)."""
-    # As the reference, see PlainEngine: a norm is computed where nothing is clipped.
-    config = replace(config, optimizer=with_norm(config.optimizer))
-    size = config.batch.global_size
-    # The smallest and the largest that a row on several ranks can have: in 16 bits a gradient of more sequences is a
-    # sum of more terms before it is rounded.
-    own = config.batch.micro
-    sizes = {next(one for one in range(1, size + 1) if size % one == 0 and (one != own or size == 1))}
-    is_fp32 = config.precision.dtypes.param == "fp32"
-    sizes |= set() if is_fp32 or size % 2 else {size // 2} - {own}
-    found = [
-        replace(config, batch=replace(config.batch, micro=micro, accumulation=size // micro)) for micro in sorted(sizes)
-    ]
-    if not is_fp32:
-        found.append(replace(config, precision=Precision(MixedPrecision(), compute="fp32")))
-        cast = replace(config, engine=replace(config.engine, kind=EngineKind.ddp))
-        found += [] if ddp.problems_of(cast) else [cast]
-    return found
 
 
 def _trained(run: RankRun, config: RunConfig, steps: int) -> list[StepReport]:

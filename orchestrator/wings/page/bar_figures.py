@@ -11,7 +11,7 @@ from orchestrator.report.summary import PHASES, STATES
 from orchestrator.rounds.intervals import LEAST
 from orchestrator.text.units import ABSENT, difference, digits, size
 from orchestrator.wings.page.charts import bars
-from orchestrator.wings.page.charts.bar_data import Bar, BarChart, BarPart
+from orchestrator.wings.page.charts.bar_data import Bar, BarChart, BarPart, largest_seen
 from orchestrator.wings.page.charts.canvas import AxisUnit, LegendEntry, Picture, size_unit
 from orchestrator.wings.page.charts.palette import APART, BEST, OTHERS, PAINTS, UNRANKED, Paint
 from orchestrator.wings.page.report_points import ReportPoint, length
@@ -99,7 +99,7 @@ def memory(points: Sequence[ReportPoint]) -> Figure:
     names = list(dict.fromkeys(name for point in points for name in point.components))
     limits = {point.limit_bytes for point in points} - {None}
     limit = min(filter(None, limits)) if limits else None
-    largest = max((sum(point.components.values()) for point in points), default=0)
+    largest = largest_seen([sum(point.components.values()) for point in points])
     unit = size_unit(largest or limit or 1)
     chart = BarChart(
         "Memory of one rank, by component",
@@ -111,6 +111,7 @@ def memory(points: Sequence[ReportPoint]) -> Figure:
         f"limit of a rank: {size(limit)}" + (", the smallest" if len(limits) > 1 else ""),
         "predicted",
         "peak of the device's allocator",
+        cuts=True,
     )
     caption = (
         "Bars: bytes that were counted, each component at its own largest. Dashed: the predicted bytes of model states "

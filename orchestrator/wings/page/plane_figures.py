@@ -9,6 +9,7 @@ from orchestrator.report.varied import Varied
 from orchestrator.rounds.intervals import LEAST
 from orchestrator.text.units import digits, size
 from orchestrator.wings.page.bar_figures import Figure
+from orchestrator.wings.page.charts.bar_data import largest_seen
 from orchestrator.wings.page.charts.canvas import AxisUnit, LegendEntry, size_unit
 from orchestrator.wings.page.charts.palette import SERIES, SeriesStyle
 from orchestrator.wings.page.charts.planes import Dot, LineSeries, Plane, curves, scatter
@@ -38,9 +39,14 @@ def speed_and_memory(points: Sequence[ReportPoint], settings: Sequence[Varied]) 
     ]
     front = [rivals[at] for at in pareto([(places[at][2], places[at][1]) for at in rivals])]
     named = {at: places[at][0].label for at in front[:MOST_NAMED]}
+    sizes = [bytes_ for _, _, bytes_ in places]
+    unit, marks = size_unit(max(sizes)), tuple[tuple[float, str], ...]()
+    if max(sizes) > largest_seen(sizes) and min(sizes) > 0:  # a logarithmic axis, else most points were on one spot
+        powers = range(math.ceil(math.log2(min(sizes))), math.floor(math.log2(max(sizes))) + 1)
+        unit, marks = AxisUnit("logarithmic"), tuple((float(one), size(2**one)) for one in powers[:: len(powers) // 4])
     dots = [
         Dot(
-            bytes_,
+            math.log2(bytes_) if marks else bytes_,
             speed,
             styles[at],
             point.number,
@@ -51,7 +57,6 @@ def speed_and_memory(points: Sequence[ReportPoint], settings: Sequence[Varied]) 
         for at, (point, speed, bytes_) in enumerate(places)
     ]
     on_device = places[0][0].on_device
-    unit = size_unit(max(bytes_ for _, _, bytes_ in places))
     plane = Plane(
         "Speed against memory",
         "peak of the device's allocator, largest over the ranks" if on_device else "counted tensors of a rank",
@@ -59,7 +64,8 @@ def speed_and_memory(points: Sequence[ReportPoint], settings: Sequence[Varied]) 
         unit,
         AxisUnit("tokens/s"),
         legend,
-        front=tuple((places[at][2], places[at][1]) for at in front),
+        x_marks=marks,
+        front=tuple((dots[at].x, dots[at].y) for at in front),
     )
     names = ", ".join(named.values()) + (" and more" if len(front) > len(named) else "")
     caption = "Up and left is better. " + (

@@ -129,6 +129,9 @@ def test_ranks_on_cpus_get_no_variable_of_cuda_and_see_no_gpu(config: RunConfig)
     for environ in (joined(on_cpu, ONE_MACHINE), environment.job_environment(on_cpu, {})):
         assert environ["CUDA_VISIBLE_DEVICES"] == ""
         assert environ.keys().isdisjoint({"CUDA_DEVICE_ORDER", "PYTORCH_ALLOC_CONF"})
+        assert environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    mine = {"OMP_WAIT_POLICY": "ACTIVE"}
+    assert environment.job_environment(on_cpu, mine).items() >= mine.items()
 
 
 def test_compiled_kernels_are_kept_on_the_node_where_only_the_user_writes(

@@ -35,7 +35,11 @@ def test_held_slots_are_not_given_out_until_they_are_released(tmp_path: Path) ->
     assert first is not None
     assert [slot.name for slot in first.slots] == ["core0", "core1", "core2"]
     assert other.take(2) is None
-    assert other.holders() == [f"core0 core1 core2: sweep stages (pid {os.getpid()})"]
+    (holder,) = other.holders()
+    assert re.fullmatch(rf"core0 core1 core2: sweep stages \(pid {os.getpid()}\), since \d\d:\d\d", holder)
+    text = other.waiting_text()
+    assert text.startswith(f"waiting 0 s for slots that another command holds: {holder}. Ctrl-C ends the wait, ")
+    assert other.waiting_text() == "", "it is told now and then"
     one = other.take(1)
     assert one is not None
     first.release()
@@ -47,7 +51,7 @@ def test_a_holder_is_never_an_empty_name(tmp_path: Path, monkeypatch: pytest.Mon
     leases = [pool(tmp_path, 1).take(1), SlotPool([Slot("core1")], tmp_path).take(1)]
     (tmp_path / "core1.lock").write_text("")  # as between the lock and its text
     typed, begun = pool(tmp_path, 2).holders()
-    assert re.fullmatch(rf"core0: \S*zlab zero=stage3 batch.micro=1 .* \.\.\. \(pid {os.getpid()}\)", typed)
+    assert re.fullmatch(rf"core0: \S*zlab zero=stage3 batch.micro=1 .* \.\.\. \(pid {os.getpid()}\), since .*", typed)
     assert len(typed) < 130
     assert begun == "core1: a command that has just begun"
     assert all(leases)

@@ -53,6 +53,10 @@ def test_one_slow_step_does_not_change_the_pace() -> None:
         ([*steps(10), REPEATING, WAITING, {"event": "turn", "turn": 5}], "measuring loaded rounds again"),
         ([*steps(10), REPEATING, WAITING], "waits for its turn, to measure a round again"),
         (steps(10), "ending"),
+        (
+            [*steps(10), {"event": "variant", "number": 2, "of": 3, "how": "in fp32"}],
+            "training the reference again in fp32 (2 of 3), which bounds the difference",
+        ),
     ],
 )
 def test_the_words_name_the_phase(events: list[dict[str, Any]], words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import NamedTuple
 
 from orchestrator.wings.page.charts.canvas import DASHED, AxisUnit, LegendEntry
@@ -12,6 +13,7 @@ from orchestrator.wings.page.charts.palette import Paint
 # An outline, a limit or a bar without parts may make the axis this many times as long as the parts and ranges need.
 # What is longer ends at the axis' end, and its number is written there.
 MOST_STRETCH = 2.5
+MOST_TIMES = 10  # a length of more than so many times the middle one would make all others invisible
 
 
 class BarPart(NamedTuple):
@@ -59,6 +61,7 @@ class BarChart:
     outline_name: str = ""
     tick_name: str = ""
     more_legend: tuple[LegendEntry, ...] = ()
+    cuts: bool = False  # bars that would make most others invisible go on beyond the axis
 
     def legend(self) -> list[LegendEntry]:
         """The parts, if there are several, and the other signs that some bar has."""
@@ -76,13 +79,19 @@ class BarChart:
 
 def axis_end(chart: BarChart) -> float:
     """The highest value of the axis, which starts at 0."""
-    solid = [end for bar in chart.bars for end in (bar.total, bar.tick or 0.0, bar.spread[1] if bar.spread else 0.0)]
-    needed = max(solid, default=0.0)
+    solid = [max(bar.total, bar.tick or 0.0, bar.spread[1] if bar.spread else 0.0) for bar in chart.bars]
+    needed = largest_seen(solid) if chart.cuts else max(solid, default=0.0)
     others = [bar.outline for bar in chart.bars if bar.outline is not None]
     others += [chart.limit] if chart.limit is not None else []
     if needed <= 0:
         needed = min(others, default=0.0) or 1.0
     return 1.04 * max([needed, *(other for other in others if other <= MOST_STRETCH * needed)])
+
+
+def largest_seen(lengths: Sequence[float]) -> float:
+    """The largest length that an axis shows which is not to hide the others."""
+    known = [length for length in lengths if length > 0]
+    return max((one for one in known if one <= MOST_TIMES * median_low(known)), default=0.0)
 
 
 def stacked(bar: Bar, parts: Sequence[BarPart]) -> list[tuple[BarPart, float, float]]:

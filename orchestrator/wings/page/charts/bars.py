@@ -52,6 +52,7 @@ def _row_of(chart: BarChart, bar: Bar, axes: Any, middle: float) -> list[Any]:
     artists, axis_ends = list[Any](), axis_end(chart)
     for part, start, end in stacked(bar, chart.parts):
         look = canvas.paint_style(bar.paint or part.paint)
+        start, end = min(start, axis_ends), min(end, axis_ends)
         artists += axes.barh(middle, end - start, BAR, left=start, clip_on=False, zorder=2, **look)
     if bar.lacking:
         look = {"linestyle": "none", **canvas.marker_style(LACKING, 4.5)}
@@ -59,10 +60,10 @@ def _row_of(chart: BarChart, bar: Bar, axes: Any, middle: float) -> list[Any]:
     if bar.outline is not None:
         end = min(bar.outline, axis_ends)
         artists += axes.barh(middle, end, BAR + 0.19, clip_on=False, zorder=4, **canvas.DASHED_STYLE)
-        if bar.outline > axis_ends:  # it goes on beyond the axis
-            look = {"color": LIGHT["ink"], "linestyle": "none", "marker": 5, "markersize": 8, "clip_on": False}
-            artists += axes.plot([end], [middle], zorder=4, **look)
-    if bar.tick is not None:
+    if max(bar.outline or 0.0, bar.total) > axis_ends:  # it goes on beyond the axis
+        look = {"color": LIGHT["ink"], "linestyle": "none", "marker": 5, "markersize": 8, "clip_on": False}
+        artists += axes.plot([axis_ends], [middle], zorder=4, **look)
+    if bar.tick is not None and bar.tick <= axis_ends:
         reach = BAR * 0.75
         artists.append(axes.vlines(bar.tick, middle - reach, middle + reach, LIGHT["ink"], linewidth=2, zorder=4))
     if bar.spread is not None:

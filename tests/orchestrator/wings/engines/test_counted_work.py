@@ -20,11 +20,12 @@ from orchestrator.machine.hardware import Hardware
 from orchestrator.planning.point import Point
 from orchestrator.planning.points import judged
 from orchestrator.planning.rules.scene import Scene
+from orchestrator.records.run_record import point_id
 from orchestrator.report.entry import Entry
 from orchestrator.wings.engines.checksums import AT_ONCE, checksum, hexadecimal
 from orchestrator.wings.engines.equality import LEAST, MULTIPLE, WorkVerdict, bounds, verdicts, work_key
 from orchestrator.wings.engines.equality import STEPS as FIRST_STEPS
-from orchestrator.wings.engines.spread import variants
+from orchestrator.wings.engines.plain import cost_text, variants
 from zero_runtime.same_host import probe
 
 STEPS = 4
@@ -283,7 +284,7 @@ def test_the_spread_has_the_largest_micro_batch_of_a_row_in_16_bits(precision: s
     config = config_of(Work(precision), "plain", ranks=1)
     own = next(size for size in range(2, GLOBAL_SIZE) if GLOBAL_SIZE % size == 0 and size not in expected)
     batch = replace(config.batch, micro=own, accumulation=GLOBAL_SIZE // own)
-    found = variants(replace(config, batch=batch))
+    found = variants(replace(config, batch=batch)).values()
     assert {one.batch.micro for one in found} - {own} == expected
     assert all(one.batch.micro * one.batch.accumulation == GLOBAL_SIZE for one in found)
 
@@ -313,6 +314,19 @@ def test_each_work_gets_one_plain_run_whose_words_repeat_it() -> None:
         same = [one for one in points if work_key(to_dict(one.config)) == work_key(to_dict(point.config))]
         assert len(same) == 4  # the plain run, two stages of ours, and DDP once
     assert all(point.config.engine.counted for point in points)
+
+
+def test_a_plan_says_what_the_reference_adds_and_a_word_leaves_it_out() -> None:
+    line = "engine=zero,ddp zero=stage0 precision=bf16 measure=standard"
+    reference, *others = _points(line)
+    # 20 + 60 steps, and 20 each in micro-batches of 1 and of half of the 16 sequences, in fp32 and in autocast.
+    assert cost_text(reference.config).startswith(
+        "80 steps of plain PyTorch, and 80 more (in micro-batches of 1, in micro-batches of 8, in fp32, in autocast) "
+    )
+    assert "together those of 2.0 rows" in cost_text(reference.config)
+    alone = _points(f"{line} measure.reference=false")
+    ids = [[point_id(to_dict(one.config), one.config.ranks, "a CPU") for one in rows] for rows in (alone, others)]
+    assert ids[0] == ids[1], "rows that were measured beside a reference count"
 
 
 def test_one_point_alone_or_beside_a_plain_run_gets_none() -> None:

@@ -95,6 +95,18 @@ def test_a_row_without_a_place_is_last_of_those_measured_and_has_no_share_of_the
     assert cautions.warnings(ranked) == [], "that the reference has another number of ranks is no fault of the others"
 
 
+def test_percentages_of_memory_compare_what_is_one_thing_and_a_comparison_without_a_reference_says_so(
+    tmp_path: Path,
+) -> None:
+    sweep = write_comparison(tmp_path, [OURS, DDP])
+    ranked = comparison.ranked(sweep)
+    (memory,) = section.figures(points_of(sweep, ranked))  # no distances from plain PyTorch
+    notes = [text.get_text() for text in memory.picture.axes.texts]
+    assert notes == ["20.0 MiB", "16.0 MiB"], "resident memory is no prediction of tensors"
+    (note,) = extras.notes([row.entry for row in ranked])
+    assert note.startswith("no plain PyTorch was run: work is compared with that of ours, in wider bounds, and whether")
+
+
 def test_each_table_has_its_own_places_and_shows_what_did_not_fit(whole: SweepPaths) -> None:
     ranked = comparison.ranked(whole)
     found = ranking.tables(ranked)

@@ -188,6 +188,28 @@ def test_what_is_not_ranked_is_hatched_and_has_no_front(
     assert plane.caption.endswith(f"{front}." if front else "by their medians: p1, p0.")
 
 
+def test_one_row_of_much_more_memory_hides_no_other() -> None:
+    """DeepSpeed's bucket of 1.87 GiB beside rows of some MiB."""
+    points = made_points(100.0, 200.0, 300.0, 400.0)
+    for point in points[1:]:
+        assert point.result is not None
+        point.result["memory"] |= {
+            "states": [],
+            "other_tensors_bytes": 0,
+            "activations_bytes": (5 + point.number) << 20,
+        }
+    assert points[0].result is not None
+    points[0].result["memory"] |= {"states": [], "other_tensors_bytes": 0, "activations_bytes": 2008023040}
+    drawn = {figure.name: figure.picture for figure in figures_of(points)}
+    end = drawn["memory"].axes.get_xlim()[1]
+    assert end == pytest.approx(1.04 * (8 << 20))
+    assert max(bar.get_x() + bar.get_width() for bar in drawn["memory"].axes.patches) <= end
+    assert {"1.87 GiB", "8.00 MiB"} <= {text.partition(",")[0] for text in texts_of(drawn["memory"])}
+    plane = drawn["speed_and_memory"].axes
+    assert plane.get_xlabel() == "counted tensors of a rank [logarithmic]"
+    assert [text.get_text() for text in plane.get_xticklabels()] == ["8.00 MiB", "32.0 MiB", "128 MiB", "512 MiB"]
+
+
 # ---- scaling --------------------------------------------------------------------------------------------------------
 
 
