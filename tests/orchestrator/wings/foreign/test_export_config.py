@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ended_output import ended_sweep
 from orchestrator import cli
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
-from orchestrator.config.schema import RunConfig
+from orchestrator.config.schema import Model, RunConfig
 from orchestrator.planning.points import checked_points
 from orchestrator.planning.rules.scene import here
 from orchestrator.wings.foreign.point_words import words_of_point
@@ -120,6 +121,15 @@ def test_a_run_of_epochs_has_the_steps_that_it_trained_and_settings_change_a_poi
     assert content(folder)["scheduler"]["params"]["total_num_steps"] == steps
     assert content(folder, "train.max_steps=7")["scheduler"]["params"]["total_num_steps"] == 7
     assert content(LABEL, "zero=stage1", "--sweep", "zero")["zero_optimization"]["stage"] == 1
+
+
+def test_the_words_of_a_model_in_a_folder_leave_its_architecture_to_the_folder() -> None:
+    (config,) = configs("zero=stage2").values()
+    words = words_of_point(replace(config, model=Model("mine", "llama", {"hidden_size": 64}, path="/a/mine")))
+    assert {key: word for key, word in words.items() if key.startswith("model")} == {
+        "model": "pretrained",
+        "model.path": "/a/mine",
+    }
 
 
 def test_an_evaluation_is_not_exported(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
