@@ -24,7 +24,11 @@ LOOK_S = 0.2
 
 
 class RanksFailed(RuntimeError):
-    """The ranks have failed; the message says why."""
+    """The ranks have failed; the message says why. lacked_memory: whether they were out of memory."""
+
+    def __init__(self, message: str, *, lacked_memory: bool = False) -> None:
+        super().__init__(message)
+        self.lacked_memory = lacked_memory
 
 
 def run(
@@ -70,4 +74,4 @@ def _await(watch: Watch, paths: AttemptPaths, on_events: Callable[[Sequence[dict
             break
         time.sleep(LOOK_S)
     if verdict.state is not RunState.ok:
-        raise RanksFailed(verdict.message)
+        raise RanksFailed(verdict.message, lacked_memory=verdict.state in (RunState.oom, RunState.oom_host))

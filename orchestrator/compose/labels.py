@@ -26,10 +26,9 @@ def label(composed: Composed, axes: Sequence[str]) -> str:
     axes = [key.lstrip("+") for key in axes]
     if told := [key for key in axes if key in asked and not _of_another_engine(composed, key)]:
         return "-".join(_part(composed, key, asked[key]) for key in told)
-    rest = [key for key in asked if key not in ("engine", "zero", "precision") and not _is_untold(key)]
-    parts = [
-        str(composed.choices[group]) for group in ("engine", "zero", "precision") if group != "engine" or group in asked
-    ]
+    rest = [key for key in asked if key not in ("engine", "zero", "precision", "zero.stage") and not _is_untold(key)]
+    chosen = {**composed.choices, **({"zero": f"stage{asked['zero.stage']}"} if "zero.stage" in asked else {})}
+    parts = [str(chosen[group]) for group in ("engine", "zero", "precision") if group != "engine" or group in asked]
     return "-".join(parts + [_part(composed, key, _base_name(key, asked[key])) for key in rest])
 
 

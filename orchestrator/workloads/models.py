@@ -76,7 +76,7 @@ def prepare_to_generate(model: nn.Module, folder: str | None) -> None:
     settings = known.generation_config
     assert settings is not None
     settings.use_cache = True
-    # Sampling settings of the folder would only cause warnings: all generation here is greedy.
+    # Sampling settings of the folder would only cause warnings: nothing is sampled here.
     settings.temperature = settings.top_p = settings.top_k = None
     if settings.pad_token_id is None:
         ends = settings.eos_token_id

@@ -209,6 +209,26 @@ def test_examples_of_an_optimizer_are_found_by_its_name() -> None:
     assert found == ["lamb.yaml"]
 
 
+def test_readmes_example_learns_and_its_ranks_end_by_themselves(tmp_path: Path) -> None:
+    (script,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    meet = {**environment(), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    line = [sys.executable, str(tmp_path / "train.py")]
+    ranks = [
+        subprocess.Popen(line, env={**meet, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    try:
+        told = [[float(loss) for loss in rank.communicate(timeout=HANG_S)[0].split()] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert told[0] == told[1]
+    assert len(told[0]) == 10
+    assert told[0][-1] < told[0][0] / 4
+
+
 PRINTS = "import os, sys; print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], *sys.argv[1:])\n"
 
 

@@ -49,10 +49,12 @@ def small_model(architecture: str, seed: int = 3) -> Any:
 
 @dataclass(frozen=True)
 class Request:
-    """Prompts [batch, length] of one rank and the most tokens for each; without prompts the rank makes no call."""
+    """Prompts [batch, length] of one rank, the most tokens for each, and the beams of the search; without prompts the
+    rank makes no call."""
 
     prompts: torch.Tensor | None
     new_tokens: int
+    beams: int = 1
 
 
 def request_of(number: int, rank: int) -> Request:
@@ -62,18 +64,16 @@ def request_of(number: int, rank: int) -> Request:
         return Request(None, 0)
     prompts = [[draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 13))] for _ in range(1)]
     prompts *= draw.randrange(1, 4)
-    return Request(torch.tensor(prompts), draw.randrange(1, MOST_NEW + 1))
+    return Request(torch.tensor(prompts), draw.randrange(1, MOST_NEW + 1), draw.choice((1, 3)))
 
 
 def answer(model: Any, request: Request) -> list[list[int]]:
-    """Greedy tokens for a request; every rank calls it, also one without prompts."""
+    """The likeliest tokens for a request; every rank calls it, also one without prompts."""
     if request.prompts is None:
         return []
+    settings = {"max_new_tokens": request.new_tokens, "num_beams": request.beams, "eos_token_id": ENDS}
     mask = torch.ones_like(request.prompts)
-    out = model.generate(
-        request.prompts, attention_mask=mask, max_new_tokens=request.new_tokens, do_sample=False, eos_token_id=ENDS
-    )
-    return out.tolist()
+    return model.generate(request.prompts, attention_mask=mask, do_sample=False, **settings).tolist()
 
 
 def inference_runtime(model: Any, number: int, offload: OffloadPlan | None = None) -> ZeroRuntime:

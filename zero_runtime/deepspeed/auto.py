@@ -98,7 +98,7 @@ _RULES: dict[str, _Rule] = {
     "scheduler.params.warmup_min_lr": _Rule("always", lambda values: 0, must_match=False),
     "scheduler.params.warmup_max_lr": _plain("learning_rate"),
     "scheduler.params.warmup_num_steps": _Rule(
-        "warmup_steps",
+        "warmup_steps, warmup_ratio",
         lambda values: None if values.warmup_steps is None else max(_LOWEST_WARMUP, values.warmup_steps),
     ),
     "scheduler.params.total_num_steps": _Rule("max_steps", lambda values: values.total_steps),

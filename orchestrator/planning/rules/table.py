@@ -147,9 +147,8 @@ def _cuda_is_there(scene: Scene, resources: Resources, cluster: Cluster) -> Brok
         return None
     idle = scene.hardware.idle_gpus
     found = f"{idle} GPUs and a torch built without CUDA" if idle else "no GPU"
-    return Broken(
-        "resources.device=cuda needs a GPU, here or described by hardware=NAME", found, ("resources.device=cpu",)
-    )
+    fixes = (*("hardware=a100_80gb",) * scene.plan_only, "resources.device=cpu")
+    return Broken("resources.device=cuda needs a GPU, here or described by hardware=NAME", found, fixes)
 
 
 def _each_rank_has_a_gpu(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:

@@ -53,6 +53,19 @@ DEFAULTS: dict[str, object] = {
     "lr_scheduler_type": "linear",
     "optim": "adamw_torch",
 }
+# The settings that say what an argument says, beside those of words/suggestions.py.
+SETTINGS = {
+    **dict.fromkeys(("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"), "precision"),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio"), "scheduler.warmup_steps"),
+    **{
+        "lr_scheduler_kwargs": "scheduler.min_lr_ratio",
+        "tf32": "precision.tf32",
+        "gradient_checkpointing": "recompute",
+    },
+    **{"adam_beta1": "optimizer.beta1", "adam_beta2": "optimizer.beta2", "adam_epsilon": "optimizer.eps"},
+    **{"weight_decay": "optimizer.weight_decay", "lora_rank": "adapter.rank", "lora_alpha": "adapter.alpha"},
+    "target_modules": "adapter.targets",
+}
 SAME = {  # names of other versions and of common training scripts
     "deepspeed_config": "deepspeed",
     "per_gpu_train_batch_size": "per_device_train_batch_size",

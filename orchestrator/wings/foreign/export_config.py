@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from orchestrator.planning.points import judged
 from orchestrator.planning.rules.scene import here
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import require_json
+from orchestrator.records.run_record import AttemptPaths
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row
 from orchestrator.text.paths import program, shown
 from orchestrator.wings.foreign import ddp_export, deepspeed_export, deepspeed_loop, fsdp2_export
 from orchestrator.wings.foreign.exported import JSON_FILE, LINES_FILE, Exported, refuse
 from orchestrator.wings.foreign.importing import OURS
+from orchestrator.wings.foreign.point_words import words_of_point
 
 EXPORTED = "exported"
 
@@ -59,9 +62,8 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> VerbParser:
     parser = verb_parser("export", "A point as the files with which its engine, or another one, runs it.")
-    parser.usage = (
-        f"{program()} export [-h] RUN | group=option ... [--to {{{','.join(WRITERS)}}}] [--out FOLDER] [--json]"
-    )
+    stacks = ",".join(WRITERS)
+    parser.usage = f"{program()} export [-h] [RUN] [key=value ...] [--to {{{stacks}}}] [--out FOLDER] [--json]"
     parser.epilog = f"example: {program()} export zero=stage3 precision=bf16 --to deepspeed"
     parser.add_argument("run", metavar="RUN", nargs="?", help="a point's label, a run's folder or an experiment file")
     parser.add_argument("--to", choices=tuple(WRITERS), help="default: the engine of the point")
@@ -88,19 +90,24 @@ def _point(words: Sequence[str], output: str, sweep: str) -> tuple[str, RunConfi
         raise Refusal(
             [f"expected RUN: a point's label, a run's folder, an experiment file or settings; see {program()} list"]
         )
-    first = Path(words[0])
-    if len(words) == 1 and first.suffix in (".yaml", ".yml") and first.is_file():
-        return first.stem, _composed(
-            ["--config-dir", str(first.absolute().parents[1]), f"experiment={first.stem}"]
-        ).config
-    if len(words) == 1 and first.is_dir():
-        return _recorded(first)
-    if any("=" in word or word.startswith("-") for word in words):
+    first, settings = Path(words[0]), words[1:]
+    if not first.exists() and ("=" in words[0] or words[0].startswith("-")):
         point = _composed(words)
         return point.label, point.config
-    if len(words) > 1:
-        raise Refusal([f"expected one RUN, found {' '.join(words)}"])
-    return _labelled(words[0], output, sweep)
+    if wrong := [word for word in settings if "=" not in word]:
+        raise Refusal([f"expected one RUN, and settings that change it, found {' '.join(wrong)}"])
+    if first.suffix in (".yaml", ".yml") and first.is_file():
+        found = _composed(["--config-dir", str(first.absolute().parents[1]), f"experiment={first.stem}", *settings])
+        return first.stem, found.config
+    name, config = _recorded(first) if first.is_dir() else _labelled(words[0], output, sweep)
+    return name, _changed(config, settings) if settings else config
+
+
+def _changed(config: RunConfig, settings: Sequence[str]) -> RunConfig:
+    """The configuration with other settings. A group that is chosen anew loses the keys of its old option."""
+    typed = dict(word.split("=", 1) for word in settings)
+    kept = {key: value for key, value in words_of_point(config).items() if key.lstrip("+").split(".")[0] not in typed}
+    return _composed([f"{key}={value}" for key, value in {**kept, **typed}.items()]).config
 
 
 def _composed(words: Sequence[str]) -> Point:
@@ -113,17 +120,23 @@ def _composed(words: Sequence[str]) -> Point:
 def _recorded(folder: Path) -> tuple[str, RunConfig]:
     """The point of an attempt's folder, or of the newest attempt in a point's folder."""
     attempts = sorted((one for one in (folder / "attempts").glob("*/config.json")), key=lambda path: path.parent.name)
-    file = next((path for path in (folder / "config.json", *reversed(attempts)) if path.is_file()), None)
+    file = next((path for path in (*reversed(attempts), folder / "config.json") if path.is_file()), None)
     if file is None:
         raise Refusal([f"{folder}: expected a run's folder, with a config.json; see {program()} status"])
     return folder.resolve().name, _read(file)
 
 
 def _read(file: Path) -> RunConfig:
+    """The configuration of an attempt, whose epochs are the steps that they were with its data."""
     try:
-        return from_dict(require_json(file))
+        config = from_dict(require_json(file))
     except (ConfigError, TypeError) as error:
         raise Refusal([f"{file}: {one}" for one in str(error).splitlines()]) from None
+    result = AttemptPaths(file.parent).result
+    if config.steps() is None and result.is_file():
+        steps = config.steps(require_json(result)["data"]["train_samples"])
+        config = replace(config, train=replace(config.train, max_steps=steps, epochs=None))
+    return config
 
 
 def _labelled(label: str, output: str, sweep: str) -> tuple[str, RunConfig]:

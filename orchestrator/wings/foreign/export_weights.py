@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED
+from orchestrator.records.run_record import AttemptPaths
 from orchestrator.report import trained
 from orchestrator.text.paths import python
 from orchestrator.text.streams import complain
@@ -41,7 +42,7 @@ def main(words: Sequence[str]) -> int:
 def parser() -> VerbParser:
     parser = verb_parser("export-weights", "The weights of a checkpoint as a Hugging Face folder, adapters for PEFT.")
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a checkpoint, or of several: the newest"
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="a folder: of one, or with several as a point's: the newest"
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="a folder to make")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16; with --merge that of the base's weights")
@@ -77,6 +78,8 @@ def _newest_in(path: Path) -> Path:
     from zero_runtime.checkpoint.retention import committed
     from zero_runtime.errors import CheckpointError, some
 
+    own = AttemptPaths(path / "attempts" / "01").checkpoints  # of a point's folder
+    path = own if own.is_dir() else path
     steps = committed(path)
     tags = [one.name for one in path.iterdir() if one.is_dir() and committed(one)] if path.is_dir() else []
     if tags and not steps:

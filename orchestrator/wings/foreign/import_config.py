@@ -27,6 +27,7 @@ from orchestrator.wings.foreign.importing import DEFAULT, Imported, Line, import
 from orchestrator.wings.foreign.sources import source_of
 from orchestrator.wings.foreign.training_arguments import TypedArguments
 from orchestrator.wings.words import names
+from orchestrator.wings.words.suggestions import NOT_HERE, OFF
 from zero_runtime.deepspeed.auto import hidden_size_of
 from zero_runtime.errors import PlanError
 
@@ -123,7 +124,8 @@ def _problems_here(words: Sequence[str], scene: Scene) -> list[str]:
 def _show(
     result: Imported, words: Sequence[str], problems: Sequence[str], folder: Path, name: str, *, as_json: bool
 ) -> None:
-    line = f"{program()} {shlex.join(['--config-dir', shown(folder), f'experiment={name}'])}"
+    chosen = shlex.join(["--config-dir", shown(folder), f"experiment={name}"])
+    line = f"{program()} {chosen}"
     sweep = f"{line} -m engine={ENGINES} measure=standard {shlex.join(result.native)}".rstrip()
     if as_json:
         document = {
@@ -143,25 +145,36 @@ def _show(
     screen = Screen(make_console(on_stderr=as_json))
     acting = [one for one in result.keys if one.fate is not Fate.idle]
     idle_keys = [one for one in result.keys if one.fate is Fate.idle]
-    screen.table(Table(("key", "value", "here", "because"), tuple(map(_cells, acting)), names=4, drops=("because",)))
-    idle = [f"{one.key} ({one.value})" if one.value.startswith("auto =") else one.key for one in idle_keys]
-    if idle:
-        screen.say(f"without effect here: {', '.join(idle)}")
+    cells = tuple(_cells(one, screen.console.width // 3) for one in acting)
+    screen.table(Table(("key", "value", "here", "because"), cells, names=4, drops=("because",)))
+    if idle_keys:
+        screen.say(f"without effect here: {', '.join(map(_idle, idle_keys))}")
     if result.native:
         screen.say("of these, engine=deepspeed has those of zero_optimization in the line `engines`")
     if any(one.note.endswith(DEFAULT) for one in acting):
         screen.say(f"{DEFAULT}: the default of TrainingArguments; --args gives the arguments of your script")
     for note in result.notes:
         screen.say(f"note: {note}")
-    for text in result.silent:
-        screen.say(f"not said there: {text}")
+    if result.silent:
+        screen.say("\n  - ".join(["DeepSpeed also does this, without saying so in the file:", *result.silent]))
     for warning in (*result.warnings, *(f"not on this machine: {problem}" for problem in problems)):
         complain(f"warning: {warning}")
     file = shown(folder / "experiment" / f"{name}.yaml")
-    screen.closing([Row("file", file), Row("next", line), Row("engines", sweep)])
+    rows = [Row("next", line), Row("engines", sweep)]
+    if problems:  # no line of this machine runs it
+        rows = [Row("next", f"{program()} fit {chosen} hardware=NAME")]
+    screen.closing([Row("file", file), *rows])
 
 
-def _cells(one: KeyFinding) -> tuple[str, str, str, str]:
+def _idle(one: KeyFinding) -> str:
+    """A key without effect, with the value that it would have, or with what there is for it."""
+    why = one.value if one.value.startswith("auto =") else NOT_HERE.get(one.key.lstrip("-"), "")
+    return f"{one.key} ({why})" if why and one.value.lower() not in OFF else one.key
+
+
+def _cells(one: KeyFinding, width: int) -> tuple[str, str, str, str]:
+    """The cells of a row. A key of more than `width` characters is divided at its last dot."""
     value = one.value if len(one.value) <= VALUE_SHOWN else f"{one.value[: VALUE_SHOWN - 3]}..."
     because = one.note if one.note else ("" if one.words else "as it is here")
-    return (one.key, value, " ".join(one.words), because)
+    key = one.key if len(one.key) <= width else ".\n  ".join(one.key.rsplit(".", 1))
+    return (key, value, " ".join(one.words), because)

@@ -25,7 +25,7 @@ DEFAULT = "by default"
 _SECTIONS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}  # of a 16-bit dtype, by name and older name
 # Keys of the form in which settings of FSDP are read too.
 OF_DEEPSPEED = ("zero_optimization.stage", "communication_data_type", "bf16.enabled", "fp16.enabled")
-_CLIPPED = '"auto" clips at 1.0, the default of max_grad_norm, unless --max_grad_norm says otherwise (0: no clipping)'
+_LENGTHS = ("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps")  # known if the steps are
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def imported(found: Foreign, line: Line) -> Imported:
         raise Refusal(found.problems)
     reader = Reader(HOMES)
     read = examine(known, ranks, "cpu", reader)
-    found.problems += [_with_consequence(problem) for problem in reader.problems]
+    found.problems += [_with_consequence(problem, args) for problem in reader.problems]
     found.problems += [] if reader.problems else dropin_words.inexpressible(read)
     notes = [*found.notes, *(note for note in read.notes if not note.startswith(("auto:", "gradient_clipping")))]
     script = _script_words(read, args, notes, found.problems)
@@ -84,15 +84,13 @@ def imported(found: Foreign, line: Line) -> Imported:
     if args is not None and args.nodes > 1:
         words["resources.nodes"] = str(args.nodes)
     keys = [*found.keys, *([] if args is None else args.keys), *_findings(config, filled, reader, words, args)]
+    keys += [] if args is None else training_arguments.rows(args, {one.source for one in filled.values()})
     keys = [one._replace(words=_with_values(one.words, words)) for one in keys]
     notes += [] if args is None else args.notes
     notes.append(f"{many(ranks, 'rank')}: {from_where}")
     silent = silent_effects(known) if found.engine == "DeepSpeed" else []
     if found.engine != "DeepSpeed":  # keys in whose form its settings were read are not in the file
         keys = [one for one in keys if one.key not in OF_DEEPSPEED]
-    clips = filled.get("gradient_clipping")
-    if clips is not None and clips.value == 1.0 and (args is None or "max_grad_norm" not in args.given):
-        silent.insert(0, _CLIPPED)
     native = _native(known, reader) if found.engine == "DeepSpeed" else ()
     warnings = _unanswered(filled, line, words)
     return Imported(found.source, words, native, tuple(keys), tuple(notes), warnings, tuple(silent), ranks)
@@ -179,6 +177,11 @@ def _script_words(
             words |= training_arguments.optimizer_words(args, problems)
         if read.schedule is None:
             words |= training_arguments.schedule_words(args, notes, problems)
+        for name, section in (("optim", read.optimizer), ("lr_scheduler_type", read.schedule)):
+            if section is not None and name in args.given:
+                notes.append(
+                    f"{name}={args.given[name]} is not used, here as in the Trainer: the file has a section for it"
+                )
         return words | training_arguments.other_words(args)
     if read.optimizer is None:
         notes.append("no optimizer is named, so the script makes it: its values are those of conf/; give --args")
@@ -188,9 +191,13 @@ def _script_words(
     return words
 
 
-def _with_consequence(problem: str) -> str:
-    """A problem, with what DeepSpeed does about an unknown key."""
+def _with_consequence(problem: str, args: TypedArguments | None) -> str:
+    """A problem, with what DeepSpeed does about an unknown key, and with what a length that is "auto" lacks."""
     path, _, told = problem.partition(": ")
+    if args is not None and path in _LENGTHS and told.startswith('"auto"'):
+        names = ("warmup_ratio", "warmup_steps") if path == _LENGTHS[0] else ()
+        share = next((f"{name}={args.given[name]:g}" for name in names if args.given.get(name)), '"auto"')
+        return f"{path}: {share} needs the number of steps      fix: --args='--max_steps N'"
     if not told.startswith("unknown key"):
         return problem
     inside = path.partition(".")[0] in ("zero_optimization", "fp16", "bf16", "tensor_parallel")
@@ -240,8 +247,8 @@ def _source(path: str, one: AutoValue, args: TypedArguments | None) -> str:
     given = {} if args is None else args.given
     if path == "train_batch_size" or one.source == "always" or "hidden_size" in one.source:
         return one.source
-    if any(name in given for name in names):
-        return f"--{names[0]}"
+    if named := [name for name in names if name in given]:
+        return f"--{named[0]}"
     return f"{one.source} {DEFAULT}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import yaml
 from orchestrator.compose import folders
 from orchestrator.compose.settable import with_all_keys
 from orchestrator.config.parts import plain
-from orchestrator.config.schema import RunConfig, to_dict
+from orchestrator.config.schema import Model, RunConfig, to_dict
 from orchestrator.config.strict import hints_of
 from orchestrator.wings.foreign.findings import as_word
 
@@ -34,6 +34,8 @@ LEFT = (
 
 def words_of_point(config: RunConfig) -> dict[str, str]:
     """The words by key, options of groups first, without those of LEFT. They compose to the configuration again."""
+    if config.model.path is not None:  # the folder brings its name and architecture
+        config = replace(config, model=Model("pretrained", path=config.model.path, adapter=config.model.adapter))
     words: dict[str, str] = {"seed": str(config.seed)}
     groups = [name for name, hint in hints_of(RunConfig).items() if is_dataclass(hint)]
     for group in groups:

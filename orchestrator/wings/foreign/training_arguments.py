@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +13,15 @@ from typing import Any
 
 from orchestrator.config.schema import ALL_LINEAR
 from orchestrator.config.strict import nearest
-from orchestrator.wings.foreign.argument_names import BOOL, DEFAULTS, IDLE, KINDS, REFUSED, SAME, TEXT, WHOLE
+from orchestrator.wings.foreign.argument_names import BOOL, DEFAULTS, IDLE, KINDS, REFUSED, SAME, SETTINGS, TEXT, WHOLE
 from orchestrator.wings.foreign.findings import Fate, KeyFinding, as_word
 from orchestrator.wings.foreign.launchers import CommandLine
+from orchestrator.wings.words.suggestions import KEYS
 from zero_runtime.deepspeed.auto import AutoValues
 
 GIVE = "give the file of DeepSpeed or Accelerate, or `accelerate launch` with --use_deepspeed --zero_stage N"
 TRAINER_KEYS = ("per_device_train_batch_size", "num_train_epochs")  # a file or script of the Trainer has these
+DIVIDING = ("deepspeed", "fsdp", "fsdp_config")  # these say how a model is divided: what they name has its own rows
 NEAR = 0.8  # a name this similar to one of TrainingArguments is a typo, another one is the script's own
 # An unknown argument with such a name is not passed over.
 _DIVIDES = re.compile(
@@ -215,7 +217,7 @@ def schedule_words(args: TypedArguments, notes: list[str], problems: list[str]) 
     words = {"scheduler": kind}
     steps = args.auto(None).warmup_steps
     if steps is None:
-        notes.append("a warm-up that is a share of the steps needs --max_steps; the warm-up of conf/ is used")
+        notes.append("a warm-up that is a share of the steps needs --max_steps N; the warm-up of conf/ is used")
     elif kind != "constant":
         words["scheduler.warmup_steps"] = as_word(steps if kind == "cosine" else max(1, steps))
     if kind in ("warmup", "warmup_decay"):
@@ -242,11 +244,19 @@ def _lowest_ratio(args: TypedArguments, name: str, problems: list[str]) -> float
         return 0.0
 
 
-_ADAPTERS = (
-    ("lora_rank", "adapter.rank"),
-    ("lora_alpha", "adapter.alpha"),
-    ("target_modules", "adapter.targets"),
-)
+_ADAPTERS = tuple((name, SETTINGS[name]) for name in ("lora_rank", "lora_alpha", "target_modules"))
+_LENGTHS = ("max_steps", "num_train_epochs")
+_WHY = {**dict.fromkeys(_LENGTHS, "a point runs measured steps"), "warmup_ratio": "of the steps of --max_steps N"}
+
+
+def rows(args: TypedArguments, shown: Collection[str]) -> list[KeyFinding]:
+    """A row for each argument that is read. shown: the sources of values that have rows of their own."""
+    left = {*args.given} - {*DIVIDING, *(name for source in shown for name in source.split(", "))}
+    settings = {name: (SETTINGS.get(name, KEYS.get(name, name)),) for name in args.given if name in left}
+    return [
+        KeyFinding(name, as_word(args.given[name]), Fate.mapped, words, _WHY.get(name, ""))
+        for name, words in settings.items()
+    ]
 
 
 def other_words(args: TypedArguments) -> dict[str, str]:
@@ -270,7 +280,7 @@ def other_words(args: TypedArguments) -> dict[str, str]:
             words |= {"model": "pretrained", "model.path": str(path)}
         else:
             args.notes.append(f"--model_name_or_path {path}: no folder here; give model=NAME, or its folder")
-    if "max_steps" in given or "num_train_epochs" in given:
+    if {*_LENGTHS} & {*given}:
         length = f"{given['max_steps']} steps" if given.get("max_steps", -1) > 0 else "epochs"
         args.notes.append(
             f"{length} of training: a point here runs measure.warmup_steps + measure.steps steps, which is also the "

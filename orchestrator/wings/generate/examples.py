@@ -33,8 +33,11 @@ class Examples(Listener):
             print(f"example: {prompt!r} -> {answer!r}", flush=True)
 
 
-def generated(runtime: ZeroRuntime, ids: list[int], new_tokens: int, end: int | None = None) -> list[int]:
-    """Greedy token ids after `ids`. end: a token that ends the text, besides those of the model's configuration."""
+def generated(
+    runtime: ZeroRuntime, ids: list[int], new_tokens: int, end: int | None = None, beams: int = 1
+) -> list[int]:
+    """The token ids after `ids` that a search with so many beams finds, by transformers; one beam is greedy. end: a
+    token that ends the text, besides those of the model's configuration."""
     tokens = torch.tensor([ids], dtype=torch.int64, device=runtime.device)
     more: dict[str, Any] = {}
     if end is not None:
@@ -46,7 +49,7 @@ def generated(runtime: ZeroRuntime, ids: list[int], new_tokens: int, end: int | 
         attention_mask=torch.ones_like(tokens),
         max_new_tokens=new_tokens,
         do_sample=False,
-        num_beams=1,
+        num_beams=beams,
         **more,
     )
     return [int(one) for one in out[0, len(ids) :]]

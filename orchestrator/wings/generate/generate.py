@@ -1,4 +1,4 @@
-"""`zlab generate model.path=FOLDER prompt=TEXT`: greedy text from weights that are sharded over the ranks."""
+"""`zlab generate model.path=FOLDER prompt=TEXT`: the likeliest text, from weights that are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ USUAL = {"measure": "eval", "zero": "stage3", "data": "synthetic"}
 
 
 class GenerationLine(NamedTuple):
-    """A line: the prompts in order, the most new tokens of each, and the other words."""
+    """A line: the prompts in order, the most new tokens of each, the beams of its search, and the other words."""
 
     prompts: list[dict[str, Any]]
     new_tokens: int
+    beams: int
     words: list[str]
 
 
@@ -48,13 +49,15 @@ def main(words: Sequence[str]) -> int:
         found = rank_job.run(
             config,
             ENTRY,
-            {"generation.json": {"prompts": asked.prompts, "new_tokens": asked.new_tokens}},
+            {"generation.json": {"prompts": asked.prompts, "new_tokens": asked.new_tokens, "beams": asked.beams}},
             partial(screen.say, style="dim"),
             lambda _events: None,
             limit_s=LIMIT_S,
         )
     except rank_job.RanksFailed as error:
-        complain(f"error: nothing was generated: {error}")
+        least = [f"{key}={n // 2}" for key, n in (("beams", asked.beams), ("new_tokens", asked.new_tokens)) if n > 1]
+        fix = f"      fix: {'   or   '.join(least)}" if error.lacked_memory and least else ""
+        complain(f"error: nothing was generated: {error}{fix}")
         return FAILED
     if flags.json:
         print(json.dumps(found, ensure_ascii=False))
@@ -68,12 +71,12 @@ def main(words: Sequence[str]) -> int:
 def parser() -> VerbParser:
     parser = verb_parser(
         "generate",
-        "Greedy text of a causal language model. The weights are sharded over the ranks (zero=stage3) and may be "
-        "offloaded; prompts are given to the ranks in turn.",
+        "Text of a causal language model, greedy or by a beam search. The weights are sharded over the ranks "
+        "(zero=stage3) and may be offloaded; prompts are given to the ranks in turn.",
     )
     parser.usage = (
         f"{program()} generate [-h] model.path=FOLDER (prompt=TEXT | ask=TEXT | prompts=FILE | tokens=5,6,7) ... "
-        f"[new_tokens={NEW_TOKENS}] [group=option | key=value ...] [--json]"
+        f"[new_tokens={NEW_TOKENS}] [beams=1] [group=option | key=value ...] [--json]"
     )
     parser.epilog = (
         "prompt=TEXT is continued as it is, and prompts=FILE has one in each line. ask=TEXT is a question, written as "
@@ -87,10 +90,10 @@ def parser() -> VerbParser:
 def read(words: Sequence[str]) -> GenerationLine:
     """Separates the words of this verb from settings. Refusal if there is no prompt, or one that cannot be read."""
     prompts: list[dict[str, Any]] = []
-    new_tokens, rest = NEW_TOKENS, []
+    new_tokens, beams, rest = NEW_TOKENS, 1, []
     for word in words:
         key, equals, value = word.partition("=")
-        if not equals or key not in ("prompt", "prompts", "ask", "tokens", "new_tokens"):
+        if not equals or key not in ("prompt", "prompts", "ask", "tokens", "new_tokens", "beams"):
             rest.append(word)
         elif key == "prompt":
             prompts.append({"text": value})
@@ -102,13 +105,15 @@ def read(words: Sequence[str]) -> GenerationLine:
             prompts.append(
                 {"tokens": [_whole(one, "tokens", 0, "token ids: tokens=5,6,7") for one in value.split(",")]}
             )
+        elif key == "beams":
+            beams = _whole(value, key, 1, "a number of at least 1: beams=4")
         else:
             new_tokens = _whole(value, "new_tokens", 1, f"a number of at least 1: new_tokens={NEW_TOKENS}")
     if any("" in (one.get("text"), one.get("ask")) for one in prompts):
         raise Refusal(["prompt: expected a text, found an empty one      fix: prompt='Once upon a time'"])
     if not prompts:
         raise Refusal([f"generate: expected a prompt, found none      fix: {program()} generate ... prompt='Once'"])
-    return GenerationLine(prompts, new_tokens, rest)
+    return GenerationLine(prompts, new_tokens, beams, rest)
 
 
 def config_of(asked: GenerationLine) -> RunConfig:

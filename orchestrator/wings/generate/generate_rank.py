@@ -44,7 +44,7 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
 def _answer(
     runtime: ZeroRuntime, config: RunConfig, prompt: dict[str, Any], asked: dict[str, Any], rank: RankInfo
 ) -> dict[str, Any]:
-    """Greedy tokens for a prompt, given as text, as text that is written as data=pairs writes it (`ask`), or as ids."""
+    """Tokens for a prompt, given as text, as text that is written as data=pairs writes it (`ask`), or as ids."""
     texts = end = None
     ids = prompt.get("tokens")
     if ids is None:
@@ -53,5 +53,5 @@ def _answer(
         asks = "ask" in prompt
         ids = texts.ask(prompt["ask"]) if asks else texts.encode(prompt["text"])
         end = texts.end if asks else None
-    new = generated(runtime, ids, asked["new_tokens"], end)
+    new = generated(runtime, ids, asked["new_tokens"], end, asked["beams"])
     return {**prompt, "rank": rank.rank, "new": new, "answer": None if texts is None else texts.decode(new)}

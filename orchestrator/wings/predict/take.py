@@ -41,8 +41,11 @@ class Taken(NamedTuple):
 
 
 def of_fits(fits: Sequence[Fit], hardware: str) -> Taken:
-    """Choose from settled rows that fit, at least one, each at its largest micro-batch."""
-    return taken([Candidate(one, one.micro, one.speed(hardware)) for one in surest(fits)])
+    """Choose from settled rows that fit, at least one, each at its largest micro-batch. A tensor group over several
+    nodes waits for the network in each layer: it is taken if nothing else fits."""
+    rows = surest(fits)
+    inside = [one for one in rows if one.config.parallel.tp <= one.ranks_per_node]
+    return taken([Candidate(one, one.micro, one.speed(hardware)) for one in inside or rows])
 
 
 def of_machines(fits: Sequence[Fit]) -> list[Taken]:

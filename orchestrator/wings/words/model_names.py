@@ -10,7 +10,7 @@ from pathlib import Path
 from orchestrator.compose.folders import config_folders, option_file
 from orchestrator.config.pretrained import CONFIG
 from orchestrator.config.strict import Refusal
-from orchestrator.text.paths import expanded
+from orchestrator.text.paths import expanded, program
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # an organisation and a model, as the hub spells them
 
@@ -26,6 +26,9 @@ def _spelled(word: str, folder: str | None) -> list[str]:
     key, _, value = word.partition("=")
     if key not in ("model", "model.path") or "," in value:
         return [word]
+    if value.endswith(".py"):
+        own = f"a script trains a model class of its own: {program()} launch SCRIPT (docs/dropin.md, docs/runtime.md)"
+        raise Refusal([f"{word}: expected a folder with a {CONFIG} or the name of a model, found a script; {own}"])
     path = expanded(value)
     if "/" not in value and (key != "model" or not _is_plain_folder(path, folder)):
         return [word]

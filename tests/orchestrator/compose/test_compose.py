@@ -51,6 +51,7 @@ def test_a_single_point_combines_the_defaults_and_the_overrides() -> None:
         ("zero=stage1 precision=fp32", ["stage1-fp32"]),
         ("model=gpt2 batch.micro=8 seed=3 tracking=none output=/x", ["stage2-bf16-gpt2-micro8-seed3"]),
         ("precision.reduce=bf16", ["stage2-bf16-reduce_bf16"]),
+        ("zero=stage2 zero.stage=3 batch.micro=8", ["stage3-bf16-micro8"]),
         ("-m zero=stage0,stage1 precision=fp32", ["stage0", "stage1"]),
         (
             "-m recompute=none,full loss=full,tiled",

@@ -65,14 +65,14 @@ class Counter(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage] | None] = {_key(one): None for one in existing}
         self._fakes = _FakesOfReal()
 
-    def __torch_dispatch__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # more than half of all calls, each of which would pass through all modes
         with torch._C.DisableTorchFunction():  # function modes would be asked for each attribute of a tensor in here
             args = self._fakes.in_place_of_real(func, args)
             fake = next((one.fake_mode for one in args if isinstance(one, FakeTensor)), None)
             # A fake tensor would enter its mode and call again, which takes a fifth of the time of all operations.
-            result = func(*args, **(kwargs or {})) if fake is None else fake.dispatch(func, types, args, kwargs)
+            result: Any = func(*args, **(kwargs or {})) if fake is None else fake.dispatch(func, types, args, kwargs)
             if self._on_cuda and func is _aten.native_layer_norm.default:
                 result = cuda_layer_norm(*result)
             if isinstance(result, torch.Tensor):

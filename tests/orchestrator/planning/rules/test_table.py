@@ -93,6 +93,7 @@ BROKEN = [
         "zero.error_feedback needs gradients of one scale",
     ),
     (LAPTOP, "resources.device=cuda", "resources.device=cuda needs a GPU"),
+    (PLANNED, "resources.device=cuda", "fix: hardware=a100_80gb"),
     (SERVER, "resources.ranks=8", "resources.ranks must be at most the GPUs here, 4"),
     (LAPTOP, "hardware=a100_80gb", "hardware=a100_80gb needs 8 x A100-SXM4-80GB here to run; add --plan"),
     (LAPTOP, "hardware=h200 resources.device=cuda resources.nodes=2", "needs 8 x H200 here to run; add --plan"),
@@ -266,7 +267,7 @@ def test_a_broken_rule_is_reported_and_each_of_its_fixes_resolves_it(
     monkeypatch.setattr(comm_rules, "load", lambda _: lambda: "a reason" if line == FORBIDDEN else "")
     broken = problems(line, scene)
     assert len(broken) == 1
-    assert told in broken[0].rule
+    assert told in str(broken[0])
     assert broken[0].fix
     for fix in broken[0].fix:
         assert problems(f"{line} {fix}", scene) == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from ended_output import ended_sweep
 from orchestrator import cli
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
-from orchestrator.config.schema import RunConfig
+from orchestrator.config.schema import Model, RunConfig
 from orchestrator.planning.points import checked_points
 from orchestrator.planning.rules.scene import here
 from orchestrator.wings.foreign.point_words import words_of_point
@@ -99,6 +101,35 @@ def test_a_runs_folder_and_settings_name_the_same_point(output: Path, capsys: py
     for out, words in enumerate(([str(config.parent)], [str(config.parents[2])], typed)):
         files = told(capsys, "export", *words, "--to", "deepspeed", "--out", str(out))["files"]
         assert Path(files["ds_config.json"]).read_text() == first
+
+
+def test_a_run_of_epochs_has_the_steps_that_it_trained_and_settings_change_a_point(
+    output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = LINE.replace("stage1,stage2", "stage2").replace("-m ", "").replace("measure.steps=9", "measure=train")
+    words = f"{line} scheduler=warmup_decay train.epochs=2 output={output}".replace("scheduler=constant ", "").split()
+    points, _ = checked_points(composed(arguments.split(words)), here())
+    ended_sweep(output, "trained", points)
+    (config,) = (path for path in output.glob("points/*/attempts/01/config.json") if '"epochs": 2' in path.read_text())
+    folder, samples = str(config.parents[2]), json.loads((config.parent / "result.json").read_text())["data"]
+
+    def content(*words: str) -> Any:
+        found = told(capsys, "export", *words, "--to", "deepspeed", "--output", str(output), "--out", words[-1])
+        return json.loads(Path(found["files"]["ds_config.json"]).read_text())
+
+    steps = math.ceil(2 * samples["train_samples"] / 16)
+    assert content(folder)["scheduler"]["params"]["total_num_steps"] == steps
+    assert content(folder, "train.max_steps=7")["scheduler"]["params"]["total_num_steps"] == 7
+    assert content(LABEL, "zero=stage1", "--sweep", "zero")["zero_optimization"]["stage"] == 1
+
+
+def test_the_words_of_a_model_in_a_folder_leave_its_architecture_to_the_folder() -> None:
+    (config,) = configs("zero=stage2").values()
+    words = words_of_point(replace(config, model=Model("mine", "llama", {"hidden_size": 64}, path="/a/mine")))
+    assert {key: word for key, word in words.items() if key.startswith("model")} == {
+        "model": "pretrained",
+        "model.path": "/a/mine",
+    }
 
 
 def test_an_evaluation_is_not_exported(output: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,6 +98,14 @@ def test_transformers_computes_the_same_logits_from_exported_weights(
             assert torch.equal(half[name], weight.to(torch.bfloat16)), name
 
 
+def test_the_folder_of_a_point_means_its_newest_checkpoint(trained, tmp_path: Path) -> None:
+    point = tmp_path / "point"
+    point.mkdir()
+    (point / "checkpoints").symlink_to(trained[0] / "llama")
+    assert cli.main(["export-weights", str(point), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 def test_files_are_in_numeric_order_and_a_tied_weight_is_written_once(
     trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

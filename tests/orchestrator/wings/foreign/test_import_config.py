@@ -127,6 +127,90 @@ def test_adapters_of_the_scripts_arguments_are_those_of_the_point(
         assert {one for one in json.loads(out)["words"] if one.startswith("adapter")} == words
 
 
+ARGUMENTS = {
+    "per_device_train_batch_size": 4,
+    "num_train_epochs": 3,
+    "lr_scheduler_type": "cosine",
+    "optim": "adamw_torch",
+    "seed": 7,
+    "gradient_checkpointing": True,
+    "bf16": True,
+    "learning_rate": 2e-5,
+    "torch_compile": True,
+}
+AUTO = {
+    "train_batch_size": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+}
+# What each argument that is read becomes, with a JSON file that has an optimizer and a scheduler, and with FSDP.
+OWN_ROWS = {
+    "deepspeed": {
+        "lr_scheduler_type": ["scheduler=warmup"],
+        "optim": ["optimizer=adamw"],
+        "bf16.enabled": ["precision=bf16"],
+    },
+    "fsdp": {
+        "lr_scheduler_type": ["scheduler=cosine"],
+        "optim": ["optimizer=adamw"],
+        "learning_rate": ["optimizer.lr=2.0e-05"],
+        "bf16": ["precision=bf16"],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", OWN_ROWS)
+def test_each_argument_that_is_read_has_a_row(kind: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(file).write_text(json.dumps(AUTO))
+    how = {"deepspeed": file, "warmup_steps": 9} if kind == "deepspeed" else {"fsdp": "full_shard"}
+    Path("arguments.json").write_text(json.dumps({**ARGUMENTS, **how}))
+    assert cli.main(["import", "arguments.json", "model=llama_tiny", "resources.ranks=2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    rows = {one["key"]: one["words"] for one in json.loads(out)["keys"]}
+    both = {"seed": ["seed=7"], "gradient_checkpointing": ["recompute=full"], "num_train_epochs": []}
+    expected = {**OWN_ROWS[kind], **both}
+    assert {name: rows[name] for name in expected} == expected
+    assert ("lr_scheduler_type=cosine is not used, here as in the Trainer" in err) is (kind == "deepspeed")
+    assert "torch_compile (a run compiles no model" in err
+
+
+@pytest.mark.parametrize("share", [{"warmup_ratio": 0.03}, {"warmup_steps": 0.03}])
+def test_a_warm_up_that_is_a_share_of_the_steps_asks_for_their_number(
+    share: dict[str, float], file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(file).write_text(json.dumps(AUTO))
+    Path("arguments.json").write_text(json.dumps({**ARGUMENTS, **share, "deepspeed": file}))
+    assert cli.main(["import", "arguments.json", "model=llama_tiny"]) == 2
+    (name,) = share
+    assert f"{name}=0.03 needs the number of steps      fix: --args='--max_steps N'" in capsys.readouterr().err
+    assert cli.main(["import", "arguments.json", "model=llama_tiny", "--args=--max_steps 200", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert "scheduler.warmup_steps=6" in document["words"]
+    assert {"auto = 6"} == {one["value"] for one in document["keys"] if one["key"].endswith("warmup_num_steps")}
+
+
+def test_a_point_that_cannot_run_here_ends_with_a_line_that_can(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(file).write_text(json.dumps(AUTO))
+    args = f"torchrun --nnodes 2 --nproc_per_node 8 train.py --deepspeed {file} --warmup_steps 5"
+    assert cli.main(["import", f"--args={args}", "model=llama_tiny"]) == 0
+    ends = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("next ", "engines "))]
+    assert len(ends) == 1
+    assert " fit --config-dir " in ends[0]
+    assert ends[0].endswith(" hardware=NAME")
+
+
+def test_long_keys_wrap_at_their_dot(
+    file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    Path(file).write_text(json.dumps(AUTO))
+    assert cli.main(["import", file, "--args=--warmup_steps 9", "model=llama_tiny", "resources.ranks=2"]) == 0
+    keys = [line.split("  ")[0] or line[2:].split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert keys[keys.index("scheduler.params.") + 1] == "warmup_num_steps"
+
+
 def test_a_model_may_be_a_path(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')

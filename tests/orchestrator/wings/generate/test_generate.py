@@ -9,6 +9,8 @@ import pytest
 from points import make_config
 
 from orchestrator.cli import main
+from orchestrator.commands import rank_job
+from orchestrator.commands.rank_job import RanksFailed
 from orchestrator.config.strict import Refusal
 from orchestrator.wings.generate.generate import GenerationLine, read
 from orchestrator.wings.generate.generate import _next as proposed
@@ -17,9 +19,9 @@ from orchestrator.wings.generate.generate import _next as proposed
 def test_prompts_are_separated_from_settings(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("one\n\ntwo\n")
-    asked = read(["prompt=a=b", f"prompts={file}", "ask=who?", "tokens=5,6", "new_tokens=3", "zero=stage0"])
+    asked = read(["prompt=a=b", f"prompts={file}", "ask=who?", "tokens=5,6", "new_tokens=3", "beams=4", "zero=stage0"])
     assert asked.prompts == [{"text": "a=b"}, {"text": "one"}, {"text": "two"}, {"ask": "who?"}, {"tokens": [5, 6]}]
-    assert (asked.new_tokens, asked.words) == (3, ["zero=stage0"])
+    assert (asked.new_tokens, asked.beams, asked.words) == (3, 4, ["zero=stage0"])
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,7 @@ def test_prompts_are_separated_from_settings(tmp_path: Path) -> None:
         (["ask="], "found an empty one"),
         (["tokens=5,x"], "token ids"),
         (["prompt=a", "new_tokens=0"], "at least 1"),
+        (["prompt=a", "beams=0"], "beams: expected a number of at least 1"),
         (["prompts=/no/such/file"], "found none: No such file"),
     ],
 )
@@ -64,6 +67,33 @@ def test_what_inference_does_not_have_is_refused(
 )
 def test_a_model_that_was_asked_is_evaluated_on_conversations(prompt: dict[str, str], end: str, tmp_path: Path) -> None:
     assert proposed(make_config(tmp_path), GenerationLine([prompt], 4, ["data=stdlib"])).endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("words", "lacked", "fix"),
+    [
+        (["beams=4", "new_tokens=8"], True, "fix: beams=2   or   new_tokens=4"),
+        (["new_tokens=8"], True, "fix: new_tokens=4"),
+        (["beams=4"], False, ""),
+    ],
+)
+def test_a_search_that_lacks_memory_is_told_to_keep_fewer_beams(
+    words: list[str],
+    lacked: bool,
+    fix: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def ranks(*_: object, **__: object) -> dict[str, object]:
+        raise RanksFailed("rank 0: why", lacked_memory=lacked)
+
+    monkeypatch.setattr(rank_job, "run", ranks)
+    assert main(["generate", "prompt=a", *words, f"output={tmp_path}"]) == 1
+    told = capsys.readouterr().err
+    assert "nothing was generated: rank 0: why" in told
+    assert fix in told
+    assert ("fix:" in told) is lacked
 
 
 @pytest.mark.full

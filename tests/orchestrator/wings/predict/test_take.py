@@ -73,7 +73,7 @@ def point(words: str = "zero=stage1", label: str = "row") -> Point:
 def counted(of: Point, each: int, slack: int = 0, sent: int = 0, states: int = 0) -> Fit:
     memory = Counted(of.config, [], RULES, (), each, slack, sent, states)
     group = [word for word in of.overrides if word.startswith("parallel")]
-    target = Target(Device.cuda, LIMIT, 1, None, ranks_per_node=of.config.ranks)
+    target = Target(Device.cuda, LIMIT, 1, None, ranks_per_node=of.config.ranks // of.config.resources.nodes)
     found = fit_of(of.label, of.overrides, memory, target, DeviceOverhead(1, LEAST, MOST), group)
     assert found is not None
     return found
@@ -112,6 +112,21 @@ QUESTIONS = {
         "row1, micro-batch 1,",
         "row0",
         "sends 3.83 KiB a token, the first 2.26 KiB",
+    ),
+    "a tensor group over the network waits for a row with more to do that needs none": (
+        [
+            Asked("zero=stage1 parallel.tp=4 resources.nodes=8", 50, 0, 10),
+            Asked(f"{AGAIN} resources.nodes=8", 50, 0, 99),
+        ],
+        "row1, micro-batch 1,",
+        None,
+        "",
+    ),
+    "and is taken if nothing else fits": (
+        [Asked("zero=stage1 parallel.tp=4 resources.nodes=8", 50)],
+        "row0, micro-batch 1,",
+        None,
+        "",
     ),
     "a larger batch sends less for a token": (
         [Asked(PLAIN, 80, 0, 3_000), Asked("zero=stage3", 40, 0, 4_500)],

@@ -59,6 +59,12 @@ def test_a_model_that_is_not_in_the_cache_is_refused_with_the_line_that_fetches_
         composed(arguments.split(["model=meta-llama/Llama-3-8B"]))
 
 
+def test_a_file_of_ones_own_model_class_belongs_to_a_script() -> None:
+    for word in ("model=mymodel.py", "model.path=./mine/model.py"):
+        with pytest.raises(Refusal, match=r"found a script; .* launch SCRIPT"):
+            composed(arguments.split([word]))
+
+
 def test_other_words_stay(snapshot: Path) -> None:
     words = ["model=gpt2", "model=a/b,c/d", "data.path=Qwen/Qwen2.5-7B", f"model.path={snapshot}"]
     assert spelled(words) == words
