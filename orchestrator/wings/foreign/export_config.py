@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> VerbParser:
     parser = verb_parser("export", "A point as the files with which its engine, or another one, runs it.")
     stacks = ",".join(WRITERS)
-    parser.usage = f"{program()} export [-h] [RUN] [key=value ...] [--to {{{stacks}}}] [--out FOLDER] [--json]"
+    parser.usage = f"{program()} export [-h] [RUN] [group=option ...] [--to {{{stacks}}}] [--out FOLDER] [--json]"
     parser.epilog = f"example: {program()} export zero=stage3 precision=bf16 --to deepspeed"
     parser.add_argument("run", metavar="RUN", nargs="?", help="a point's label, a run's folder or an experiment file")
     parser.add_argument("--to", choices=tuple(WRITERS), help="default: the engine of the point")

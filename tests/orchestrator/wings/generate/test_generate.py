@@ -66,7 +66,7 @@ def test_what_inference_does_not_have_is_refused(
     ],
 )
 def test_a_model_that_was_asked_is_evaluated_on_conversations(prompt: dict[str, str], end: str, tmp_path: Path) -> None:
-    assert proposed(make_config(tmp_path), GenerationLine([prompt], 4, ["data=stdlib"])).endswith(end)
+    assert proposed(make_config(tmp_path), GenerationLine([prompt], 4, 1, ["data=stdlib"])).endswith(end)
 
 
 @pytest.mark.parametrize(
