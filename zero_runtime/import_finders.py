@@ -10,10 +10,12 @@ from importlib import import_module
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 TOLD = "ACCELERATE_USE_DEEPSPEED"
-_MESSAGE = """accelerate takes the engine of the package deepspeed: zero_runtime is imported, but does not train. \
-For the Trainer of transformers, import these two from here instead:
+_MESSAGE = """expected zero_runtime to train, found that accelerate was told to use the package deepspeed, which \
+`import zero_runtime as deepspeed` does not replace: zero_runtime is imported, but does not train. For the Trainer of \
+transformers, import these two from here instead:
     from zero_runtime.integrations.transformers import Trainer
     from zero_runtime.integrations.transformers import TrainingArguments
 A loop of your own calls zero_runtime.initialize, not Accelerator(deepspeed_plugin=...); see docs/transformers.md"""
@@ -31,6 +33,11 @@ class OtherEngineFinder(MetaPathFinder):
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
             warnings.warn(_MESSAGE, stacklevel=2)
+
+    def find_distributions(self, context: Any) -> list[Any]:
+        """Always none. accelerate asks for the version too, and Python asks no finder for a module that is imported."""
+        self.find_spec(context.name, None)
+        return []
 
 
 class ShortNames(MetaPathFinder, InspectLoader):

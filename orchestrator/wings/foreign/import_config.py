@@ -28,6 +28,8 @@ from orchestrator.wings.foreign.sources import source_of
 from orchestrator.wings.foreign.training_arguments import TypedArguments
 from orchestrator.wings.words import names
 from zero_runtime.deepspeed.auto import hidden_size_of
+from zero_runtime.deepspeed.keys import TOP
+from zero_runtime.deepspeed.schema import without_effect
 from zero_runtime.errors import PlanError
 
 FOLDER = "imported"
@@ -144,9 +146,9 @@ def _show(
     acting = [one for one in result.keys if one.fate is not Fate.idle]
     idle_keys = [one for one in result.keys if one.fate is Fate.idle]
     screen.table(Table(("key", "value", "here", "because"), tuple(map(_cells, acting)), names=4, drops=("because",)))
-    idle = [f"{one.key} ({one.value})" if one.value.startswith("auto =") else one.key for one in idle_keys]
-    if idle:
-        screen.say(f"without effect here: {', '.join(idle)}")
+    idle = {one.key: f"{one.key} ({one.value})" if one.value.startswith("auto =") else one.key for one in idle_keys}
+    for text in without_effect(idle, TOP):
+        screen.say(text)
     if result.native:
         screen.say("of these, engine=deepspeed has those of zero_optimization in the line `engines`")
     if any(one.note.endswith(DEFAULT) for one in acting):
