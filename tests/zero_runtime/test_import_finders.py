@@ -6,7 +6,9 @@ import importlib.util
 import subprocess
 import sys
 import warnings
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -54,6 +56,23 @@ def test_accelerates_search_for_deepspeed_is_told_once(
     lines = [line.strip() for line in str(found[0].message).splitlines() if line.startswith(" ")]
     assert len(lines) == 2
     exec("\n".join(lines), {})  # the lines that it names can be typed
+
+
+def test_the_search_is_told_too_when_a_library_has_imported_deepspeed_before(
+    heard: OtherEngineFinder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python asks no finder for a module that is imported, as TRL imports it; accelerate's look at the version does."""
+    available = pytest.importorskip("accelerate", reason="accelerate is not installed").utils.is_deepspeed_available
+    package = ModuleType("deepspeed")
+    package.__spec__ = ModuleSpec("deepspeed", None)
+    monkeypatch.setitem(sys.modules, "deepspeed", package)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        available()  # engine=deepspeed imports both packages, and leaves accelerate alone
+    monkeypatch.setenv(TOLD, "true")
+    with pytest.warns(UserWarning, match="expected zero_runtime to train, found that accelerate was told"):
+        available()
+    assert heard not in sys.meta_path
 
 
 @pytest.mark.full

@@ -28,7 +28,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     if _HOST["memory"] is None:
         _HOST["memory"] = load(ACTIVATIONS_ON_HOST)(torch.device("cuda", torch.cuda.current_device()), None)
     block = nn.Module()
-    block.forward = function
+    vars(block)["forward"] = function  # a module too is called, and so are its hooks
     return _HOST["memory"].forward_of(block, recomputes=True, keeps_products=False)(*args)
 
 
@@ -37,7 +37,7 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **switches: Any) -
 
     A warning names the switches that are on and have no effect. `initialize` reads the section of its configuration.
     """
-    section = {} if deepspeed_config is None else load_json(deepspeed_config).get("activation_checkpointing", {})
+    section = {} if deepspeed_config is None else load_json(deepspeed_config).get("activation_checkpointing") or {}
     lines = follow({**section, **{name: value for name, value in switches.items() if value is not None}})
     if lines:
         warnings.warn(f"zero_runtime.checkpointing.configure: {'; '.join(lines)}", stacklevel=2)
@@ -46,7 +46,7 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **switches: Any) -
 def follow(section: Mapping[str, Any]) -> list[str]:
     """Keep inputs where the section says from now on; a line for what is on and has no effect."""
     idle = {name: name for name, value in section.items() if value and name not in IN_CPU}
-    asked = any(section.get(name) for name in IN_CPU)
+    asked = section.get(IN_CPU[1], section.get(IN_CPU[0]))
     _HOST.clear()  # what a graph keeps in that memory lives as long as the graph
     _HOST.update({"memory": None} if asked and torch.cuda.is_available() else {})
     idle |= {"": f"{IN_CPU[0]}, for a CPU keeps its activations in host memory anyway"} if asked and not _HOST else {}

@@ -138,7 +138,7 @@ def initialize(
     view = EngineOptimizer(trained)
     schedule = _schedule(lr_scheduler, view, optimizer, read)
     if recomputed := read.given.get("activation_checkpointing"):
-        notes += checkpointing.follow({name: recomputed.get(name) for name in IN_CPU})
+        notes += checkpointing.follow({name: on for name, on in recomputed.items() if name in IN_CPU})
     _tell(read, notes)
     is_named = optimizer is not None or read.optimizer is not None
     is_frozen = not is_named and not any(param.requires_grad for param in model.parameters())
