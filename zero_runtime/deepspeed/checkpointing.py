@@ -38,19 +38,20 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **switches: Any) -
     A warning names the switches that are on and have no effect. `initialize` reads the section of its configuration.
     """
     section = {} if deepspeed_config is None else load_json(deepspeed_config).get("activation_checkpointing") or {}
-    lines = follow({**section, **{name: value for name, value in switches.items() if value is not None}})
-    if lines:
+    chosen = {**section, **{name: value for name, value in switches.items() if value is not None}}
+    idle = {name: name for name, value in chosen.items() if value and name not in IN_CPU}
+    if lines := [*without_effect(idle, RECOMPUTED), *follow(chosen)]:
         warnings.warn(f"zero_runtime.checkpointing.configure: {'; '.join(lines)}", stacklevel=2)
 
 
-def follow(section: Mapping[str, Any]) -> list[str]:
-    """Keep inputs where the section says from now on; a line for what is on and has no effect."""
-    idle = {name: name for name, value in section.items() if value and name not in IN_CPU}
+def follow(section: Mapping[str, Any] | None) -> list[str]:
+    """Keep inputs where the section says from now on, if there is one; a line if that changes nothing."""
+    if section is None:
+        return []
     asked = section.get(IN_CPU[1], section.get(IN_CPU[0]))
     _HOST.clear()  # what a graph keeps in that memory lives as long as the graph
     _HOST.update({"memory": None} if asked and torch.cuda.is_available() else {})
-    idle |= {"": f"{IN_CPU[0]}, for a CPU keeps its activations in host memory anyway"} if asked and not _HOST else {}
-    return without_effect(idle, RECOMPUTED)
+    return [f"{IN_CPU[0]}: a CPU keeps its activations in host memory anyway"] if asked and not _HOST else []
 
 
 def is_configured() -> bool:

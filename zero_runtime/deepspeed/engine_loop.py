@@ -237,8 +237,7 @@ class EngineLoop(EngineSettings):
         if not self._profiles or self.global_steps != self._section.get("profile_step", 1):
             return nullcontext()
         self._profiles = False
-        batch = self.train_micro_batch_size_per_gpu()
-        title = f"flops_profiler: step {self.global_steps}, rank 0 of {self.world_size}, a forward of {batch} samples"
+        title = f"flops_profiler: step {self.global_steps}, rank 0 of {self.world_size}, one forward"
         return profile_forward(self.runtime, self._section, title)
 
     def _print_step(self) -> None:
@@ -254,9 +253,8 @@ class EngineLoop(EngineSettings):
         told = f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
         print(f"{told}, samples/s={(self.global_samples - samples) / (now - begun):.4g}", flush=True)
         if self._times:
-            print(
-                " | ".join(["time (ms)", *(f"{_NAMES.get(phase, phase)}: {1e3 * s:.2f}" for phase, s in spent.items())])
-            )
+            told = " | ".join(f"{_NAMES.get(phase, phase)}: {1e3 * s:.2f}" for phase, s in spent.items())
+            print(f"time (ms) | {told}", flush=True)
 
 
 def _in_fp32(loss: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,6 @@ from zero_runtime.deepspeed.engine import Engine, EngineParts
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
 from zero_runtime.deepspeed.groups import Trained, groups_of_optimizer, groups_of_parameters
 from zero_runtime.deepspeed.json_text import load
-from zero_runtime.deepspeed.keys import IN_CPU
 from zero_runtime.deepspeed.leaf_modules import mark_leaf_modules
 from zero_runtime.deepspeed.live_engines import destroy_engine_of
 from zero_runtime.deepspeed.loader import training_loader
@@ -137,8 +136,7 @@ def initialize(
     notes += [*told, *trained.notes(), *mark_leaf_modules(model, read.leaf_modules)]
     view = EngineOptimizer(trained)
     schedule = _schedule(lr_scheduler, view, optimizer, read)
-    if recomputed := read.given.get("activation_checkpointing"):
-        notes += checkpointing.follow({name: on for name, on in recomputed.items() if name in IN_CPU})
+    notes += checkpointing.follow(read.given.get("activation_checkpointing"))
     _tell(read, notes)
     is_named = optimizer is not None or read.optimizer is not None
     is_frozen = not is_named and not any(param.requires_grad for param in model.parameters())

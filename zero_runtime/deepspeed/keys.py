@@ -25,7 +25,7 @@ from zero_runtime.deepspeed.schema import (
 )
 
 IN_CPU = ("cpu_checkpointing", "checkpoint_in_cpu")  # in a file, and as an argument of checkpointing.configure
-_TOKENS = "no two ranks keep the same activations: with tensor parallelism each keeps those of its own tokens"
+_TOKENS = "each rank keeps those of its own tokens, with tensor parallelism too (exceptions: docs/parallel.md)"
 RECOMPUTED = {
     **dict.fromkeys(IN_CPU, mapped(BOOL)),
     **all_idle(BOOL, "partition_activations", reason=_TOKENS),

@@ -217,7 +217,7 @@ def without_effect(idle: Mapping[str, str], table: Mapping[str, Key]) -> list[st
     by_reason: dict[str, list[str]] = {}
     for path, label in idle.items():
         by_reason.setdefault(_reason(table, path), []).append(label)
-    return [f"without effect here: {', '.join(on)}{why and f' ({why})'}" for why, on in by_reason.items()]
+    return [f"without effect here: {', '.join(on)}{why and f': {why}'}" for why, on in by_reason.items()]
 
 
 def _reason(table: Mapping[str, Key], path: str) -> str:

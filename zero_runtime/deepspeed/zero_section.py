@@ -57,7 +57,7 @@ OFFLOAD_OPTIMIZER = {
     "cpuadam_cores_perc": idle(NUMBER),
 }
 LEAF_MODULE = {name: mapped(TEXTS) for name in ("classes", "names", "name_suffixes")}
-_UNITS = "each block is one unit, which is gathered (the next one ahead), reduced and updated as a whole"
+_UNITS = "each block is one unit, which is gathered one ahead, reduced and updated as a whole"
 # DeepSpeed accepts these keys with the prefix stage3_ and without it.
 _OF_STAGE_3 = {
     "prefetch_bucket_size": idle(WHOLE, _UNITS, acts_at=0),

@@ -332,6 +332,6 @@ def test_functions_that_deepspeeds_checkpoint_calls_keep_their_inputs_on_the_hos
     assert copies.trips == [start.nbytes] * 2 + [-start.nbytes] * 2  # the input of each call
     with torch.no_grad():
         assert torch.equal(checkpointing.checkpoint(layer, start), layer(start))
-    with pytest.warns(UserWarning, match="cpu_checkpointing, for a CPU keeps its activations in host memory anyway"):
+    with pytest.warns(UserWarning, match="cpu_checkpointing: a CPU keeps its activations in host memory anyway"):
         checkpointing.configure(None, {"activation_checkpointing": {"cpu_checkpointing": True}})
     assert checkpointing._HOST == {}

@@ -126,8 +126,8 @@ def test_tuning_keys_are_accepted_and_reported_as_without_effect() -> None:
     sizes, others = read.without_effect()  # one line for all keys with one reason
     path = "zero_optimization."
     assert sizes == (
-        f"without effect here: {path}reduce_bucket_size, {path}overlap_comm, {path}stage3_max_live_parameters (each "
-        "block is one unit, which is gathered (the next one ahead), reduced and updated as a whole)"
+        f"without effect here: {path}reduce_bucket_size, {path}overlap_comm, {path}stage3_max_live_parameters: each "
+        "block is one unit, which is gathered one ahead, reduced and updated as a whole"
     )
     assert others.startswith("without effect here: zero_optimization.offload_optimizer.pin_memory, zero_allow")
 
@@ -148,8 +148,10 @@ def test_the_configuration_in_full_has_settings_keys_and_what_has_no_effect() ->
     assert {"batch = BatchSizes(train=8, micro=4, accumulation=1)", "clip_norm = None"} < set(lines)
     assert {"given: train_batch_size = 8", "given: zero_optimization.stage = 2"} < set(lines)
     first, second = lines[-2:]
-    assert first.startswith("without effect here: zero_optimization.overlap_comm (each block is one unit")
-    assert second.startswith("without effect here: activation_checkpointing.partition_activations (no two ranks keep")
+    assert first.startswith("without effect here: zero_optimization.overlap_comm: each block is one unit")
+    assert second.startswith(
+        "without effect here: activation_checkpointing.partition_activations: each rank keeps those of its"
+    )
 
 
 @pytest.mark.parametrize("never", ["inf", "Infinity", math.inf])
