@@ -70,9 +70,21 @@ def test_the_search_is_told_too_when_a_library_has_imported_deepspeed_before(
         warnings.simplefilter("error")
         available()  # engine=deepspeed imports both packages, and leaves accelerate alone
     monkeypatch.setenv(TOLD, "true")
-    with pytest.warns(UserWarning, match="expected zero_runtime to train, found that accelerate was told"):
+    with pytest.warns(
+        UserWarning, match="expected zero_runtime to train, found accelerate told to use the package deepspeed"
+    ):
         available()
     assert heard not in sys.meta_path
+
+
+@pytest.mark.full
+def test_a_trainer_is_told_with_the_real_package_imported_before(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
+    script = tmp_path / "train.py"
+    script.write_text(f"import deepspeed as other\n{_SCRIPT}")
+    ran = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "trainer made" in ran.stdout, ran.stderr
+    assert ran.stderr.count("zero_runtime is imported, but does not train") == 1, ran.stderr
 
 
 @pytest.mark.full

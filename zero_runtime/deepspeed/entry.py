@@ -136,8 +136,7 @@ def initialize(
     notes += [*told, *trained.notes(), *mark_leaf_modules(model, read.leaf_modules)]
     view = EngineOptimizer(trained)
     schedule = _schedule(lr_scheduler, view, optimizer, read)
-    notes += checkpointing.follow(read.given.get("activation_checkpointing"))
-    _tell(read, notes)
+    _tell(read, notes + checkpointing.follow(read.given.get("activation_checkpointing")))
     is_named = optimizer is not None or read.optimizer is not None
     is_frozen = not is_named and not any(param.requires_grad for param in model.parameters())
     if is_frozen:
