@@ -61,7 +61,7 @@ class DropinConfig:
     degrees: Degrees = UNDIVIDED
     leaf_modules: Mapping[str, Any] = field(default_factory=dict)
     prefetch: int = 1
-    given: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def text(self, name: str) -> str:
         """In full: what the keys mean here, each key that was given, and which have no effect and why."""
