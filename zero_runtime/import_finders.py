@@ -10,10 +10,11 @@ from importlib import import_module
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 TOLD = "ACCELERATE_USE_DEEPSPEED"
-_MESSAGE = """accelerate takes the engine of the package deepspeed: zero_runtime is imported, but does not train. \
-For the Trainer of transformers, import these two from here instead:
+_MESSAGE = """expected zero_runtime to train, found accelerate told to use the package deepspeed: zero_runtime is \
+imported, but does not train. For the Trainer of transformers, import these two from here instead:
     from zero_runtime.integrations.transformers import Trainer
     from zero_runtime.integrations.transformers import TrainingArguments
 A loop of your own calls zero_runtime.initialize, not Accelerator(deepspeed_plugin=...); see docs/transformers.md"""
@@ -28,9 +29,13 @@ class OtherEngineFinder(MetaPathFinder):
         # import: with `deepspeed=` in its arguments they take the package deepspeed, if it is installed. Just before,
         # accelerate sets a variable and looks for the package.
         if fullname == "deepspeed" and os.environ.get(TOLD, "").lower() == "true":
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
+            sys.meta_path[:] = [one for one in sys.meta_path if one is not self]
             warnings.warn(_MESSAGE, stacklevel=2)
+
+    def find_distributions(self, context: Any) -> list[Any]:
+        """Always none. accelerate asks for the version too, and Python asks no finder for a module that is imported."""
+        self.find_spec(context.name, None)
+        return []
 
 
 class ShortNames(MetaPathFinder, InspectLoader):
@@ -49,8 +54,7 @@ class ShortNames(MetaPathFinder, InspectLoader):
         package, *inside = fullname.split(".")
         if package != "zero_runtime" or not inside or inside[0] not in self._modules:
             return None
-        within = path if inside[1:] else [f"{folder}/deepspeed" for folder in path or ()]
-        spec = PathFinder.find_spec(fullname, within)
+        spec = PathFinder.find_spec(fullname, path if inside[1:] else [f"{folder}/deepspeed" for folder in path or ()])
         if spec is not None:
             spec.loader = self
         return spec
@@ -63,13 +67,11 @@ class ShortNames(MetaPathFinder, InspectLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing is executed twice; the module keeps its own spec, which the import system has replaced."""
-        assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state
+        module.__spec__ = module.__spec__.loader_state  # type: ignore[union-attr]
 
     def get_source(self, fullname: str) -> str | None:
         """The text of a module, which `python -m` runs under its short name."""
-        loader = import_module(_long(fullname)).__loader__
-        return loader.get_source(_long(fullname)) if isinstance(loader, InspectLoader) else None
+        return import_module(_long(fullname)).__loader__.get_source(_long(fullname))  # type: ignore[union-attr]
 
 
 def _long(name: str) -> str:

@@ -44,6 +44,7 @@ UNSET = {
     "data_types.param_dtype": "the dtype that fp16 and bf16 say, there and here",
     "data_types.buffer_dtype": "buffers keep their dtype, there and here",
     "gradient_accumulation_steps": "follows from the batch sizes, or is 1, there and here",
+    "steps_per_print": "nothing is printed, there and here",
     "train_batch_size": "follows from the other sizes, there and here",
     "train_micro_batch_size_per_gpu": "follows from the other sizes, there and here",
     "scheduler.WarmupLR.warmup_max_lr": "each group's own rate, there and here (the schedules below)",

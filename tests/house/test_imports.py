@@ -226,8 +226,8 @@ ROOMS = {
         "profile": "accounting census phase_clock predict runtime",
         "checkpoint": "agreement collectives optim process_identity pure runtime slices tensor_source unit wings",
         "deepspeed": "agreement checkpoint closed deferred_values dtypes initial_values optim own_device "
-        "parallel predict pure recorded_values runtime step_report tensor_source unit unit_planner "
-        "users_backward watch world",
+        "parallel predict profile pure recorded_values runtime step_report tensor_source unit unit_planner "
+        "users_backward watch wings world",
         "import_finders": "",
         "zero_runtime": "import_finders",
         "same_host": "process_identity pure wings world",

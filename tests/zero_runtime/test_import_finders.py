@@ -6,7 +6,9 @@ import importlib.util
 import subprocess
 import sys
 import warnings
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -54,6 +56,35 @@ def test_accelerates_search_for_deepspeed_is_told_once(
     lines = [line.strip() for line in str(found[0].message).splitlines() if line.startswith(" ")]
     assert len(lines) == 2
     exec("\n".join(lines), {})  # the lines that it names can be typed
+
+
+def test_the_search_is_told_too_when_a_library_has_imported_deepspeed_before(
+    heard: OtherEngineFinder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python asks no finder for a module that is imported, as TRL imports it; accelerate's look at the version does."""
+    available = pytest.importorskip("accelerate", reason="accelerate is not installed").utils.is_deepspeed_available
+    package = ModuleType("deepspeed")
+    package.__spec__ = ModuleSpec("deepspeed", None)
+    monkeypatch.setitem(sys.modules, "deepspeed", package)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        available()  # engine=deepspeed imports both packages, and leaves accelerate alone
+    monkeypatch.setenv(TOLD, "true")
+    with pytest.warns(
+        UserWarning, match="expected zero_runtime to train, found accelerate told to use the package deepspeed"
+    ):
+        available()
+    assert heard not in sys.meta_path
+
+
+@pytest.mark.full
+def test_a_trainer_is_told_with_the_real_package_imported_before(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
+    script = tmp_path / "train.py"
+    script.write_text(f"import deepspeed as other\n{_SCRIPT}")
+    ran = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "trainer made" in ran.stdout, ran.stderr
+    assert ran.stderr.count("zero_runtime is imported, but does not train") == 1, ran.stderr
 
 
 @pytest.mark.full

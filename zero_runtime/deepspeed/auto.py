@@ -115,7 +115,7 @@ def auto_values(config: Mapping[str, Any], values: AutoValues, world: int | None
     world: the number of ranks, for train_batch_size, which is the product of the other two sizes and the ranks.
     """
     found = {}
-    for path, value in _leaves(config):
+    for path, value in leaves(config):
         if value == AUTO and path in _RULES:
             known = _RULES[path].value(values)
             if known is not None:
@@ -147,7 +147,7 @@ def mismatches(
     """One line for each key whose value in the file is not that of the arguments, which the Trainer refuses. given: the
     arguments that were given, where that is known; the others have their defaults."""
     lines = []
-    for path, value in _leaves(config):
+    for path, value in leaves(config):
         rule = _RULES.get(path)
         if rule is None or value == AUTO or value is None or not rule.must_match:
             continue
@@ -194,9 +194,10 @@ def _warmup_steps(args: object, total: int | None) -> int | None:
     return None if steps is None and ratio is None else 0
 
 
-def _leaves(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The path and the value of each key that is no section; an empty section counts as a value."""
     for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}{name}.")
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value

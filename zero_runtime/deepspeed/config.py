@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zero_runtime.deepspeed.auto import AutoValues, auto_values, with_values
+from zero_runtime.deepspeed.auto import AutoValues, auto_values, leaves, with_values
 from zero_runtime.deepspeed.batch import BatchSizes, read_batch
 from zero_runtime.deepspeed.compressed import check_one_bit, read_wire
 from zero_runtime.deepspeed.json_text import load, shown
-from zero_runtime.deepspeed.keys import HOMES, TOP
+from zero_runtime.deepspeed.keys import HOMES, OWN, TOP
 from zero_runtime.deepspeed.offload_section import read_offload
 from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer, choose_optimizer
 from zero_runtime.deepspeed.parallel_section import UNDIVIDED, Degrees, batch_ranks, notes_of, read_degrees
 from zero_runtime.deepspeed.schedule_section import ScheduleOf, choose_schedule
-from zero_runtime.deepspeed.schema import Reader
-from zero_runtime.deepspeed.zero_section import ZERO_LEVEL, read_plan, with_new_names
+from zero_runtime.deepspeed.schema import Reader, without_effect
+from zero_runtime.deepspeed.zero_section import AHEAD, ZERO_LEVEL, read_plan, with_new_names
 from zero_runtime.limits import ConfigError, keys_of
 from zero_runtime.offload_plan import OffloadPlan
 from zero_runtime.optim.configs import OneBitAdamConfig
@@ -28,6 +28,7 @@ from zero_runtime.wire import Wire
 
 DEFAULT_CLIP_NORM = 1.0
 NODE_LOCAL = "use_node_local_storage"
+_APART = ("idle", "notes", "given")  # which have lines of their own
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ class DropinConfig:
     idle: keys without effect. notes: sentences for the user on how the engine differs from DeepSpeed. older: older
     names of keys, with the newer ones. managed_accumulation: whether micro-batches are counted, or each call of `step`
     ends a step. fp32_buffers: whether floating buffers are cast to fp32. degrees: of tensor and
-    sequence parallelism. leaf_modules: by which classes and names initialize marks modules. node_local: whether
-    each node has checkpoints of its own. `optimizer` and `schedule`
-    are None if the configuration has no such section.
+    sequence parallelism. leaf_modules: by which classes and names initialize marks modules. prefetch: units gathered
+    ahead. node_local: whether each node has checkpoints of its own. given: the configuration that was read, with "auto"
+    filled in; it also says what the engine prints. `optimizer` and `schedule` are None if the configuration has no such
+    section.
     """
 
     plan: ZeroPlan
@@ -61,6 +63,18 @@ class DropinConfig:
     degrees: Degrees = UNDIVIDED
     leaf_modules: Mapping[str, Any] = field(default_factory=dict)
     node_local: bool = False
+    prefetch: int = 1
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def text(self, name: str) -> str:
+        """In full: what the keys mean here, each key that was given, and which have no effect and why."""
+        lines = [f"{key} = {value}" for key, value in vars(self).items() if key not in _APART]
+        lines += [f"given: {path} = {value!r}" for path, value in leaves(self.given)]
+        return "\n  ".join([f"{name}:", *lines, *self.notes, *self.without_effect()])
+
+    def without_effect(self) -> list[str]:
+        """One line for all keys that have no effect for one reason."""
+        return without_effect({path: path for path in self.idle}, TOP)
 
 
 def read_config(
@@ -107,6 +121,7 @@ def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader, *
     check_one_bit(optimizer, plan, clip_norm, reader)
     if not engine:
         reader.unused("zero_optimization", zero, ["leaf_module"])
+        reader.idle += [name for name in OWN if name in values]
     return DropinConfig(
         plan=plan,
         wire=wire,
@@ -127,6 +142,8 @@ def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader, *
         degrees=degrees,
         leaf_modules=zero.get("leaf_module", {}),
         node_local=values.get("checkpoint", {}).get(NODE_LOCAL, False),
+        prefetch=0 if any(path.rpartition(".")[2] in zero for path in AHEAD) else 1,
+        given=given,
     )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from zero_runtime.deepspeed.engine_settings import EngineSettings
+from zero_runtime.deepspeed.forward_profile import profile_forward
 from zero_runtime.deepspeed.live_engines import claim_loss
 from zero_runtime.deepspeed.schedules import Schedule, advance
 from zero_runtime.dtypes import TORCH_DTYPE
@@ -16,7 +19,9 @@ from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.step_report import StepReport
 from zero_runtime.users_backward import UsersBackward
+from zero_runtime.world import own_rank
 
+_NAMES = {"forward": "fwd", "backward": "bwd", "optimizer": "step"}  # DeepSpeed's names of phases
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -40,6 +45,7 @@ class EngineLoop(EngineSettings):
         self._inside_no_sync = False
         self._applied = False  # by the last call of step
         self._report: StepReport | None = None
+        self._begin_prints()
         self.optimizer.bind(self._update, self.runtime, self.zero_grad)
         self.runtime.backwards.follow_users(self._begin_users_backward)
         self.runtime.backwards.take_written(self.dp_world_size)  # what `.grad` held before counts, as in torch
@@ -52,7 +58,8 @@ class EngineLoop(EngineSettings):
         if self.config.casts_inputs:
             args = tuple(self._cast(value) for value in args)
             kwargs = {name: self._cast(value) for name, value in kwargs.items()}
-        return self.module(*args, **kwargs)
+        with self._forward_profile(), self.runtime.clock.phase("forward"):
+            return self.module(*args, **kwargs)
 
     forward = __call__
 
@@ -70,7 +77,8 @@ class EngineLoop(EngineSettings):
         share = _in_fp32(loss)
         share = share / self.gradient_accumulation_steps() if scale_wrt_gas else share
         last = self.is_gradient_accumulation_boundary()
-        self.runtime.backward(share / self.dp_world_size, retain_graph=retain_graph, last=last)
+        with self.runtime.clock.phase("backward"):
+            self.runtime.backward(share / self.dp_world_size, retain_graph=retain_graph, last=last)
         return share.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -110,8 +118,9 @@ class EngineLoop(EngineSettings):
         samples = self._samples_of_step()
         self._stepping = True
         try:
-            self.allreduce_gradients()
-            self.optimizer.step()
+            with self.runtime.clock.phase("optimizer"):
+                self.allreduce_gradients()
+                self.optimizer.step()
         except NonFiniteError:  # it dropped the gradients; after a PlanError, step may be called again
             self._end_step(samples)
             raise
@@ -124,6 +133,7 @@ class EngineLoop(EngineSettings):
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             advance(self.lr_scheduler, lr_kwargs or {})
+        self._print_step()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """At a boundary: reduce the gradients that backwards have left on each rank. `step` does it. Every rank calls
@@ -205,6 +215,46 @@ class EngineLoop(EngineSettings):
             )
         self.micro_steps_in_step = 0
         self.runtime.zero_grad()
+
+    # ---- what rank 0 prints ----------------------------------------------------------------------------------------
+
+    def _begin_prints(self) -> None:
+        """Follow steps_per_print, wall_clock_breakdown and flops_profiler. Times run from the end of a step to that of
+        the next one: `other` is all that a script does between its calls."""
+        own = self.config.given if own_rank() == 0 else {}
+        self._section = own.get("flops_profiler") or {}
+        self._profiles = self._section.get("enabled", False)
+        # The profile needs a clock that runs, and DeepSpeed prints the times with it too.
+        self._times = own.get("wall_clock_breakdown", False) or self._profiles
+        every = float(own.get("steps_per_print") or math.inf)
+        self._every = 1.0 if self._times and every == math.inf else every
+        self._printed = time.perf_counter(), 0  # when the last line was printed, and the samples until then
+        if self._times:
+            self.runtime.clock.start()
+
+    def _forward_profile(self) -> AbstractContextManager[None]:
+        """The context of a forward: a profile, if it is the first one of the step to profile."""
+        if not self._profiles or self.global_steps != self._section.get("profile_step", 1):
+            return nullcontext()
+        self._profiles = False
+        title = f"flops_profiler: step {self.global_steps}, rank 0 of {self.world_size}, one forward"
+        return profile_forward(self.runtime, self._section, title)
+
+    def _print_step(self) -> None:
+        """Print what is due at the end of a step."""
+        spent = dict.fromkeys(_NAMES, 0.0)
+        if self._times:
+            spent |= self.runtime.clock.end().seconds()
+            self.runtime.clock.start()
+        if self.global_steps % self._every:
+            return
+        (begun, samples), now = self._printed, time.perf_counter()
+        self._printed = now, self.global_samples
+        told = f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
+        print(f"{told}, samples/s={(self.global_samples - samples) / (now - begun):.4g}", flush=True)
+        if self._times:
+            told = " | ".join(f"{_NAMES.get(phase, phase)}: {1e3 * s:.2f}" for phase, s in spent.items())
+            print(f"time (ms) | {told}", flush=True)
 
 
 def _in_fp32(loss: torch.Tensor) -> torch.Tensor:

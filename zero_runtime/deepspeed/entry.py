@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from zero_runtime.deepspeed import checkpointing
 from zero_runtime.deepspeed.auto import AutoValues
 from zero_runtime.deepspeed.compressed import check_trained
 from zero_runtime.deepspeed.config import DropinConfig, read_config
@@ -31,6 +32,7 @@ from zero_runtime.deepspeed.pending_weights import pending_weights
 from zero_runtime.deepspeed.runtime.lr_schedules import of_section
 from zero_runtime.deepspeed.schedules import Schedule, client_schedule
 from zero_runtime.deepspeed.tp_model import with_tensor_parallel
+from zero_runtime.deepspeed.utils.logging import logger
 from zero_runtime.errors import PlanError
 from zero_runtime.own_device import device_index, make_current
 from zero_runtime.parallel.tensor.division import TensorParallel
@@ -138,7 +140,7 @@ def initialize(
     notes += [*told, *trained.notes(), *mark_leaf_modules(model, read.leaf_modules)]
     view = EngineOptimizer(trained)
     schedule = _schedule(lr_scheduler, view, optimizer, read)
-    _warn(read, notes)
+    _tell(read, notes + checkpointing.follow(read.given.get("activation_checkpointing")))
     is_named = optimizer is not None or read.optimizer is not None
     is_frozen = not is_named and not any(param.requires_grad for param in model.parameters())
     if is_frozen:
@@ -236,6 +238,7 @@ def _compose(
     watch = watch_world()
     settings = RuntimeSettings(
         micro_batches=read.batch.accumulation,
+        prefetch=read.prefetch,
         clip_norm=read.clip_norm,
         loss_scale=read.loss_scale,
         offload=read.offload,
@@ -266,10 +269,13 @@ def _compose(
     return runtime, watch
 
 
-def _warn(read: DropinConfig, notes: list[str]) -> None:
-    """Print the notes and the keys without effect in one warning, on rank 0."""
-    lines = [*notes, *read.notes]
-    if read.idle:
-        lines.append(f"without effect here: {', '.join(read.idle)}")
-    if lines and own_rank() == 0:
+def _tell(read: DropinConfig, notes: list[str]) -> None:
+    """On rank 0, the notes and the keys without effect in one warning, and with dump_state the whole configuration,
+    which the logger has at INFO otherwise."""
+    if own_rank() != 0:
+        return
+    told = print if read.given.get("dump_state") else logger.info
+    told(read.text("DeepSpeedEngine configuration"))
+    lines = [*notes, *read.notes, *read.without_effect()]
+    if lines:
         warnings.warn("zero_runtime.initialize: " + "; ".join(lines), stacklevel=3)

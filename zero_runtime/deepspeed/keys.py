@@ -25,6 +25,19 @@ from zero_runtime.deepspeed.schema import (
     section,
 )
 
+IN_CPU = ("cpu_checkpointing", "checkpoint_in_cpu")  # in a file, and as an argument of checkpointing.configure
+_TOKENS = "each rank keeps those of its own tokens, with tensor parallelism too (exceptions: docs/parallel.md)"
+RECOMPUTED = {
+    **dict.fromkeys(IN_CPU, mapped(BOOL)),
+    **all_idle(BOOL, "partition_activations", reason=_TOKENS),
+    **all_idle(BOOL, "contiguous_memory_optimization", "synchronize_checkpoint_boundary", "profile"),
+    "number_checkpoints": idle(WHOLE),
+}
+_FLOPS_PROFILER = {
+    **dict.fromkeys(("enabled", "detailed"), mapped(BOOL)),
+    **dict.fromkeys(("profile_step", "module_depth", "top_modules"), mapped(WHOLE)),
+    **{"output_file": mapped(TEXT), "recompute_fwd_factor": idle(NUMBER)},
+}
 _FP16 = {
     "enabled": mapped(BOOL),
     "auto_cast": mapped(BOOL),
@@ -78,6 +91,12 @@ _AIO = {
     **all_idle(WHOLE, "thread_count", "intra_op_parallelism"),
     **all_idle(BOOL, "single_submit", "overlap_events", "use_gds"),
 }
+# What the engine prints, and where its `checkpointing.checkpoint` keeps inputs: an experiment has its own words for it.
+OWN: dict[str, Key] = {
+    "steps_per_print": mapped(NUMBER_OR_INF),
+    **dict.fromkeys(("wall_clock_breakdown", "dump_state"), mapped(BOOL)),
+    **{"flops_profiler": section(_FLOPS_PROFILER), "activation_checkpointing": section(RECOMPUTED)},
+}
 _ACTING: dict[str, Key] = {
     "train_batch_size": mapped(WHOLE),
     "train_micro_batch_size_per_gpu": mapped(WHOLE),
@@ -97,18 +116,17 @@ _ACTING: dict[str, Key] = {
     "sequence_parallel_size": mapped(WHOLE),
     "data_parallel_size": mapped(WHOLE),
     "zero_optimization": zero_section.SECTION,
+    **OWN,
 }
 _IDLE: dict[str, Key] = {
     **all_idle(BOOL, "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "prescale_gradients"),
-    **all_idle(BOOL, "wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_allgather"),
-    **all_idle(BOOL, "disable_python_gc"),
+    **all_idle(BOOL, "memory_breakdown", "disable_allgather", "disable_python_gc"),
     **all_idle(TEXT, "seq_parallel_comm_data_type", "seq_parallel_communication_data_type", "log_level"),
     "gradient_predivide_factor": idle(NUMBER),
-    "steps_per_print": idle(NUMBER_OR_INF),
     "vocabulary_size": idle(WHOLE),
     "aio": section(_AIO),
     # Nothing in these sections has an effect, so their keys are not looked at.
-    **all_idle(OBJECT, "timers", "nebula", "flops_profiler", "activation_checkpointing", "comms_logger"),
+    **all_idle(OBJECT, "timers", "nebula", "comms_logger"),
     **all_idle(OBJECT, "tensorboard", "wandb", "comet", "csv_monitor"),
 }
 _ABSENT = {

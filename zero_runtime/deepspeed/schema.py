@@ -51,7 +51,9 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "a whole number": _is_whole,
     "a number": _is_number,
     # Some writers of YAML and JSON make a text of it.
-    "a number or inf": lambda value: value in (math.inf, "inf", "Infinity") or _is_number(value),
+    "a number above 0, or inf": lambda value: (
+        value in (math.inf, "inf", "Infinity") or (_is_number(value) and value > 0)
+    ),
     "a number or a list of numbers": lambda value: _is_number(value) or _is_list_of_numbers(value),
     "a text": lambda value: isinstance(value, str),
     "two numbers": _is_pair,
@@ -67,11 +69,13 @@ _CONVERTED: Mapping[str, Callable[[Any], Any]] = {BOOL: bool, WHOLE: int}
 
 @dataclass(frozen=True)
 class Key:
-    """One key. `acts`: its value is returned to the caller; otherwise the key is idle. `only`: the allowed values; any
-    other value is refused, with `reason`. `table`: the keys of a value that is an object."""
+    """One key. `acts`: its value is returned to the caller; otherwise the key is idle, because of `reason`, except at
+    the value `acts_at`. `only`: the allowed values; any other value is refused, with `reason`. `table`: the keys of a
+    value that is an object."""
 
     kind: str = ANY
     acts: bool = False
+    acts_at: Any = None
     only: tuple[Any, ...] | None = None
     reason: str = ""
     table: Mapping[str, Key] | None = None
@@ -87,14 +91,14 @@ def choice(*values: str, reason: str) -> Key:
     return Key(TEXT, acts=True, only=values, reason=reason)
 
 
-def idle(kind: str) -> Key:
-    """A key that has no counterpart here and does not change results."""
-    return Key(kind)
+def idle(kind: str, reason: str = "", acts_at: Any = None) -> Key:
+    """A key that has no counterpart here, except at the value `acts_at`, and does not change results."""
+    return Key(kind, reason=reason, acts_at=acts_at)
 
 
-def all_idle(kind: str, *names: str) -> dict[str, Key]:
+def all_idle(kind: str, *names: str, reason: str = "") -> dict[str, Key]:
     """Keys of one kind that have no counterpart here and do not change results."""
-    return dict.fromkeys(names, idle(kind))
+    return dict.fromkeys(names, idle(kind, reason))
 
 
 def only(*values: Any, kind: str, reason: str) -> Key:
@@ -152,7 +156,7 @@ class Reader:
                 key = table[name]
                 if key.table is not None:
                     values[name] = self.read(key.table, value, where + ".")
-                elif key.acts:
+                elif key.acts or (value == key.acts_at is not None):
                     values[name] = _CONVERTED[key.kind](value) if key.kind in _CONVERTED else value
                 else:
                     self.idle.append(where)
@@ -206,6 +210,21 @@ def _auto_problem(key: Key) -> str:
         return ""
     expected = f"write {key.kind}" if key.acts else "leave the key out"
     return f'"auto" is filled in from TrainingArguments, and none that say it were given as args; {expected}'
+
+
+def without_effect(idle: Mapping[str, str], table: Mapping[str, Key]) -> list[str]:
+    """One line for all keys that have no effect for one reason, from their paths and what to call each."""
+    by_reason: dict[str, list[str]] = {}
+    for path, label in idle.items():
+        by_reason.setdefault(_reason(table, path), []).append(label)
+    return [f"without effect here: {', '.join(on)}{why and f': {why}'}" for why, on in by_reason.items()]
+
+
+def _reason(table: Mapping[str, Key], path: str) -> str:
+    key = Key(table=table)
+    for name in path.split("."):
+        key = (key.table or {}).get(name, Key())
+    return "" if key.acts or key.only is not None else key.reason
 
 
 def homes_of(table: Mapping[str, Key], path: str = "") -> dict[str, tuple[str, ...]]:

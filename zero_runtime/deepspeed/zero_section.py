@@ -34,6 +34,8 @@ _LOCO = (
     "LoCo, whose errors fade and are dropped after some steps, is not here (zero.error_feedback=true of the command "
     "line keeps them); leave it out"
 )
+# Paths of the key that at 0 means the same here: nothing is gathered ahead.
+AHEAD = ("zero_optimization.prefetch_bucket_size", "zero_optimization.stage3_prefetch_bucket_size")
 _OLD_NAMES = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 OFFLOAD_PARAM = {
@@ -55,21 +57,23 @@ OFFLOAD_OPTIMIZER = {
     "cpuadam_cores_perc": idle(NUMBER),
 }
 LEAF_MODULE = {name: mapped(TEXTS) for name in ("classes", "names", "name_suffixes")}
+_UNITS = "each block is one unit, which is gathered one ahead, reduced and updated as a whole"
 # DeepSpeed accepts these keys with the prefix stage3_ and without it.
 _OF_STAGE_3 = {
-    **all_idle(WHOLE, "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
-    **all_idle(WHOLE, "max_live_parameters", "max_reuse_distance", "module_granularity_threshold"),
+    "prefetch_bucket_size": idle(WHOLE, _UNITS, acts_at=0),
+    **all_idle(WHOLE, "param_persistence_threshold", "model_persistence_threshold", reason=_UNITS),
+    **all_idle(WHOLE, "max_live_parameters", "max_reuse_distance", "module_granularity_threshold", reason=_UNITS),
     **all_idle(BOOL, "gather_16bit_weights_on_model_save", "use_all_reduce_for_fetch_params", "allgather_sequential"),
 }
 _IDLE = {
-    **all_idle(BOOL, "contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce"),
-    **all_idle(BOOL, "allgather_partitions", "overlap_comm", "parameter_alignment", "load_from_fp32_weights"),
+    **all_idle(BOOL, "contiguous_gradients", "reduce_scatter", "allgather_partitions", "overlap_comm", reason=_UNITS),
+    **all_idle(BOOL, "use_multi_rank_bucket_allreduce", "parameter_alignment", "load_from_fp32_weights"),
     **all_idle(BOOL, "compute_grad_norm"),  # it is computed anyway
     **all_idle(BOOL, "elastic_checkpoint", "legacy_stage1", "round_robin_gradients", "mics_hierarchical_params_gather"),
     **all_idle(BOOL, "memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply"),
     **all_idle(BOOL, "log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory"),
     **all_idle(BOOL, "stage3_gather_fp16_weights_on_model_save", "cpu_offload_use_pin_memory"),
-    **all_idle(WHOLE, "reduce_bucket_size", "allgather_bucket_size", "sub_group_size"),
+    **all_idle(WHOLE, "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", reason=_UNITS),
     **all_idle(WHOLE, "stage3_partition_stream_chunk_size"),
     **_OF_STAGE_3,
     **{f"stage3_{name}": key for name, key in _OF_STAGE_3.items()},

@@ -8,7 +8,9 @@ module's call therefore tell which module made a node, and the node's time in ba
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable
 from types import TracebackType
 
@@ -26,13 +28,17 @@ ROOT = "(root)"  # the model itself, which has no name
 class StepRanges:
     """Context around one step, which opens a range for the step, each phase of the clock and each call of a module.
 
-    The clock must be started inside. at_mark: called whenever a phase begins or ends.
+    The clock must be started inside. at_mark: called whenever a phase begins or ends. seconds: in the calls of each
+    module by the clock `now`, with those of the modules in it.
     """
+
+    now = staticmethod(time.perf_counter)
 
     def __init__(self, model: nn.Module, clock: PhaseClock, at_mark: Callable[[], None] | None = None) -> None:
         self._model, self._clock, self._at_mark = model, clock, at_mark
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._phases: list[tuple[str, _Range]] = []
-        self._calls: list[tuple[str, _Range]] = []
+        self._calls: list[tuple[str, _Range, float]] = []
         self._handles: list[RemovableHandle] = []
         self._thread = threading.get_ident()
         self._numbers: list[int] = []  # autograd's number at each change of the innermost module
@@ -84,13 +90,15 @@ class StepRanges:
 
     def _opening(self, name: str) -> Callable[..., None]:
         def open_call(*_: object) -> None:
-            self._calls.append((name, _Range(f"{MODULE}{name}")))
+            self._calls.append((name, _Range(f"{MODULE}{name}"), self.now()))
             self._note()
 
         return open_call
 
     def _close_call(self, *_: object) -> None:
-        self._calls.pop()[1].close()
+        name, opened, begun = self._calls.pop()
+        self.seconds[name] += self.now() - begun
+        opened.close()
         self._note()
 
     def _note(self) -> None:

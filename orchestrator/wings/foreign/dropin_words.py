@@ -36,6 +36,7 @@ def words_of(config: DropinConfig) -> dict[str, str]:
         **_precision(config.precision, config.loss_scale),
         **_offload(config.offload),
         **_parallel(config.degrees),
+        **({} if config.prefetch == 1 else {"zero.prefetch": as_word(config.prefetch)}),
     }
     batch = {"batch.micro": config.batch.micro, "batch.accumulation": config.batch.accumulation}
     words |= {key: as_word(value) for key, value in batch.items()} | {"batch.global_size": "null"}

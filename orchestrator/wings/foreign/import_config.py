@@ -29,6 +29,8 @@ from orchestrator.wings.foreign.training_arguments import TypedArguments
 from orchestrator.wings.words import names
 from orchestrator.wings.words.suggestions import NOT_HERE, OFF
 from zero_runtime.deepspeed.auto import hidden_size_of
+from zero_runtime.deepspeed.keys import TOP
+from zero_runtime.deepspeed.schema import without_effect
 from zero_runtime.errors import PlanError
 
 FOLDER = "imported"
@@ -147,8 +149,8 @@ def _show(
     idle_keys = [one for one in result.keys if one.fate is Fate.idle]
     cells = tuple(_cells(one, screen.console.width // 3) for one in acting)
     screen.table(Table(("key", "value", "here", "because"), cells, names=4, drops=("because",)))
-    if idle_keys:
-        screen.say(f"without effect here: {', '.join(map(_idle, idle_keys))}")
+    for text in without_effect({one.key: _idle(one) for one in idle_keys}, TOP):
+        screen.say(text)
     if result.native:
         screen.say("of these, engine=deepspeed has those of zero_optimization in the line `engines`")
     if any(one.note.endswith(DEFAULT) for one in acting):

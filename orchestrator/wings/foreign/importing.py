@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +14,12 @@ from orchestrator.wings.foreign.findings import Fate, Foreign, KeyFinding, as_wo
 from orchestrator.wings.foreign.meanings import UNSAID, settings_of
 from orchestrator.wings.foreign.silently import silent_effects
 from orchestrator.wings.foreign.training_arguments import TypedArguments
-from zero_runtime.deepspeed.auto import AutoValue, AutoValues, auto_values, mismatches, with_values
+from zero_runtime.deepspeed.auto import AutoValue, AutoValues, auto_values, leaves, mismatches, with_values
 from zero_runtime.deepspeed.config import DropinConfig, examine
 from zero_runtime.deepspeed.keys import HOMES
 from zero_runtime.deepspeed.parallel_section import SEQUENCE, batch_ranks
 from zero_runtime.deepspeed.schema import AUTO, Reader
+from zero_runtime.deepspeed.zero_section import AHEAD
 
 OURS = "_zero_lab"  # the section of an exported file with the words that DeepSpeed has no keys for
 DEFAULT = "by default"
@@ -102,7 +103,8 @@ def _native(known: Mapping[str, Any], reader: Reader) -> tuple[str, ...]:
     section = known.get("zero_optimization")
     keys = section if isinstance(section, Mapping) else {}  # true in old files
     named = {f"zero_optimization.{key}": value for key, value in keys.items()}
-    tuned = {path: value for path, value in named.items() if path in reader.idle and value not in (None, AUTO)}
+    own = {*reader.idle, *AHEAD}
+    tuned = {path: value for path, value in named.items() if path in own and value not in (None, AUTO)}
     return tuple(f"engine.deepspeed.{path}={as_word(value)}" for path, value in tuned.items())
 
 
@@ -205,14 +207,6 @@ def _with_consequence(problem: str, args: TypedArguments | None) -> str:
     return f"{problem}      ({what})"
 
 
-def _leaves(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
-
-
 def _findings(
     config: Mapping[str, Any],
     filled: Mapping[str, AutoValue],
@@ -221,7 +215,7 @@ def _findings(
     args: TypedArguments | None,
 ) -> list[KeyFinding]:
     found = []
-    for path, value in _leaves(config):
+    for path, value in leaves(config):
         text = _shown(value)
         here = tuple(f"{key}={words[key]}" for key in settings_of(path) if key in words)
         section = path.partition(".")[0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from zero_runtime.deepspeed.zero_section import AHEAD
+
 _SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 _NVME = ("offload.folder",)
 _LEAVES = ("classes", "names", "name_suffixes")
@@ -25,6 +27,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "zero_optimization.mics_shard_size": ("zero.shard_ranks",),
     "zero_optimization.zero_quantized_weights": ("zero.gather_dtype",),
     "zero_optimization.zero_quantized_gradients": ("zero.reduce_dtype",),
+    **dict.fromkeys(AHEAD, ("zero.prefetch",)),
     "zero_optimization.cpu_offload": ("offload",),
     "zero_optimization.cpu_offload_param": ("offload",),
     "zero_optimization.offload_param.device": ("offload",),

@@ -15,7 +15,9 @@ from test_recompute import Dropout, Transformer, losses, runtime_of
 from torch import nn
 
 from zero_runtime.activations.offload import HostMemory
+from zero_runtime.activations.on_host import BlocksOnHost
 from zero_runtime.activations.recompute import Recomputation, RecomputeRule
+from zero_runtime.deepspeed import checkpointing
 from zero_runtime.errors import PlanError
 from zero_runtime.offload.copy_streams import Copies, CopyEvent
 
@@ -313,3 +315,23 @@ def test_a_storage_is_fetched_in_the_order_of_saving_and_freed_after_its_copy_ha
     gc.collect()
     assert event._values is None, "ended before the memory was freed"
     assert torch.equal(buffer.view(torch.float32), torch.full((7,), 7.0))
+
+
+def test_functions_that_deepspeeds_checkpoint_calls_keep_their_inputs_on_the_host(monkeypatch: Any) -> None:
+    layer, start, copies = nn.Linear(8, 8), torch.randn(4, 8), LateCopies()
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        given = start.clone().requires_grad_()
+        hidden = checkpointing.checkpoint(lambda x, factor: layer(x * factor).tanh(), given, 2.0)
+        return torch.autograd.grad(checkpointing.checkpoint(layer, hidden).sum(), [given, *layer.parameters()])
+
+    expected = gradients()
+    # A CPU computes in host memory, so that nothing opens one.
+    monkeypatch.setitem(checkpointing._HOST, "memory", BlocksOnHost(copies, CPU))
+    assert all(map(torch.equal, gradients(), expected))
+    assert copies.trips == [start.nbytes] * 2 + [-start.nbytes] * 2  # the input of each call
+    with torch.no_grad():
+        assert torch.equal(checkpointing.checkpoint(layer, start), layer(start))
+    with pytest.warns(UserWarning, match="cpu_checkpointing: a CPU keeps its activations in host memory anyway"):
+        checkpointing.configure(None, {"activation_checkpointing": {"cpu_checkpointing": True}})
+    assert checkpointing._HOST == {}

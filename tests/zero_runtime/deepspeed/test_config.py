@@ -120,19 +120,47 @@ def test_tuning_keys_are_accepted_and_reported_as_without_effect() -> None:
         "zero_optimization.overlap_comm",
         "zero_optimization.stage3_max_live_parameters",
         "zero_optimization.offload_optimizer.pin_memory",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "flops_profiler",
         "zero_allow_untested_optimizer",
         "zero_force_ds_cpu_optimizer",
         "elasticity",
+    )
+    sizes, others = read.without_effect()  # one line for all keys with one reason
+    path = "zero_optimization."
+    assert sizes == (
+        f"without effect here: {path}reduce_bucket_size, {path}overlap_comm, {path}stage3_max_live_parameters: each "
+        "block is one unit, which is gathered one ahead, reduced and updated as a whole"
+    )
+    assert others.startswith("without effect here: zero_optimization.offload_optimizer.pin_memory, zero_allow")
+
+
+@pytest.mark.parametrize("key", ["prefetch_bucket_size", "stage3_prefetch_bucket_size"])
+def test_a_prefetch_of_nothing_is_one_here_too(key: str) -> None:
+    none = read_config(zero(3, **{key: 0}), 2)
+    assert (none.prefetch, none.idle) == (0, ())
+    for size in (5e7, "auto"):
+        some = read_config(zero(3, **{key: size}), 2)
+        assert (some.prefetch, some.idle) == (1, (f"zero_optimization.{key}",))
+
+
+def test_the_configuration_in_full_has_settings_keys_and_what_has_no_effect() -> None:
+    text = read_config(zero(2, overlap_comm=True) | {"activation_checkpointing": {"partition_activations": True}}, 2)
+    lines = [line.strip() for line in text.text("mine").splitlines()]
+    assert lines[0] == "mine:"
+    assert {"batch = BatchSizes(train=8, micro=4, accumulation=1)", "clip_norm = None"} < set(lines)
+    assert {"given: train_batch_size = 8", "given: zero_optimization.stage = 2"} < set(lines)
+    first, second = lines[-2:]
+    assert first.startswith("without effect here: zero_optimization.overlap_comm: each block is one unit")
+    assert second.startswith(
+        "without effect here: activation_checkpointing.partition_activations: each rank keeps those of its"
     )
 
 
 @pytest.mark.parametrize("never", ["inf", "Infinity", math.inf])
 def test_steps_per_print_may_be_never(never: object) -> None:
-    assert read_config(config(steps_per_print=never), 2).idle == ("steps_per_print",)
-    assert "steps_per_print: expected a number or inf, found 'often'" in problems(config(steps_per_print="often"))[0]
+    assert read_config(config(steps_per_print=never), 2).idle == ()
+    for found in ("often", 0):
+        (told,) = problems(config(steps_per_print=found))
+        assert f"steps_per_print: expected a number above 0, or inf, found {found!r}" in told
 
 
 @pytest.mark.parametrize("weights", [True, False])

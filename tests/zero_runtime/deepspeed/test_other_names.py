@@ -260,7 +260,8 @@ def recomputed() -> None:
         checkpointing.configure(None, partition_activations=True, checkpoint_in_cpu=False)
         checkpointing.reset()
     assert [str(one.message) for one in caught] == [
-        "zero_runtime.checkpointing.configure: without effect here: partition_activations"
+        "zero_runtime.checkpointing.configure: without effect here: partition_activations: each rank keeps those of "
+        "its own tokens, with tensor parallelism too (exceptions: docs/parallel.md)"
     ]
 
 

@@ -25,6 +25,7 @@ class DeepSpeedConfig:
         if mpu is not None or mesh_device is not None:
             raise PlanError("DeepSpeedConfig: expected no mpu and no mesh_device; leave them out")
         read = read_config(config, world_size() if is_joined() else 1, own_device().type)
+        self._read = read
         self.train_batch_size = read.batch.train
         self.train_micro_batch_size_per_gpu = read.batch.micro
         self.gradient_accumulation_steps = read.batch.accumulation
@@ -33,3 +34,7 @@ class DeepSpeedConfig:
         self.zero_enabled = read.plan.stage > 0
         self.float16_enabled = self.fp16_enabled = read.precision.param == "fp16"
         self.bfloat16_enabled = read.precision.param == "bf16"
+
+    def print(self, name: str) -> None:
+        """Print all settings under this name, the keys that were given, and those without effect."""
+        print(self._read.text(name))

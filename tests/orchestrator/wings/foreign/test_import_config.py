@@ -61,18 +61,21 @@ def test_rows_of_deepspeed_get_the_keys_that_mean_nothing_to_the_others(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tuned = {"stage": 3, "overlap_comm": True, "reduce_bucket_size": 4096, "stage3_max_live_parameters": "auto"}
+    tuned |= {"stage3_prefetch_bucket_size": 0}
     Path(file).write_text(json.dumps({**CONTENT, "zero_optimization": {**tuned, "offload_param": {"device": "none"}}}))
     assert cli.main(["import", file, "model=llama_tiny", "resources.ranks=2", "resources.device=cpu"]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("engines "))
+    told = capsys.readouterr().out
+    assert ": each block is one unit, which is gathered one ahead" in " ".join(told.split())
+    assert "zero.prefetch=0" in told
+    (line,) = (line for line in told.splitlines() if line.startswith("engines "))
     words = shlex.split(line)
     own = [word for word in words if word.startswith("engine.deepspeed.")]
-    assert own == [
-        f"engine.deepspeed.zero_optimization.{one}" for one in ("overlap_comm=true", "reduce_bucket_size=4096")
-    ]
+    given = {"overlap_comm": True, "reduce_bucket_size": 4096, "stage3_prefetch_bucket_size": 0}
+    assert own == [f"engine.deepspeed.zero_optimization.{key}={str(value).lower()}" for key, value in given.items()]
     points, problems = checked_points(composed(arguments.split(words[words.index("--config-dir") :])), here())
     assert problems == []
     native = {str(point.config.engine.kind): point.config.engine.native for point in points}
-    assert native["deepspeed"] == {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 4096}}
+    assert native["deepspeed"] == {"zero_optimization": given}
     assert not any(native[kind] for kind in ("zero", "fsdp2", "plain"))
 
 
