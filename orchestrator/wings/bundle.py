@@ -37,14 +37,11 @@ def write(file: Path, output: Path, findings: Sequence[str]) -> int:
     screen, rows = Screen(), []
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as bundle:
         for name, text in [("doctor.txt", "\n".join(findings)), *_records(output)]:
-            clean = redacted(text)
-            bundle.writestr(redacted(name), clean)
-            rows.append(Row(redacted(name), size(len(clean.encode()))))
+            rows.append(Row(redacted(name), size(len(clean := redacted(text).encode()))))
+            bundle.writestr(rows[-1].name, clean)
     screen.rows(rows)
     screen.closing([Row("bundle", str(file)), Row("next", f"unzip -p {shlex.quote(str(file))} | less")])
-    screen.say(
-        "Secrets, and names of users, machines and homes were removed; read it before you attach it to an issue."
-    )
+    screen.say("Secrets and the names of users, machines and homes were removed. Read it before you attach it.")
     return 0
 
 
@@ -62,7 +59,8 @@ def _records(output: Path) -> Iterator[tuple[str, str]]:
 def redacted(text: str) -> str:
     """The text without secrets, and without names of users, machines and homes."""
     named = re.compile(rf"{_SECRET}$|_key$", re.IGNORECASE)
-    for value in sorted((value for name, value in os.environ.items() if named.search(name) and value), key=len):
+    secrets = [value for name, value in os.environ.items() if named.search(name) and len(value) > 3]
+    for value in sorted(secrets, key=len, reverse=True):  # one may be a part of another
         text = text.replace(value, REDACTED)
     text = text.replace(str(Path.home()), "~").replace(os.path.realpath(Path.home()), "~")
     for pattern in _PATTERNS:

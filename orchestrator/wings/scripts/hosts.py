@@ -38,13 +38,12 @@ _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 
 
 class _Host(NamedTuple):
-    """A machine, its ranks, the ssh to it, the input of that ssh, and by rank the ends that it reported."""
+    """A machine, its ranks, the ssh to it and the input of that ssh."""
 
     name: str
     ranks: range
     child: Child
     line: BinaryIO
-    reported: dict[int, Sight]
 
 
 def run_on_hosts(slots: Mapping[str, Sequence[int]], asked: argparse.Namespace) -> ScriptEnd:
@@ -84,9 +83,9 @@ def _connected(name: str, job: Mapping[str, Any], asked: argparse.Namespace) -> 
     read, write = os.pipe()
     ssh = started(command, os.environ, read)
     os.close(read)
-    first, reported = job["place"]["first"], dict[int, Sight]()
+    first = job["place"]["first"]
     ranks = range(first, first + len(job["slots"]))
-    host = _Host(name, ranks, Child(ssh, first, reported), os.fdopen(write, "wb", 0), reported)
+    host = _Host(name, ranks, Child(ssh, first, {}), os.fdopen(write, "wb", 0))
     _send([host], json.dumps(job).encode())
     os.set_blocking(write, False)  # an ssh that is connecting, or whose machine is gone, takes nothing
     return host
@@ -118,7 +117,7 @@ def _sights(host: _Host) -> Iterator[Sight]:
     error = "" if child.code is None else f"the connection {how_it_ended(child.code)}{said}"
     unseen = RunState.error if error else None
     for rank in host.ranks:
-        yield host.reported.get(rank, Sight(rank, unseen, child.ended_at, error))
+        yield (child.reported or {}).get(rank, Sight(rank, unseen, child.ended_at, error))
 
 
 def own_variables() -> dict[str, str]:

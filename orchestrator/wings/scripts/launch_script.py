@@ -130,7 +130,7 @@ def placement_of(
         raise Refusal(problems)
     threads = asked.threads or max(1, found.cores // ranks)
     own = {"address": asked.master_addr, "port": asked.master_port or 0, "world": ranks}
-    return Placement(ranks, device, threads, slots, **own | place)
+    return Placement(ranks, device, threads, slots, **{**own, **place})
 
 
 def _many(ranks: int) -> str:

@@ -108,7 +108,7 @@ def sight_of(number: int, code: int | None, ended_at: float) -> Sight:
 
 
 def run_script(
-    command: Callable[[int], Sequence[str]], placement: Placement, look: Callable[[Sequence[Child]], None] | None = None
+    command: Callable[[int], Sequence[str]], placement: Placement, look: Callable[[Sequence[Child]], object] = len
 ) -> ScriptEnd:
     """Run `command(local rank)` on every rank until all have ended; if one fails, the others are ended too.
 
@@ -212,7 +212,7 @@ def _held_store(address: str, port: int, listening: socket.socket) -> Iterator[N
             process.wait()
 
 
-def follow(ranks: Sequence[Child], look: Callable[[Sequence[Child]], None] | None) -> None:
+def follow(ranks: Sequence[Child], look: Callable[[Sequence[Child]], object]) -> None:
     """Pass the output on. Returns when all processes have ended, or some time after one of them failed."""
     failed_since: float | None = None
     with selectors.DefaultSelector() as selector, RankOutput() as output:
@@ -229,8 +229,7 @@ def follow(ranks: Sequence[Child], look: Callable[[Sequence[Child]], None] | Non
             for rank in ranks:
                 if rank.code is None and (code := rank.process.poll()) is not None:
                     rank.code, rank.ended_at = code, time.monotonic()
-            if look is not None:
-                look(ranks)
+            look(ranks)
             if any(rank.code for rank in ranks):
                 failed_since = failed_since or time.monotonic()
                 if time.monotonic() - failed_since > GRACE_S:
