@@ -39,6 +39,9 @@ def main(argv: Sequence[str]) -> int:
     """Prints the findings. Returns 0, or 1 if a problem affects every run."""
     arguments = parser().parse_args(with_flags(argv))
     results = findings(Path(arguments.output))
+    if arguments.bundle:
+        lines = [f"{finding.name}: {finding.text}  {finding.advice}" for finding in results]
+        return int(wings.load(wings.BUNDLE)(Path(arguments.bundle), Path(arguments.output), lines))
     if arguments.json:
         print(json.dumps([finding._asdict() for finding in results], ensure_ascii=False))
     else:
@@ -56,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> VerbParser:
     parser = verb_parser("doctor", "The hardware and software of this machine, and the commands that work on it.")
     parser.add_argument("--output", default="outputs", help="the folder that runs will write to")
+    parser.add_argument("--bundle", nargs="?", const="zlab-bundle.zip", metavar="FILE",
+                        help="write what an issue needs, without secrets; default: zlab-bundle.zip")  # fmt: skip
     add_json(parser)
     return parser
 
@@ -93,7 +98,7 @@ def _python() -> Finding:
 
 
 def _packages() -> list[Finding]:
-    versions = {name: provenance.version_of(name) for name in provenance.PACKAGES}
+    versions = {name: provenance.version_of(name) for name in (*provenance.PACKAGES, "deepspeed")}
     results = [Finding("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))]
     if versions["torch"] is None:
         results.append(Finding(TORCH, "not installed", "nothing runs without it: make install"))

@@ -80,8 +80,8 @@ def serve(output: Path, port: int | None, sweep: SweepPaths | None = None, host:
     """Runs the server until Ctrl-C. 0: Ctrl-C, or the store has a server. 1: the server ended unexpectedly, or the
     sweep could not be written. Refusal: there is no readable store, or nothing can listen at the host."""
     screen, output = Screen(), output.absolute()
-    if host:
-        _check_host(host)
+    if host or port:
+        _check_place(host or loopback(), port or 0)
     uri = _uri(output, sweep)
     is_local = uri == names.local_uri(output)
     if is_local and sweep is None and not store_path(output).exists():
@@ -166,10 +166,12 @@ def _page_of(sweep: SweepPaths, screen: Screen) -> Page | None:
 
 
 def _show(pages: Sequence[Page], server: str, screen: Screen) -> None:
-    for page in pages[:PAGES_SHOWN]:
-        screen.say(f"{page.name}: {page.address(server)}")
-    if len(pages) > PAGES_SHOWN:
-        screen.say(f"and {len(pages) - PAGES_SHOWN} earlier: {program()} ui SWEEP, of {program()} list")
+    if len(pages) == 1:
+        screen.say(f"{pages[0].name}: {pages[0].address(server)}")
+        return
+    screen.say(f"{server}: runs of {', '.join(page.name for page in pages[:PAGES_SHOWN]) or 'no sweep'}")
+    more = f"; {len(pages) - PAGES_SHOWN} earlier ones: {program()} list" if len(pages) > PAGES_SHOWN else ""
+    screen.say(f"The prepared page of a sweep: {program()} ui SWEEP{more}")
 
 
 def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, screen: Screen) -> int:
@@ -234,13 +236,15 @@ def links(store: Path) -> list[Page]:
     return [Page(sweep or name, str(number), chart_page.key_of(sweep)) for number, name, sweep in sweeps]
 
 
-def _check_host(host: str) -> None:
+def _check_place(host: str, port: int) -> None:
+    """Refusal if nothing can listen there."""
     try:
-        with socket.socket(family(host)) as probe:
-            probe.bind((host, 0))
-    except OSError as error:
+        socket.create_server((host, port), family=family(host)).close()
+    except (OSError, OverflowError) as error:
         expected = f"--host: expected an address of this machine, or 0.0.0.0 for all of them, found '{host}'"
-        raise Refusal([f"{expected}: {error.strerror}"]) from None
+        if port:
+            expected = f"--port {port}: expected a free port of {host}; choose another, or leave it out; found"
+        raise Refusal([f"{expected}: {error}"]) from None
 
 
 def free_port(host: str) -> int:

@@ -72,6 +72,7 @@ RESULT = {
         **{"tokens_per_second_per_rank": NUMBER, "samples_per_second": NUMBER},
         "steps_counted": int,
         "warmup_steps": int,
+        **dict.fromkeys(("model_flops_per_s", "peak_flops_per_s", "mfu"), Maybe(NUMBER)),
     },
     "phases_ms": dict.fromkeys(("forward", "backward", "communication_exposed", "optimizer", "data"), NUMBER_OR_NULL),
     "memory": {

@@ -90,6 +90,8 @@ def summary_metrics(result: Mapping[str, Any]) -> dict[str, float]:
         "tokens_per_second_p90": speed["tokens_per_second"]["p90"],
         "tokens_per_second_per_rank": speed["tokens_per_second_per_rank"],
         "samples_per_second": speed.get("samples_per_second"),
+        "model_flops_per_s": speed.get("model_flops_per_s"),
+        "mfu": speed.get("mfu"),
         STEP: speed["step_ms"]["median"],
         "loss_first": losses["first"],
         LOSS: losses["last"],

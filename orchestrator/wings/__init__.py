@@ -77,6 +77,7 @@ PREDICTOR = "orchestrator.wings.predict.prediction"  # which plans ask: see orch
 PREDICTED = "orchestrator.wings.predict.predicted"  # what rank 0 shows beside what it measures
 # The clusters beside this machine, by cluster.kind: see SweepCluster in launch/cluster.py.
 CLUSTERS = {"slurm": "orchestrator.wings.slurm.sweep:SlurmCluster"}
+BUNDLE = "orchestrator.wings.bundle:write"  # what `zlab doctor` writes for an issue
 ASK_SLURM = "orchestrator.wings.slurm.tools:ask"  # for `zlab doctor`: what one of SLURM's tools prints
 # For a rank that another launcher has started: runs it.
 JOIN = "orchestrator.wings.torchrun.join:join"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from orchestrator import wings
 from orchestrator.config.schema import RunConfig
 from orchestrator.machine.hardware import described_cpu
 from orchestrator.machine.processes import output_of
@@ -46,6 +47,9 @@ def combined(
     """The result of rank 0, without `communication`, `loss` and `checkpoints`. memory: the largest over the ranks."""
     backend, reason = transport()
     config, runtime, data, tokens = facts.config, facts.runtime, facts.data, facts.tokens_per_step
+    speed = measure.throughput(readings, tokens, config.batch.global_size, facts.world, warmup)
+    machine = environment(runtime.device)
+    rates = wings.load(wings.PREDICTED).efficiency(config, speed["tokens_per_second"]["median"], machine["gpu"])
     return {
         "schema": 1,
         "measured_at": time.time(),
@@ -69,7 +73,7 @@ def combined(
             "seq": config.batch.seq,
             "tokens_per_step": tokens,
         },
-        "throughput": measure.throughput(readings, tokens, config.batch.global_size, facts.world, warmup),
+        "throughput": speed | rates,
         "load": {"others_share": others},
         "phases_ms": measure.phases_ms(readings, warmup),
         "memory": measure.memory(facts.accounts, memory),
@@ -77,7 +81,7 @@ def combined(
         "steps": facts.steps,
         "skipped_steps": readings.skipped,
         "loss_scale": runtime.scaler.scale,
-        "environment": environment(runtime.device),
+        "environment": machine,
         **facts.accounts.added(),
     }
 

@@ -141,6 +141,7 @@ class Typist:
         monkeypatch.setattr(study, "run_point", _recorded)
         monkeypatch.setattr(export, "_export", lambda path, out, dtype: None)
         monkeypatch.setattr(launch_script, "run_script", lambda command, placement: ScriptEnd())
+        monkeypatch.setattr(launch_script, "run_on_hosts", lambda slots, asked: ScriptEnd())
         monkeypatch.setattr(sweep_command, "_begin", lambda *words: SimpleNamespace(sweep=None))
         monkeypatch.setattr(sweep_command, "_followed", lambda *words, **settings: 0)
         one_point = compose.Composer.point

@@ -131,6 +131,7 @@ ROOMS = {
         "api": "commands config records report",
         "orchestrator": "api",
         "wings.coded": "config",
+        "wings.bundle": "machine records report text",
         "wings.divided": "config",
         "wings.faults": "wings worker",
         "wings.gpus": "text",

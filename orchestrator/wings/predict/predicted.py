@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from orchestrator.config.schema import RunConfig
+from orchestrator.config.schema import MeasureKind, RunConfig
 from orchestrator.wings.predict import memory_cache
 from orchestrator.wings.predict.peer_fit import peak_of, rules_for
+from orchestrator.wings.predict.rough_time import dense_peak
 from orchestrator.wings.predict.step import Memories
 from orchestrator.wings.predict.theory import theory_of
 
@@ -37,6 +38,19 @@ def theory(config: RunConfig, *, updates: int, unread: Collection[str]) -> Numbe
     assert memory is not None
     names = [unit["name"] for unit in shapes[memory_cache.units_key(config)]["units"]]
     return theory_of(memory, updates=updates, unread=[place for place, name in enumerate(names) if name in unread])
+
+
+def efficiency(config: RunConfig, tokens_per_second: float, gpu: str | None) -> Numbers:
+    """The model's operations a second, and as a share of the dense peak of the GPUs (MFU) where that is known.
+
+    Empty for an evaluation, and for a mixture of experts, whose tokens do not meet all parameters.
+    """
+    (units,) = (shapes := _units(config)).values()
+    memory = Memories(shapes).of(config)
+    if memory is None or config.measure.kind is MeasureKind.eval or units.get("experts"):
+        return {}
+    rate, (peak, _) = memory.flops_per_token * tokens_per_second, dense_peak(config, gpu)
+    return {"model_flops_per_s": rate, "peak_flops_per_s": peak, "mfu": peak and rate / (peak * config.ranks)}
 
 
 def engine_states(config: RunConfig) -> dict[str, int]:

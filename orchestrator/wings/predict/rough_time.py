@@ -145,6 +145,17 @@ def peak_flops_per_s(config: RunConfig, node: GpuNode | None = None) -> float | 
     return None if tflops is None else tflops * TERA
 
 
+def dense_peak(config: RunConfig, gpu: str | None) -> tuple[float | None, str | None]:
+    """The dense peak of a GPU of this name and where it is from; None for a CPU and for a GPU without a data sheet."""
+    if gpu is None:
+        return None, None
+    from orchestrator.compose.known_gpus import data_sheet  # imported here: ranks on a CPU do without YAML
+
+    node = config.hardware if config.hardware.is_described else data_sheet(gpu)
+    peak = None if node is None else peak_flops_per_s(config, node)
+    return peak, None if node is None or peak is None else f"hardware={node.name}"
+
+
 def peaks_of(config: RunConfig) -> Peaks | None:
     """The peaks of the described GPU; None if one that the ranks use is not known."""
     node, resources = config.hardware, config.resources

@@ -197,8 +197,8 @@ def _wanted(configs: Iterable[RunConfig]) -> list[TimingJob]:
 class Speed:
     """The predicted time of a step, and tokens per second of all ranks.
 
-    rough: estimated from a data sheet. mfu: model FLOPs utilization, see `model_flops`, of the peak on the data sheet;
-    None without one. within: the least and the most tokens per second that single rounds of measuring predict, or of an
+    rough: estimated from a data sheet. mfu: by `flops_per_token`, the share of the peak on the data sheet; None without
+    one. within: the least and the most tokens per second that single rounds of measuring predict, or of an
     estimate those between which 80 % of published runs are that were not used for it; None with one round, and for what
     no published run has. outside: why the estimate is not to be shown, only to be ordered by; empty if it is.
     """
@@ -231,7 +231,7 @@ class Speed:
         """`mfu` at the middle of the range that is shown, in percent; ABSENT where no speed is, or no peak is known.
 
         MFU = model FLOP of the step / (ranks x peak FLOP/s x seconds of the step), where the model FLOP are those of
-        `model_flops`: 6 for each trained parameter and token, 4 for each frozen one.
+        `flops_per_token`: 6 for each trained parameter and token, 4 for each frozen one.
         """
         if self.mfu is None or self.outside:
             return ABSENT
@@ -271,7 +271,7 @@ def speed_of(memory: ConfigMemory, hardware: str) -> Speed | None:
     if found is None or peak is None:
         return None
     total_s, tokens = found.step.total_s, _tokens(config)
-    mfu = model_flops(memory) / (config.ranks * peak * total_s)
+    mfu = memory.flops_per_token * tokens / (config.ranks * peak * total_s)
     within = None if offloads(config) else (tokens / (total_s * LONGEST), tokens / (total_s * SHORTEST))
     return Speed(found.step, tokens / total_s, True, mfu, within, outside(config, found))
 
@@ -279,13 +279,6 @@ def speed_of(memory: ConfigMemory, hardware: str) -> Speed | None:
 def _tokens(config: RunConfig) -> int:
     """Tokens of a step of all ranks."""
     return config.batch.global_size * config.batch.seq
-
-
-def model_flops(memory: ConfigMemory) -> int:
-    """Operations that a step needs by the usual convention: 6 for each trained parameter and token, 4 for each frozen
-    one, whatever attention and recomputation add."""
-    operations = 6 * memory.full_numel(trainable=True) + 4 * memory.full_numel(trainable=False)
-    return operations * _tokens(memory.config)
 
 
 def _measured_speed(memory: ConfigMemory, hardware: str) -> Speed | None:

@@ -120,6 +120,12 @@ class ConfigMemory:
         pairs = zip(numels, self.units, strict=True)
         return sum(numel for numel, (size, _) in pairs if size.trainable == trainable)
 
+    @property
+    def flops_per_token(self) -> int:
+        """Operations that a token needs by the usual convention: 6 for each trained parameter, 4 for each frozen one,
+        whatever attention and recomputation add."""
+        return 6 * self.full_numel(trainable=True) + 4 * self.full_numel(trainable=False)
+
     def part(self, micro: int) -> StepMemory | None:
         """The memory of the trace that has this micro-batch; None if none has."""
         place = self._place(micro)

@@ -18,7 +18,7 @@ def share_text(share: float) -> str:
 
 def rows(result: Mapping[str, Any], config: Mapping[str, Any]) -> list[Row]:
     """Operations, energy and cost of a run, those that are known."""
-    found = profile_rows(result)
+    found = profile_rows(result) or rate_rows(result["throughput"], result["device"])
     if result.get("profile_failed"):
         found.append(Row("profile", f"none: {result['profile_failed']}"))
     if (joules := costs.joules_per_step(result)) is not None:
@@ -32,6 +32,16 @@ def rows(result: Mapping[str, Any], config: Mapping[str, Any]) -> list[Row]:
         each = f"{count} {unit}{'' if count == 1 else 's'} at {costs.money(price.per_hour, price.currency)} an hour"
         found.append(Row("cost", f"{significant(cost)} {price.currency} per billion tokens, {each}".replace("  ", " ")))
     return found
+
+
+def rate_rows(speed: Mapping[str, Any], device: str) -> list[Row]:
+    """The model's operations a second by its parameters, which every run knows."""
+    if (rate := speed.get("model_flops_per_s")) is None:
+        return []
+    share = f"no MFU: no dense peak of this {'CPU' if device == 'cpu' else 'GPU and dtype'} is known"
+    if (mfu := speed.get("mfu")) is not None:
+        share = f"MFU {share_text(mfu)} of {speed['peak_flops_per_s'] / TERA:,.5g} TFLOP/s a GPU, dense"
+    return [Row("TFLOP/s", f"{rate / TERA:,.3g} median, 6 FLOP for each trained parameter and token; {share}")]
 
 
 def profile_rows(result: Mapping[str, Any]) -> list[Row]:

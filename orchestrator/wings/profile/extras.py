@@ -38,9 +38,16 @@ def _samples(result: Mapping[str, Any] | None) -> float | None:
     return None if result is None else float(result["throughput"]["samples_per_second"])
 
 
+def _rates(entry: Entry) -> Mapping[str, Any]:
+    """Operations and shares of peaks: counted by a profile, else by the parameters."""
+    result = entry.result or {}
+    found: Mapping[str, Any] = result.get("profile") or result.get("throughput") or {}
+    return found
+
+
 def cells(entry: Entry, entries: Sequence[Entry]) -> dict[str, object]:
     """Operations, energy and cost; None for what is not known."""
-    profile = (entry.result or {}).get("profile") or {}
+    profile = _rates(entry)
     price = costs.price_of(entry.config)
     return {
         "samples_per_second_median": _samples(entry.result),
@@ -58,14 +65,15 @@ def columns(entries: Sequence[Entry]) -> list[ExtraColumn]:
     the points differ in the tokens of a sample, so that tokens/s order them otherwise."""
     samples = [_samples(entry.result) for entry in entries]
     differ = len({(entry.config.get("batch") or {}).get("seq") for entry in entries}) > 1
-    profiles = [(entry.result or {}).get("profile") or {} for entry in entries]
+    rates = [_rates(entry) for entry in entries]
+    flops = [one.get("model_flops_per_s") for one in rates]
+    profiled = any((entry.result or {}).get("profile") for entry in entries)
     prices = {price.currency for entry in entries if (price := costs.price_of(entry.config))}
-    rates = [one.get("model_flops_per_s") for one in profiles]
     money = [costs.cost_per_billion(one.config, one.result) for one in entries]
     return [
         ExtraColumn.of_numbers(SAMPLES, samples, digits, on_screen=differ),
-        ExtraColumn.of_numbers("MFU", [one.get("mfu") for one in profiles], share_text),
-        ExtraColumn.of_numbers("TFLOP/s", rates, lambda rate: significant(rate / TERA), on_screen=False),
+        ExtraColumn.of_numbers("MFU", [one.get("mfu") for one in rates], share_text, on_screen=profiled),
+        ExtraColumn.of_numbers("TFLOP/s", flops, lambda rate: significant(rate / TERA), on_screen=False),
         ExtraColumn.of_numbers("J/token", [costs.joules_per_token(entry.result) for entry in entries], significant),
         ExtraColumn.of_numbers(costs.column_name(prices), money, significant),
     ]

@@ -14,14 +14,11 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from orchestrator.compose.known_gpus import data_sheet
 from orchestrator.config.schema import RunConfig
 from orchestrator.launch.rank import RankInfo
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
-from orchestrator.wings.predict.rough_time import peak_flops_per_s
+from orchestrator.wings.predict.rough_time import dense_peak
 from orchestrator.worker.listeners import Listener
 from zero_runtime.profile.step_profile import profile_step
 from zero_runtime.runtime import ZeroRuntime
@@ -73,7 +70,7 @@ def profiled(
     except OSError as error:
         return {"profile_failed": f"rank 0: {attempt.profile} could not be written: {error}"}
     step_s = result["throughput"]["step_ms"]["median"] / 1e3
-    return {"profile": {**_rates(config, runtime, ranks, step_s), **_where(shown, ranks, highest)}}
+    return {"profile": {**_rates(config, result["environment"]["gpu"], ranks, step_s), **_where(shown, ranks, highest)}}
 
 
 def _own(
@@ -98,10 +95,10 @@ def _brief(own: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rates(config: RunConfig, runtime: ZeroRuntime, ranks: list[dict[str, Any]], step_s: float) -> dict[str, Any]:
+def _rates(config: RunConfig, gpu: str | None, ranks: list[dict[str, Any]], step_s: float) -> dict[str, Any]:
     """Operations of all ranks, and their shares of peaks. See [Note: MFU]."""
     model, executed = (sum(one[key] for one in ranks) for key in ("model_flops", "executed_flops"))
-    peak, source = _peak(config, runtime.device)
+    peak, source = dense_peak(config, gpu)
 
     def share(flops: float) -> float | None:
         return None if not peak else flops / step_s / (peak * len(ranks))
@@ -130,12 +127,3 @@ def _where(shown: dict[str, Any], ranks: list[dict[str, Any]], highest: int) -> 
         "peak_holder_bytes": largest.get("bytes", 0),
         "traces": [f"traces/rank{one['rank']}.json.gz" for one in ranks],
     }
-
-
-def _peak(config: RunConfig, device: torch.device) -> tuple[float | None, str | None]:
-    """The dense peak of one device and where it is from; None for hardware without a data sheet."""
-    if device.type != "cuda":
-        return None, None
-    node = config.hardware if config.hardware.is_described else data_sheet(torch.cuda.get_device_name(device))
-    peak = None if node is None else peak_flops_per_s(config, node)
-    return peak, None if node is None or peak is None else f"hardware={node.name}"

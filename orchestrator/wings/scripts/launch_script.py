@@ -1,4 +1,4 @@
-"""`zlab launch SCRIPT ARGUMENTS`: runs a script of the user's own on ranks of this machine."""
+"""`zlab launch SCRIPT ARGUMENTS`: runs a script of the user's own on ranks of this machine, or of several."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import argparse
 import os
 import shlex
 import shutil
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.config.schema import Device
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, OK
 from orchestrator.machine import children, hardware
-from orchestrator.machine.processes import signals_interrupt
+from orchestrator.machine.processes import StoppedBySignal, signals_interrupt
 from orchestrator.text.paths import program
 from orchestrator.text.streams import complain
-from orchestrator.wings.scripts.launch_words import add_words, own_slots
+from orchestrator.wings.scripts.hosts import Line, run_on_hosts
+from orchestrator.wings.scripts.launch_words import add_words, chosen_hosts
 from orchestrator.wings.scripts.script_ranks import Placement, run_script
 
 MOST_RANKS = 1024
@@ -27,32 +30,38 @@ MOST_RANKS = 1024
 def main(words: Sequence[str]) -> int:
     """0: every rank ended with exit code 0. 1: one did not, and all were ended. Refusal: the arguments were wrong."""
     asked = parser().parse_args(words)
+    asked.script = asked.script[asked.script[:1] == ["--"] :]
     found = hardware.detect()
-    placement = _placement(asked, found)
-    script: list[str] = asked.script
-    _check_script(script[0], asked)
+    hosts = chosen_hosts(asked, found.gpus)
+    over_ssh = hosts is not None and (len(hosts) > 1 or asked.force_multi)
     if asked.launcher:
-        complain(f"note: --launcher {asked.launcher} has no effect on one machine")
+        complain(f"note: --launcher {asked.launcher} has no effect: ranks of other machines start over ssh")
     began = time.monotonic()
     with signals_interrupt():
-        end = run_script(partial(_command, asked), placement)
+        if hosts is not None and over_ssh:
+            _check_script(asked)
+            end, ranks = run_on_hosts(hosts, asked), sum(map(len, hosts.values()))
+        else:
+            placement = placement_of(asked, found, None if hosts is None else next(iter(hosts.values())), {})
+            end, ranks = run_script(partial(command_of, asked), placement), placement.ranks
     seconds = time.monotonic() - began
     if not end.message:
-        complain(f"note: {_many(placement.ranks)} of {script[0]} ended with exit code 0 after {seconds:.0f} s")
-        complain(f"next: {program()} fit --help      which settings fit onto which GPUs")
+        complain(f"note: {_many(ranks)} of {asked.script[0]} ended with exit code 0 after {seconds:.0f} s")
         return OK
-    others = "the other ranks were ended" if placement.ranks > 1 else "nothing else ran"
+    others = "the other ranks were ended" if ranks > 1 else "nothing else ran"
     complain(f"error: {end.message}, after {seconds:.0f} s; {others}")
     for line in end.last_words:
         complain(f"error: rank {end.rank}: {line}")
     flags = [f"--{name}" for name in ("module", "no_python", "local_rank") if getattr(asked, name)]
-    again = shlex.join([*(["--ranks", "1"] if placement.ranks > 1 else []), *flags, *script])
+    again = shlex.join([*(["--ranks", "1"] if ranks > 1 else []), *flags, *asked.script])
     complain(f"next: {program()} launch {again}      whether it fails alone, too")
     return FAILED
 
 
 def parser() -> VerbParser:
-    parser = verb_parser("launch", "Runs a script on ranks of this machine, with the environment that torchrun gives.")
+    parser = verb_parser(
+        "launch", "Runs a script on ranks of this machine, or of a hostfile's, with the environment of torchrun."
+    )
     # The launchers of DeepSpeed and torch call it so.
     names = ("--ranks", "--num_gpus", "--num-gpus", "--num_accelerators", "--nproc_per_node", "--nproc-per-node")
     parser.add_argument(*names, type=_count, default=None, metavar="RANKS", help="default: one for each GPU, else 1")
@@ -65,8 +74,12 @@ def parser() -> VerbParser:
     return parser
 
 
-def _check_script(script: str, asked: argparse.Namespace) -> None:
+def _check_script(asked: argparse.Namespace) -> None:
     """Refuse a script, a module or a program that is not there, before anything starts."""
+    usage = f"{program()} launch --ranks 2 train.py ARGUMENTS"
+    script = (asked.script or [""])[0]
+    if not script:
+        raise Refusal([f"expected a script, found none: {usage}"])
     if asked.module:
         if script.endswith(".py"):
             name = script.removesuffix(".py").replace(os.sep, ".")
@@ -78,11 +91,10 @@ def _check_script(script: str, asked: argparse.Namespace) -> None:
             raise Refusal([f"--no_python {script}: expected a program, found none of this name"])
     elif not os.path.isfile(script):
         kind = "a folder" if os.path.isdir(script) else "no file"
-        usage = f"{program()} launch --ranks 2 train.py ARGUMENTS"
         raise Refusal([f"{script}: expected a Python script, found {kind}; options come before it: {usage}"])
 
 
-def _command(asked: argparse.Namespace, rank: int) -> list[str]:
+def command_of(asked: argparse.Namespace, rank: int) -> list[str]:
     """What a rank runs."""
     script, *words = asked.script
     words = [script, *([f"--local_rank={rank}"] if asked.local_rank else []), *words]
@@ -100,16 +112,16 @@ def _count(text: str) -> int:
 _count.__name__ = f"whole number from 1 to {MOST_RANKS}"  # argparse shows it: "invalid ... value: '0'"
 
 
-def _placement(asked: argparse.Namespace, found: hardware.Hardware) -> Placement:
-    asked.script = asked.script[asked.script[:1] == ["--"] :]
+def placement_of(
+    asked: argparse.Namespace, found: hardware.Hardware, slots: Sequence[int] | None, place: Mapping[str, Any]
+) -> Placement:
+    """The ranks of this machine. slots: those that were chosen. place: this machine's among several; see Placement."""
+    _check_script(asked)
     device = Device(asked.device) if asked.device else Device.cuda if found.gpus else Device.cpu
-    slots = own_slots(asked, found.gpus)
     ranks = (asked.ranks if slots is None else len(slots)) or (found.gpus if device is Device.cuda else 1)
     problems = []
     if slots is not None and os.environ.get("CUDA_VISIBLE_DEVICES") and device is Device.cuda:
         problems.append("CUDA_VISIBLE_DEVICES: expected none beside --hostfile, --include and --exclude; unset it")
-    if not asked.script:
-        problems.append(f"expected a script, found none: {program()} launch --ranks 2 train.py ARGUMENTS")
     if device is Device.cuda and ranks > found.gpus:
         problems.append(
             f"--ranks {ranks}: expected at most one rank for each of the {found.gpus} GPUs; use fewer, or --device cpu"
@@ -117,8 +129,28 @@ def _placement(asked: argparse.Namespace, found: hardware.Hardware) -> Placement
     if problems:
         raise Refusal(problems)
     threads = asked.threads or max(1, found.cores // ranks)
-    return Placement(ranks, device, threads, slots, asked.master_addr, asked.master_port or 0)
+    own = {"address": asked.master_addr, "port": asked.master_port or 0, "world": ranks}
+    return Placement(ranks, device, threads, slots, **{**own, **place})
 
 
 def _many(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def part() -> int:
+    """Run the ranks of this machine, one of several, for a launcher on another; see `Line`."""
+    line = Line()
+    os.environ.update(line.job["environment"])
+    asked = argparse.Namespace(**line.job["asked"])
+    try:
+        with signals_interrupt():
+            placement = placement_of(asked, hardware.detect(), line.job["slots"], line.job["place"])
+            end = run_script(partial(command_of, asked), placement, line.look)
+    except (OSError, Refusal, StoppedBySignal) as error:
+        complain(f"error: {error}")
+        return FAILED
+    return FAILED if end.message else OK
+
+
+if __name__ == "__main__":
+    sys.exit(part())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from orchestrator.commands.verb_parser import RefusedFlag
 from orchestrator.config.strict import Refusal
 
 LOCAL, PORT = "localhost", 29500
-_ONE_MACHINE = "no other machine is started from here; leave it out, and type torchrun on each of several machines"
+_EACH = "type torchrun on each machine, or name them in a --hostfile, and their ranks start over ssh"
 _ELASTIC = "checkpoints load at any number of ranks; start again with the ranks that are there"
 _CORES = "--threads sets the cores of a rank; pin the launcher by `taskset` or `numactl`"
 _QUIET = "the launcher prints one line at the end, to stderr"
@@ -24,11 +22,7 @@ _REFUSED: dict[str, tuple[int, str]] = {
     "--elastic_training": (0, _ELASTIC),
     "--min_elastic_nodes": (1, _ELASTIC),
     "--max_elastic_nodes": (1, _ELASTIC),
-    "--force_multi": (0, _ONE_MACHINE),
-    "--no_ssh": (0, _ONE_MACHINE),
-    "--no_ssh_check": (0, _ONE_MACHINE),
-    "--ssh_port": (1, _ONE_MACHINE),
-    "--launcher_args": (1, _ONE_MACHINE),
+    "--no_ssh": (0, _EACH),
     "--venv_script": (1, "activate the environment, and start the launcher in it"),
     "--save_pid": (0, "the shell has the launcher's process id in $!"),
     "--enable_each_rank_log": (1, "redirect the output; lines of rank 1 and above begin with their rank"),
@@ -49,12 +43,16 @@ def add_words(parser: argparse.ArgumentParser) -> None:
     add("--no_python", action="store_true", help="SCRIPT is a program of another kind")
     add("--local_rank", action="store_true", help="give the script --local_rank=N, as DeepSpeed's launcher does")
     add("--no_local_rank", dest="local_rank", action="store_false", help="the default: LOCAL_RANK alone says it")
-    add("--master_port", type=int, default=None, metavar="PORT", help="default: one that is free")
-    add("--master_addr", default=None, metavar="ADDRESS", help="of this machine; default: its loopback")
-    add("-H", "--hostfile", default=None, metavar="FILE", help="lines `NAME slots=N`")
-    add("--num_nodes", "--nnodes", type=int, default=None, metavar="N", help="machines; above 1: prints what to type")
-    add("--node_rank", type=int, default=0, metavar="N", help="0 on one machine")
-    add("--launcher", default="", metavar="NAME", help="for several machines: slurm, else one line for each")
+    add("--master_port", type=int, metavar="PORT", help=f"default: one that is free; of several machines {PORT}")
+    add("--master_addr", metavar="ADDRESS", help="of the first machine; default: its name, or the loopback")
+    add("-H", "--hostfile", metavar="FILE", help="machines that ssh reaches: lines `NAME slots=N`")
+    add("--num_nodes", "--nnodes", type=int, metavar="N", help="the first N machines of the hostfile; default: all")
+    add("--node_rank", type=int, default=0, metavar="N", help="0: the launcher starts the ranks of all machines")
+    add("--ssh_port", type=int, metavar="PORT", help="default: that of the configuration of ssh")
+    add("--launcher_args", default="", metavar="WORDS", help="for ssh, such as '-F FILE'")
+    add("--force_multi", action="store_true", help="start the ranks of a single machine over ssh, too")
+    add("--no_ssh_check", action="store_true", help="the default: nothing is tried before the ranks start")
+    add("--launcher", default="", metavar="NAME", help="no other than ssh: without effect")
     slots = parser.add_mutually_exclusive_group()
     slots.add_argument("-i", "--include", default="", metavar="SLOTS", help="such as localhost:0,2")
     slots.add_argument("-e", "--exclude", default="", metavar="SLOTS")
@@ -63,28 +61,23 @@ def add_words(parser: argparse.ArgumentParser) -> None:
         add(*names, action=RefusedFlag, nargs=values, const=f"it is not here: {instead}", help=argparse.SUPPRESS)
 
 
-def own_slots(asked: argparse.Namespace, gpus: int) -> list[int] | None:
-    """The slots that the words choose on this machine; None if they leave the choice to --ranks.
+def chosen_hosts(asked: argparse.Namespace, gpus: int) -> dict[str, list[int]] | None:
+    """The slots that the words choose, by machine; None if they leave the choice on this one to --ranks.
 
-    gpus: slots of this machine without a hostfile. Refusal with what to type, if they name several machines.
+    gpus: slots of this machine without a hostfile.
     """
     names_slots = asked.include or asked.exclude
     if names_slots and (asked.ranks or asked.num_nodes):
         raise Refusal(["--include, --exclude: expected no --num_gpus and --num_nodes beside them; leave these out"])
     hosts = _hostfile(asked.hostfile) if asked.hostfile else {LOCAL: list(range(gpus))}
     wanted = asked.num_nodes or len(hosts)
-    if asked.hostfile and not 1 <= wanted <= len(hosts):
-        raise Refusal([f"--num_nodes {wanted}: expected 1 to {len(hosts)}, as --hostfile has, found {wanted}"])
-    if not asked.hostfile and wanted > 1:
-        hosts = {f"HOST_{number}": list(range(asked.ranks or 0)) for number in range(wanted)}
-    hosts = _filtered(dict(list(hosts.items())[:wanted]), asked)
-    if len(hosts) > 1:
-        found = f"expected one machine, found {len(hosts)}: {_ONE_MACHINE.partition(';')[0]}; type"
-        raise Refusal([found, *_lines(hosts, asked)])
+    if not 1 <= wanted <= len(hosts):
+        expected = f"expected 1 to {len(hosts)}, as --hostfile has" if asked.hostfile else f"expected 1; {_EACH}"
+        raise Refusal([f"--num_nodes {wanted}: {expected}, found {wanted}"])
     if asked.node_rank:
-        raise Refusal([f"--node_rank {asked.node_rank}: expected 0 on one machine; say --num_nodes, or leave it out"])
-    (slots,) = hosts.values()
-    return slots[: asked.ranks] if asked.hostfile or names_slots else None
+        raise Refusal([f"--node_rank {asked.node_rank}: expected 0; {_EACH}"])
+    hosts = {host: slots[: asked.ranks] for host, slots in _filtered(dict(list(hosts.items())[:wanted]), asked).items()}
+    return hosts if asked.hostfile or names_slots else None
 
 
 def _hostfile(path: str) -> dict[str, list[int]]:
@@ -99,7 +92,7 @@ def _hostfile(path: str) -> dict[str, list[int]]:
             hosts[found[1]] = list(range(int(found[2])))
     if not any(hosts.values()):
         raise Refusal([f"--hostfile {path}: expected lines `NAME slots=N`, found none"])
-    return hosts
+    return {host: slots for host, slots in hosts.items() if slots}
 
 
 def _filtered(hosts: dict[str, list[int]], asked: argparse.Namespace) -> dict[str, list[int]]:
@@ -121,20 +114,3 @@ def _filtered(hosts: dict[str, list[int]], asked: argparse.Namespace) -> dict[st
     if not any(kept.values()):
         raise Refusal([f"{flag} {words}: expected slots that are left, found none"])
     return {host: slots for host, slots in kept.items() if slots}
-
-
-def _lines(hosts: Mapping[str, list[int]], asked: argparse.Namespace) -> Iterator[str]:
-    """What to type on each of several machines, or once under SLURM."""
-    leader, on_slurm = asked.master_addr or next(iter(hosts)), asked.launcher.lower() == "slurm"
-    flags = [flag for flag, given in (("--module", asked.module), ("--no-python", asked.no_python)) if given]
-    for rank, (host, slots) in enumerate(hosts.items()):
-        count = min(len(slots), asked.ranks or len(slots)) or "gpu"
-        own = ["--node-rank", "$SLURM_NODEID" if on_slurm else rank, "--nproc-per-node", count]
-        place = ["--nnodes", len(hosts), *own, "--master-addr", leader, "--master-port", asked.master_port or PORT]
-        line = f"torchrun {' '.join(map(str, place))} {shlex.join([*flags, *asked.script])}"
-        if slots != list(range(len(slots))):
-            line = f"CUDA_VISIBLE_DEVICES={','.join(map(str, slots))} {line}"
-        if on_slurm:
-            yield f"srun --nodes {len(hosts)} --ntasks-per-node 1 bash -c {shlex.quote(line)}"
-            return
-        yield f"on {host}: {line}"

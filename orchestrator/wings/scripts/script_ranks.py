@@ -30,8 +30,9 @@ from orchestrator.config.schema import Device
 from orchestrator.config.strict import Refusal
 from orchestrator.launch.environment import rank_settings
 from orchestrator.launch.rank import place
-from orchestrator.launch.verdict import GRACE_S, LOG_LINES, Sight, describe, judge, kernel_kills
+from orchestrator.launch.verdict import GRACE_S, LOG_LINES, Sight, judge, kernel_kills
 from orchestrator.machine import children
+from orchestrator.machine.interfaces import GLOO, interface_to, set_interface
 from orchestrator.machine.loopback import family, loopback
 from orchestrator.machine.processes import die_with_parent, end_session, signals_ignored
 from orchestrator.records.run_state import RunState
@@ -44,13 +45,18 @@ _NOT_SET = ("HF_HUB_OFFLINE",)
 _STORE = "orchestrator.wings.scripts.held_store"
 # What torch prints when rank 0 uses the store that is there: no error, see [Note: the port of the ranks].
 _NO_ERROR = re.compile(rb"[^\n]*failed to bind[^\n]*TORCHELASTIC_USE_AGENT_STORE[^\n]*\n")
+# What the launcher's part on another machine prints when a rank has ended: its number and its exit code.
+REPORT, _REPORT = b"\0zlab rank %d ended: %d\n", re.compile(rb"\0zlab rank (\d+) ended: (-?\d+)\n")
+_LINE, _LINE_OR_BAR = re.compile(rb"(?<=\n)"), re.compile(rb"(?<=[\r\n])")
 
 
 @dataclass(frozen=True)
 class Placement:
     """The ranks of a script. threads: of each rank. gpus: for CUDA_VISIBLE_DEVICES; None leaves it as it is.
 
-    address, port: where the ranks meet; None and 0 choose the loopback and a port that is free.
+    address, port: where the ranks meet; None and 0 choose the loopback and a port that is free. world: all ranks. On
+    several machines, first: the number of the first rank here. host: the number of this machine. peer: another one,
+    towards which the ranks send.
     """
 
     ranks: int
@@ -59,6 +65,10 @@ class Placement:
     gpus: Sequence[int] | None = None
     address: str | None = None
     port: int = 0
+    world: int = 1
+    first: int = 0
+    host: int = 0
+    peer: str | None = None
 
 
 class ScriptEnd(NamedTuple):
@@ -73,52 +83,70 @@ class ScriptEnd(NamedTuple):
 
 
 @dataclass
-class _Rank:
-    """A started rank, and the end of its output; `beginning` holds a line of it that is not complete yet."""
+class Child:
+    """A started rank, or the connection to a machine with ranks, and the end of its output.
 
-    number: int
+    number: of its first rank. reported: by rank, the ends on that machine; None for a rank of this one.
+    """
+
     process: subprocess.Popen[bytes]
-    open_streams: int = 2
+    number: int
+    reported: dict[int, Sight] | None = None
     code: int | None = None
     ended_at: float = 0.0
     words: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
 
     @property
     def sight(self) -> Sight:
-        state = RunState.ok if self.code == 0 else None
-        return Sight(self.number, state, alive=self.code is None, exit_code=self.code, exit_time=self.ended_at)
+        return sight_of(self.number, self.code, self.ended_at)
 
 
-def run_script(command: Callable[[int], Sequence[str]], placement: Placement) -> ScriptEnd:
-    """Run `command(rank)` on every rank until all have ended; if one fails, the others are ended too.
+def sight_of(number: int, code: int | None, ended_at: float) -> Sight:
+    """A rank that runs, or has ended with an exit code."""
+    state = RunState.ok if code == 0 else None
+    return Sight(number, state, alive=code is None, exit_code=code, exit_time=ended_at)
+
+
+def run_script(
+    command: Callable[[int], Sequence[str]], placement: Placement, look: Callable[[Sequence[Child]], object] = len
+) -> ScriptEnd:
+    """Run `command(local rank)` on every rank until all have ended; if one fails, the others are ended too.
 
     Call it from the main thread. The output of rank 0 is passed on as it comes, that of the others line by line with
-    their rank. When it returns or raises, no process of the ranks is left.
+    their rank. `look` is called some times a second. When it returns or raises, no process of the ranks is left.
     """
     kills = kernel_kills()
-    ranks: list[_Rank] = []
+    ranks: list[Child] = []
     with _meeting_place(placement) as (address, port):
         try:
             for number in range(placement.ranks):
                 environment = rank_environment(placement, number, address, port, os.environ)
-                ranks.append(_Rank(number, _started(command(number), environment)))
-            _follow(ranks)
+                ranks.append(Child(started(command(number), environment), placement.first + number))
+            follow(ranks, look)
         finally:
             with signals_ignored():
                 for rank in ranks:
                     end_session(rank.process.pid)
                     rank.process.wait()
-    return _end_of(ranks, kernel_kills() > kills)
+    if not (end := end_of([rank.sight for rank in ranks])).message:
+        return end
+    root = ranks[end.rank - placement.first]
+    if root.code == -signal.SIGKILL and kernel_kills() > kills:
+        end = end._replace(message=f"{end.message}: the machine's memory was used up (see `dmesg`)")
+    return end._replace(last_words=tuple(root.words) if end.rank else ())
 
 
 def rank_environment(
     placement: Placement, number: int, address: str, port: int, base: Mapping[str, str]
 ) -> dict[str, str]:
     """The variables that torchrun gives, and those of our own ranks: threads, allocators, the loopback interface."""
-    settings = rank_settings(placement.device, placement.threads, base, on_one_machine=True)
+    settings = rank_settings(placement.device, placement.threads, base, on_one_machine=placement.peer is None)
     ours = {name: value for name, value in settings.items() if name not in _NOT_SET}
-    words = {**place(number, placement.ranks, number, placement.ranks), "GROUP_RANK": "0", "MASTER_PORT": str(port)}
-    if placement.ranks > 1:
+    if placement.peer is not None:
+        set_interface(ours, base.get(GLOO) or interface_to(placement.peer))
+    own = place(placement.first + number, placement.world, number, placement.ranks)
+    words = {**own, "GROUP_RANK": str(placement.host), "MASTER_PORT": str(port)}
+    if placement.world > 1:
         words["TORCHELASTIC_USE_AGENT_STORE"] = "1"
     if placement.gpus is not None and placement.device is Device.cuda:
         words["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
@@ -126,12 +154,14 @@ def rank_environment(
     return {**base, **ours, **words, "MASTER_ADDR": address, "PYTHONUNBUFFERED": "1"}
 
 
-def _started(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A rank in a session of its own, which gets no Ctrl-C and ends when this process does."""
+def started(
+    command: Sequence[str], environment: Mapping[str, str], stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    """A process in a session of its own, which gets no Ctrl-C and ends when this process does."""
     return subprocess.Popen(
         command,
         env=children.environment(environment),
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
@@ -141,19 +171,23 @@ def _started(command: Sequence[str], environment: Mapping[str, str]) -> subproce
 
 @contextlib.contextmanager
 def _meeting_place(placement: Placement) -> Iterator[tuple[str, int]]:
-    """An address of this machine and a port on it, see [Note: the port of the ranks]. Refusal if it is taken."""
+    """The address and the port of the first machine, see [Note: the port of the ranks]. Refusal if it is taken."""
     address = placement.address or loopback()
+    if placement.host:
+        yield address, placement.port
+        return
     with contextlib.ExitStack() as stack, socket.socket(family(address)) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            holder.bind((address, placement.port))
-            if placement.ranks > 1:
+            # This machine may know its own name as an address of its loopback, which other machines do not reach.
+            holder.bind((address if placement.peer is None else "", placement.port))
+            if placement.world > 1:
                 holder.listen(socket.SOMAXCONN)
         except (OSError, OverflowError) as error:
             place = f"--master_addr {address} --master_port {placement.port}"
-            raise Refusal([f"{place}: expected a free port of this machine, found: {error}; leave them out"]) from error
+            raise Refusal([f"{place}: expected a free port of this machine, found: {error}; choose another"]) from error
         port: int = holder.getsockname()[1]
-        if placement.ranks > 1:
+        if placement.world > 1:
             stack.enter_context(_held_store(address, port, holder))
         yield address, port
 
@@ -178,23 +212,24 @@ def _held_store(address: str, port: int, listening: socket.socket) -> Iterator[N
             process.wait()
 
 
-def _follow(ranks: Sequence[_Rank]) -> None:
-    """Pass the output on. Returns when all ranks have ended, or some time after one of them failed."""
+def follow(ranks: Sequence[Child], look: Callable[[Sequence[Child]], object]) -> None:
+    """Pass the output on. Returns when all processes have ended, or some time after one of them failed."""
     failed_since: float | None = None
     with selectors.DefaultSelector() as selector, RankOutput() as output:
         for rank in ranks:
             for stream, target in ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr)):
                 assert stream is not None
-                selector.register(stream, selectors.EVENT_READ, _Relay(rank, target, output))
+                selector.register(stream, selectors.EVENT_READ, Relay(rank, target, output))
         while any(rank.code is None for rank in ranks) or selector.get_map():
             for key, _ in selector.select(LOOK_S):
-                relay: _Relay = key.data
+                relay: Relay = key.data
                 if not relay.take(os.read(key.fd, 1 << 16)):
                     selector.unregister(key.fileobj)
             output.look(time.monotonic())
             for rank in ranks:
                 if rank.code is None and (code := rank.process.poll()) is not None:
                     rank.code, rank.ended_at = code, time.monotonic()
+            look(ranks)
             if any(rank.code for rank in ranks):
                 failed_since = failed_since or time.monotonic()
                 if time.monotonic() - failed_since > GRACE_S:
@@ -250,26 +285,38 @@ class RankOutput:
         self._waiting.clear()
 
 
-class _Relay:
-    """Passes on one stream of a rank: rank 0's bytes, whole lines of the others behind their rank."""
+class Relay:
+    """Passes on one stream: rank 0's bytes, whole lines of the others behind their rank, marked lines of a machine."""
 
-    def __init__(self, rank: _Rank, target: object, output: RankOutput) -> None:
-        self._rank, self._target, self._output = rank, target, output
+    def __init__(self, child: Child, target: object, output: RankOutput) -> None:
+        self._child, self._target, self._output = child, target, output
         self._begun = b""
 
     def take(self, piece: bytes) -> bool:
         """Show a piece; False if the stream has ended, which is an empty piece."""
-        piece_shown = _NO_ERROR.sub(b"", piece)
-        *lines, self._begun = (self._begun + piece_shown).split(b"\n")
+        child, shown = self._child, _NO_ERROR.sub(b"", piece)
+        ends = _LINE if child.reported is None else _LINE_OR_BAR
+        *lines, self._begun = ends.split(self._begun + shown)
         if not piece and self._begun:
-            lines, self._begun = [self._begun], b""
-        self._rank.words.extend(line.decode("utf-8", errors="replace") for line in lines)
-        if self._rank.number == 0:
-            self._output.first(self._target, piece_shown)
+            lines, self._begun = [self._begun + b"\n"], b""
+        if child.reported is not None:
+            lines = [_REPORT.sub(self._report, line) for line in lines]
+        texts = (line.decode("utf-8", errors="replace").rstrip() for line in lines)
+        child.words.extend(filter(None, texts))
+        if child.reported is not None:
+            self._output.other(self._target, b"".join(lines), time.monotonic())
+        elif child.number == 0:
+            self._output.first(self._target, shown)
         else:
-            shown = b"".join(b"rank %d: %s\n" % (self._rank.number, line) for line in lines)
-            self._output.other(self._target, shown, time.monotonic())
+            marked = b"".join(b"rank %d: %s" % (child.number, line) for line in lines)
+            self._output.other(self._target, marked, time.monotonic())
         return bool(piece)
+
+    def _report(self, found: re.Match[bytes]) -> bytes:
+        number, code = map(int, found.groups())
+        assert self._child.reported is not None
+        self._child.reported[number] = sight_of(number, code, time.monotonic())
+        return b""
 
 
 def _write(target: object, shown: bytes) -> None:
@@ -281,15 +328,10 @@ def _write(target: object, shown: bytes) -> None:
         target.write(shown.decode("utf-8", errors="replace"))  # type: ignore[attr-defined]
 
 
-def _end_of(ranks: Sequence[_Rank], ran_out_of_memory: bool) -> ScriptEnd:
+def end_of(sights: Sequence[Sight]) -> ScriptEnd:
     """Who failed first, by the rules for our own ranks. Ranks that were ended here because of it are no cause."""
-    sights = [rank.sight for rank in ranks]
     if all(sight.exit_code == 0 for sight in sights):
         return ScriptEnd()
     verdict = judge(sights, has_result=False, controller_alive=True)
     assert verdict is not None
-    message = describe(sights[verdict.rank])
-    if sights[verdict.rank].exit_code == -signal.SIGKILL and ran_out_of_memory:
-        message += ": the machine's memory was used up (see `dmesg`)"
-    words = () if verdict.rank == 0 else tuple(ranks[verdict.rank].words)
-    return ScriptEnd(message, verdict.rank, words)
+    return ScriptEnd(verdict.message, verdict.rank)

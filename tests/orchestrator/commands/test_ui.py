@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sqlite3
 import sys
 import threading
@@ -107,6 +108,24 @@ def test_a_host_that_is_not_of_this_machine_is_refused(output: Path, capsys: pyt
     assert "--host: expected an address of this machine, or 0.0.0.0 for all of them, found '192.0.2.77'" in (
         capsys.readouterr().err
     )
+
+
+def test_a_busy_port_is_refused_before_anything_is_shown(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["ui", "--output", str(output), "--port", str(port)]) == 2
+    shown = capsys.readouterr()
+    assert f"--port {port}: expected a free port of 127.0.0.1; choose another, or leave it out; found: " in shown.err
+    assert "http" not in shown.out
+
+
+def test_several_pages_are_shown_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = [dashboard.Page(f"sweep{number}", "3", "key") for number in range(dashboard.PAGES_SHOWN + 2)]
+    dashboard._show(pages, "http://127.0.0.1:5000", dashboard.Screen())
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("http://127.0.0.1:5000: runs of sweep0, sweep1, ")
+    assert "sweep12" not in first
+    assert "ui SWEEP; 2 earlier ones: " in second
 
 
 @pytest.mark.parametrize("content", [b"", b"SQLite format 3\0" + b"\xff" * 4096, b"text"])

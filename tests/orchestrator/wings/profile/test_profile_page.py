@@ -23,7 +23,7 @@ from orchestrator.wings.page import page
 from orchestrator.wings.page.charts.canvas import document, png
 from orchestrator.wings.page.figures import figures_of
 from orchestrator.wings.page.report_points import ReportPoint, points_of
-from orchestrator.wings.profile.efficiency import profile_rows
+from orchestrator.wings.profile.efficiency import profile_rows, rate_rows
 from orchestrator.wings.profile.profile_figures import (
     LAYERS,
     MOST_MODULES,
@@ -191,3 +191,17 @@ def test_rows_name_mfu_where_there_is_a_dense_peak_and_say_why_where_there_is_no
     rows = {row.name: row.text for row in profile_rows({"world": 8, "profile": SUMMARY})}
     assert rows["utilisation"].startswith("no MFU: ")
     assert profile_rows({"world": 8}) == []
+
+
+@pytest.mark.parametrize(
+    ("peak", "mfu", "told"),
+    [
+        (None, None, "no MFU: no dense peak of this CPU is known"),
+        (1e15, 0.41, "MFU 41.0 % of 1,000 TFLOP/s a GPU, dense"),
+    ],
+)
+def test_a_run_without_a_profile_says_its_rate(peak: float | None, mfu: float | None, told: str) -> None:
+    speed = {"model_flops_per_s": 2.5e12, "peak_flops_per_s": peak, "mfu": mfu}
+    (row,) = rate_rows(speed, "cpu" if peak is None else "cuda")
+    assert row == ("TFLOP/s", f"2.5 median, 6 FLOP for each trained parameter and token; {told}")
+    assert rate_rows({}, "cpu") == []

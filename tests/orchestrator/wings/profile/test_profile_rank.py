@@ -20,9 +20,11 @@ from orchestrator.records.record_file import read_json
 from orchestrator.records.record_shapes import PROFILE, misfit
 from orchestrator.records.record_shapes import RESULT as RESULT_SHAPE
 from orchestrator.records.run_record import AttemptPaths
+from orchestrator.wings.predict.rough_time import dense_peak
 from orchestrator.wings.profile import profile_rank as profile
 
-RESULT = {"throughput": {"step_ms": {"median": 500.0}}}
+H100 = "NVIDIA H100 80GB HBM3"
+RESULT = {"throughput": {"step_ms": {"median": 500.0}}, "environment": {"gpu": None}}
 ROOM = 1024  # bytes that the prediction leaves out: storages of a few numbers, as of the norm's sum
 HOLDER = {"component": "activations", "name": "mlp", "bytes": 5, "tensors": 1, "largest_bytes": 5}
 
@@ -48,10 +50,12 @@ def config_on_gpu(dtype: str = "bf16", **changes: Any) -> RunConfig:
     return replace(config, precision=replace(config.precision, compute=dtype), **changes)
 
 
-def profiled(folder: Path, config: RunConfig, ranks: Ranks, device: str = "cpu") -> dict[str, Any]:
-    runtime: Any = SimpleNamespace(collectives=ranks, device=torch.device(device))
+def profiled(folder: Path, config: RunConfig, ranks: Ranks, gpu: str | None = None) -> dict[str, Any]:
+    runtime: Any = SimpleNamespace(collectives=ranks, device=torch.device("cpu"))
     info = RankInfo(0, 2, 0, "nowhere")
-    return profile.profiled(config, runtime, AttemptPaths(folder), info, lambda: None, RESULT)
+    return profile.profiled(
+        config, runtime, AttemptPaths(folder), info, lambda: None, {**RESULT, "environment": {"gpu": gpu}}
+    )
 
 
 def test_mfu_is_the_models_operations_per_second_by_the_dense_peak_of_all_gpus(
@@ -59,9 +63,9 @@ def test_mfu_is_the_models_operations_per_second_by_the_dense_peak_of_all_gpus(
 ) -> None:
     monkeypatch.setattr(profile, "profile_step", lambda *_: own_profile(10))
     other = {"rank": 1, "trouble": "", "peak_bytes": 30, "model_flops": 2 * 10**14, "executed_flops": 2 * 10**14}
-    node = data_sheet("NVIDIA H100 80GB HBM3")
+    node = data_sheet(H100)
     config = config_on_gpu(hardware=node)
-    found = profiled(tmp_path, config, Ranks([other], [own_profile(30)]), "cuda")["profile"]
+    found = profiled(tmp_path, config, Ranks([other], [own_profile(30)]), H100)["profile"]
     assert found["model_flops_per_step"] == 6 * 10**14
     assert found["model_flops_per_s"] == 12 * 10**14  # a step of 0.5 s, the measured one
     assert found["mfu"] == pytest.approx(12 / (2 * 9.895))
@@ -72,17 +76,16 @@ def test_mfu_is_the_models_operations_per_second_by_the_dense_peak_of_all_gpus(
     assert (written["rank"], written["peak"]["bytes"]) == (1, 30)
 
 
-def test_a_gpu_is_found_among_the_data_sheets_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = data_sheet("NVIDIA H100 80GB HBM3")
+def test_a_gpu_is_found_among_the_data_sheets_by_its_name() -> None:
+    node = data_sheet(H100)
     assert node is not None
     assert node.name == "h100_80gb"
     assert data_sheet("NVIDIA Unheard Of") is None
     config = config_on_gpu()
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert profile._peak(config, torch.device("cuda")) == (989.5e12, "hardware=h100_80gb")
-    assert profile._peak(config_on_gpu("fp32"), torch.device("cuda")) == (67e12, "hardware=h100_80gb")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Unheard Of")
-    assert profile._peak(config, torch.device("cuda")) == (None, None)
+    assert dense_peak(config, H100) == (989.5e12, "hardware=h100_80gb")
+    assert dense_peak(config_on_gpu("fp32"), H100) == (67e12, "hardware=h100_80gb")
+    assert dense_peak(config, "NVIDIA Unheard Of") == (None, None)
+    assert dense_peak(config, None) == (None, None)
 
 
 def test_cpu_ranks_have_no_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

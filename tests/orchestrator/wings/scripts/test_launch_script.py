@@ -1,4 +1,4 @@
-"""`zlab launch` takes the words of DeepSpeed's launcher: each works, prints what to type, or is refused by name."""
+"""`zlab launch` takes the words of DeepSpeed's launcher: each works, or is refused by name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.config.schema import Device
 from orchestrator.config.strict import Refusal
 from orchestrator.machine import hardware
 from orchestrator.wings.scripts import launch_script
@@ -82,7 +83,8 @@ def test_a_module_a_program_a_port_and_local_rank(capfd: pytest.CaptureFixture[s
         ("--module train.py", "--module train.py: expected a module's name, found a file; leave --module out, or"),
         ("--no_python nosuchprogram", "--no_python nosuchprogram: expected a program"),
         ("--master_addr 192.0.2.1 train.py", "--master_addr 192.0.2.1 --master_port 0: expected a free port of this"),
-        ("--node_rank 1 train.py", "--node_rank 1: expected 0 on one machine"),
+        ("--node_rank 1 train.py", "--node_rank 1: expected 0; type torchrun on each machine, or name them"),
+        ("--num_nodes 2 train.py", "--num_nodes 2: expected 1; type torchrun on each machine, or name them"),
         ("--hostfile none train.py", "--hostfile none: expected a file, found none"),
         ("--hostfile train.py train.py", "--hostfile train.py: expected lines `NAME slots=N`, one for a name, found"),
         ("--hostfile two --num_nodes 3 train.py", "--num_nodes 3: expected 1 to 2, as --hostfile has, found 3"),
@@ -90,50 +92,45 @@ def test_a_module_a_program_a_port_and_local_rank(capfd: pytest.CaptureFixture[s
         ("-H one -e this train.py", "--exclude this: expected slots that are left, found none"),
         ("-H one -e this -i this train.py", "argument -i/--include: not allowed with argument -e/--exclude"),
         ("-i localhost --num_gpus 1 train.py", "--include, --exclude: expected no --num_gpus and --num_nodes"),
-        ("--launcher_args x train.py", "--launcher_args: it is not here: no other machine is started from here"),
+        ("--no_ssh train.py", "--no_ssh: it is not here: type torchrun on each machine"),
+        ("-H two none.py", "none.py: expected a Python script, found no file"),
+        ("-H two train.py", ".deepspeed_env: expected lines `NAME=VALUE`, found 'wrong'"),
         ("--save_pid train.py", "--save_pid: it is not here: the shell has"),
         ("-q train.py", "-q: it is not here: the launcher prints one line"),
         ("--autotuning tune train.py", "--autotuning: it is not here: `zlab choose` finds"),
     ],
 )  # fmt: skip
 def test_words_that_cannot_work_are_refused_by_name(words: str, told: str) -> None:
+    if "wrong" in told:
+        Path(".deepspeed_env").write_text("NAME=value\nwrong\n", encoding="utf-8")
     with pytest.raises(Refusal) as caught:
         launch_script.main(["--device", "cpu", *words.split()])
     assert caught.value.problems[0].startswith(told)
 
 
 @pytest.mark.parametrize(
-    ("words", "lines"),
+    ("words", "hosts"),
     [
-        (
-            "-H two --module train --lr 1",
-            [
-                "on worker-0: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr worker-0 "
-                "--master-port 29500 --module train --lr 1",
-                "on worker-1: torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 --master-addr worker-0 "
-                "--master-port 29500 --module train --lr 1",
-            ],
-        ),
-        (
-            "--num_nodes 2 --num_gpus 8 --master_addr a --master_port 5 train.py",
-            [
-                f"on HOST_{rank}: torchrun --nnodes 2 --node-rank {rank} --nproc-per-node 8 --master-addr a "
-                "--master-port 5 train.py"
-                for rank in (0, 1)
-            ],
-        ),
-        (
-            "-H two -e worker-0:0 --launcher slurm train.py",
-            [
-                "srun --nodes 2 --ntasks-per-node 1 bash -c 'CUDA_VISIBLE_DEVICES=1,2,3 torchrun --nnodes 2 "
-                "--node-rank $SLURM_NODEID --nproc-per-node 3 --master-addr worker-0 --master-port 29500 train.py'"
-            ],
-        ),
+        ("-H two", {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1]}),
+        ("-H two --num_gpus 1", {"worker-0": [0], "worker-1": [0]}),
+        ("-H two -i worker-1@worker-0:1,3", {"worker-0": [1, 3], "worker-1": [0, 1]}),
+        ("-H two -e worker-0:0@worker-1:1", {"worker-0": [1, 2, 3], "worker-1": [0]}),
+        ("-H one --force_multi", {"this": [0, 1]}),
     ],
 )
-def test_several_machines_get_the_lines_to_type(words: str, lines: list[str]) -> None:
-    with pytest.raises(Refusal) as caught:
-        launch_script.main(words.split())
-    first, *rest = caught.value.problems
-    assert first == "expected one machine, found 2: no other machine is started from here; type"
-    assert rest == lines
+def test_slots_of_several_machines_start_over_ssh(
+    words: str, hosts: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[object] = []
+    monkeypatch.setattr(launch_script, "run_on_hosts", lambda slots, asked: taken.append(slots) or ScriptEnd())
+    assert launch_script.main([*words.split(), "train.py"]) == 0
+    assert taken == [hosts]
+
+
+def test_ranks_of_several_machines_are_numbered_through() -> None:
+    told = {"address": "a", "port": 5, "world": 6, "first": 4, "host": 1, "peer": "no.such.host.invalid"}
+    found = rank_environment(Placement(2, Device.cuda, 1, [1, 3], **told), 1, "a", 5, {})
+    place = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+    place |= {"MASTER_ADDR": "a", "MASTER_PORT": "5", "CUDA_VISIBLE_DEVICES": "1,3"}
+    assert {name: found.get(name) for name in place} == place
+    assert "GLOO_SOCKET_IFNAME" not in found  # the loopback leads to no other machine
