@@ -154,7 +154,7 @@ def misfits() -> None:
     factored = torch.optim.Adafactor(model.parameters())
     betas = [{"params": [model.weight]}, {"params": [model.bias], "betas": (0.1, 0.2)}]
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("Mine replaces step() of torch.optim.AdamW, and its own", {"optimizer": Mine(model.parameters())}),
+        ("Mine cannot run on shards: its step() on other tensors raised", {"optimizer": Mine(model.parameters())}),
         ("Adafactor cannot run on shards of parameters: its second moment is kept by rows", {"optimizer": factored}),
         ("test_engine.Adafactor cannot run on shards: its second moment is", {"optimizer": Adafactor(factored)}),
         ("LBFGS cannot run on shards", {"optimizer": torch.optim.LBFGS(model.parameters())}),
