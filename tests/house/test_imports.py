@@ -128,7 +128,7 @@ ROOMS = {
         "commands": "compose config exit_codes launch machine planning records report text tracking wings",
         "cli": "commands compose config exit_codes machine records text wings",
         "start": "cli machine",
-        "api": "commands config records report",
+        "api": "commands config records report text",
         "orchestrator": "api",
         "wings.coded": "config",
         "wings.bundle": "machine records report text",
@@ -157,7 +157,7 @@ ROOMS = {
         "wings.pretrained worker workloads",
         "wings.predict": "commands compose config exit_codes launch machine planning records report rounds text wings "
         "wings.divided wings.kinds wings.profile wings.words worker workloads",
-        "wings.profile": "compose config launch records report rounds text wings.page wings.predict worker",
+        "wings.profile": "config launch records report rounds text wings.page wings.predict worker",
     },
     "zero_runtime": {
         "cgroups": "",

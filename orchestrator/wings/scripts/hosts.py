@@ -27,7 +27,7 @@ from orchestrator.machine.processes import PATIENCE_S, end_session, how_it_ended
 from orchestrator.records.run_state import RunState
 from orchestrator.text.streams import complain
 from orchestrator.wings.scripts.launch_words import PORT
-from orchestrator.wings.scripts.script_ranks import REPORT, Child, ScriptEnd, end_of, follow, started
+from orchestrator.wings.scripts.script_ranks import REPORT, RankChild, ScriptEnd, end_of, follow, started
 
 SILENCE_S = 60.0
 _PART = "orchestrator.wings.scripts.launch_script"
@@ -42,7 +42,7 @@ class _Host(NamedTuple):
 
     name: str
     ranks: range
-    child: Child
+    child: RankChild
     line: BinaryIO
 
 
@@ -85,7 +85,7 @@ def _connected(name: str, job: Mapping[str, Any], asked: argparse.Namespace) -> 
     os.close(read)
     first = job["place"]["first"]
     ranks = range(first, first + len(job["slots"]))
-    host = _Host(name, ranks, Child(ssh, first, {}), os.fdopen(write, "wb", 0))
+    host = _Host(name, ranks, RankChild(ssh, first, {}), os.fdopen(write, "wb", 0))
     _send([host], json.dumps(job).encode())
     os.set_blocking(write, False)  # an ssh that is connecting, or whose machine is gone, takes nothing
     return host
@@ -123,14 +123,19 @@ def _sights(host: _Host) -> Iterator[Sight]:
 def own_variables() -> dict[str, str]:
     """The variables of .deepspeed_env, or the file that DS_ENV_FILE names, in the home and in the current folder."""
     places = [folder / os.environ.get("DS_ENV_FILE", ".deepspeed_env") for folder in (Path.home(), Path())]
-    lines = [(file, line.strip()) for file in places if file.is_file() for line in file.read_text("utf-8").splitlines()]
+    lines = [
+        (file, line.strip())
+        for file in places
+        if file.is_file()
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
     told = [(file, line) for file, line in lines if line and not line.startswith("#")]
     if wrong := [f"{file}: expected lines `NAME=VALUE`, found {line!r}" for file, line in told if "=" not in line]:
         raise Refusal(wrong)
     return {name.strip(): value.strip() for _, line in told for name, _, value in [line.partition("=")]}
 
 
-class Line:
+class ParentLine:
     """The connection of the launcher's part on another machine, over which it reports the ends of its ranks."""
 
     def __init__(self) -> None:
@@ -139,7 +144,7 @@ class Line:
         self._reported: set[int] = set()
         os.set_blocking(sys.stdin.fileno(), False)
 
-    def look(self, ranks: Sequence[Child]) -> None:
+    def look(self, ranks: Sequence[RankChild]) -> None:
         """Report ranks that have ended. ConnectionError if the launcher is gone."""
         for rank in ranks:
             if rank.code is not None and rank.number not in self._reported:

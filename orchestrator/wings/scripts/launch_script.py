@@ -20,7 +20,7 @@ from orchestrator.machine import children, hardware
 from orchestrator.machine.processes import StoppedBySignal, signals_interrupt
 from orchestrator.text.paths import program
 from orchestrator.text.streams import complain
-from orchestrator.wings.scripts.hosts import Line, run_on_hosts
+from orchestrator.wings.scripts.hosts import ParentLine, run_on_hosts
 from orchestrator.wings.scripts.launch_words import add_words, chosen_hosts
 from orchestrator.wings.scripts.script_ranks import Placement, run_script
 
@@ -138,8 +138,8 @@ def _many(ranks: int) -> str:
 
 
 def part() -> int:
-    """Run the ranks of this machine, one of several, for a launcher on another; see `Line`."""
-    line = Line()
+    """Run the ranks of this machine, one of several, for a launcher on another; see `ParentLine`."""
+    line = ParentLine()
     os.environ.update(line.job["environment"])
     asked = argparse.Namespace(**line.job["asked"])
     try:

@@ -83,7 +83,7 @@ class ScriptEnd(NamedTuple):
 
 
 @dataclass
-class Child:
+class RankChild:
     """A started rank, or the connection to a machine with ranks, and the end of its output.
 
     number: of its first rank. reported: by rank, the ends on that machine; None for a rank of this one.
@@ -108,7 +108,7 @@ def sight_of(number: int, code: int | None, ended_at: float) -> Sight:
 
 
 def run_script(
-    command: Callable[[int], Sequence[str]], placement: Placement, look: Callable[[Sequence[Child]], object] = len
+    command: Callable[[int], Sequence[str]], placement: Placement, look: Callable[[Sequence[RankChild]], object] = len
 ) -> ScriptEnd:
     """Run `command(local rank)` on every rank until all have ended; if one fails, the others are ended too.
 
@@ -116,12 +116,12 @@ def run_script(
     their rank. `look` is called some times a second. When it returns or raises, no process of the ranks is left.
     """
     kills = kernel_kills()
-    ranks: list[Child] = []
+    ranks: list[RankChild] = []
     with _meeting_place(placement) as (address, port):
         try:
             for number in range(placement.ranks):
                 environment = rank_environment(placement, number, address, port, os.environ)
-                ranks.append(Child(started(command(number), environment), placement.first + number))
+                ranks.append(RankChild(started(command(number), environment), placement.first + number))
             follow(ranks, look)
         finally:
             with signals_ignored():
@@ -212,7 +212,7 @@ def _held_store(address: str, port: int, listening: socket.socket) -> Iterator[N
             process.wait()
 
 
-def follow(ranks: Sequence[Child], look: Callable[[Sequence[Child]], object]) -> None:
+def follow(ranks: Sequence[RankChild], look: Callable[[Sequence[RankChild]], object]) -> None:
     """Pass the output on. Returns when all processes have ended, or some time after one of them failed."""
     failed_since: float | None = None
     with selectors.DefaultSelector() as selector, RankOutput() as output:
@@ -288,7 +288,7 @@ class RankOutput:
 class Relay:
     """Passes on one stream: rank 0's bytes, whole lines of the others behind their rank, marked lines of a machine."""
 
-    def __init__(self, child: Child, target: object, output: RankOutput) -> None:
+    def __init__(self, child: RankChild, target: object, output: RankOutput) -> None:
         self._child, self._target, self._output = child, target, output
         self._begun = b""
 
