@@ -33,7 +33,6 @@ from zero_runtime.predict.memory.activation_trace import trace_step
 from zero_runtime.predict.memory.device_overhead import DeviceOverhead
 from zero_runtime.predict.memory.peer_deepspeed import DeepSpeedSettings, deepspeed
 from zero_runtime.predict.memory.peers import PeerMemory, PeerModel, PeerTerm
-from zero_runtime.predict.memory.repeated_blocks import linear_with_blocks
 from zero_runtime.predict.memory.short_model import short_copy
 from zero_runtime.unit_planner import UnitRules, block_modules
 
@@ -219,7 +218,7 @@ def traced(
         short = short_copy(built, rules, rule)
         if short is not None:
             traced = LinearTrace.of_one(1, trace(short.model))
-            found = linear_with_blocks(traced, short.left.units, short.left.blocks)
+            found = short.left.complete(traced)
             if found is not None:
                 return found.trace
     return trace(build_for_trace(model, kernels))

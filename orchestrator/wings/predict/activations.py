@@ -30,7 +30,6 @@ from orchestrator.workloads.models import token_losses
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.predict.memory.activation_count import LinearTrace, Trace
 from zero_runtime.predict.memory.activation_trace import trace_step
-from zero_runtime.predict.memory.repeated_blocks import linear_with_blocks
 from zero_runtime.predict.memory.short_model import FewerBlocks, Shortened, short_copy, treats_alike
 from zero_runtime.predict.timing.segments import SegmentTable
 from zero_runtime.predict.timing.work import LinearWork, Work
@@ -55,11 +54,11 @@ class TracedStep(NamedTuple):
 
     def completed(self, linear: LinearTrace) -> LinearTrace | None:
         """The trace of all blocks from that of these; None if it does not determine that."""
-        return linear if self.left is None else linear_with_blocks(linear, self.left.units, self.left.blocks)
+        return linear if self.left is None else self.left.complete(linear)
 
     @property
     def work_of_all(self) -> SegmentTable[Work]:
-        return self.work if self.left is None else self.work.with_blocks(self.left.units, self.left.blocks)
+        return self.work if self.left is None else self.left.complete_table(self.work)
 
 
 def _traced_step(config: RunConfig, *, whole: bool) -> TracedStep:

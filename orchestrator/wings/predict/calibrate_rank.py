@@ -173,7 +173,7 @@ class SegmentTurns:
             "units": [[asdict(size), asdict(precision)] for size, precision in units],
         }
         self._alone, self._real = [], []
-        whole = table if short is None else table.with_blocks(short.units, short.blocks)
+        whole = table if short is None else short.complete_table(table)
         return {"table": whole.plain(), "anchor": anchor}
 
     def close(self) -> None:

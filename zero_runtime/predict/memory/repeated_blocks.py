@@ -7,9 +7,10 @@ two. The events of the middle in the forward and in the backward are repeated fo
 lacks. They create storages of their own, and may free those of the middle and of its neighbours on both sides; that a
 neighbour's storage is meant follows from its place among those that the neighbour created. The neighbour before is
 like the last block of the middle, and the one behind like the first. What was created outside of all blocks, such as a
-table that the blocks without a window read, is freed by the copy that comes last. If an event of the middle frees
-anything else, or if these blocks do not create the same storages, the blocks are not equal in memory, and the long
-model has to be traced itself. Standard library only.
+table that the blocks without a window read, is freed by the copy that comes last. What all blocks leave behind for one
+sum, as a decoder's blocks do for the gradient of the encoder's output, is freed there in the order of the blocks. If an
+event of the middle frees anything else, or if these blocks do not create the same storages, the blocks are not equal in
+memory, and the long model has to be traced itself. Standard library only.
 """
 
 from __future__ import annotations
@@ -73,8 +74,11 @@ class BlockUnits:
 Span = tuple[int, int]  # events [start, stop)
 
 
-def linear_with_blocks(short: LinearTrace, units: BlockUnits, blocks: int) -> LinearTrace | None:
-    """The trace of the model with `blocks` blocks; None if that of the short one does not determine it."""
+def linear_with_blocks(short: LinearTrace, units: BlockUnits, blocks: int, others: int = 0) -> LinearTrace | None:
+    """The trace of the model with `blocks` blocks; None if that of the short one does not determine it.
+
+    others: blocks of the model in other lists.
+    """
     if blocks <= units.layout.blocks:
         return None
     trace = short.trace
@@ -83,6 +87,9 @@ def linear_with_blocks(short: LinearTrace, units: BlockUnits, blocks: int) -> Li
         return None
     copying = _Copying(trace, units, spans, blocks)
     long = copying.copied()
+    if long is not None:  # a state is kept for each block that is computed again
+        of_block = trace.random_state_bytes // (units.layout.blocks + others)
+        long.random_state_bytes = of_block * (blocks + others)
     return None if long is None else replace(short, trace=long, slopes=[short.slopes[one] for one in copying.origins])
 
 
@@ -143,7 +150,7 @@ class _Copying:
     trace of each storage of the long one."""
 
     def __init__(self, short: Trace, units: BlockUnits, spans: Spans, blocks: int) -> None:
-        self._short, self._units, self._spans, self._blocks = short, units, spans, blocks
+        self._short, self._units, self._spans = short, units, spans
         self._copies = units.layout.copies(blocks)
         self._long = Trace()
         self.origins: list[int] = []
@@ -168,7 +175,6 @@ class _Copying:
         for span, copy in parts:
             if not self._write(span, copy, is_copy=span in (forward, backward)):
                 return None
-        self._long.random_state_bytes = self._short.random_state_bytes // self._units.layout.blocks * self._blocks
         return None if self._numbers else self._long  # a trace frees all that it creates
 
     def _write(self, span: Span, copy: int, *, is_copy: bool) -> bool:
@@ -184,11 +190,21 @@ class _Copying:
             event = self._short.events[position]
             if event > 0:
                 self._create(event - 1, copy)
+            elif self._is_left(-event - 1, position, is_copy=is_copy):
+                for one in range(self._copies):
+                    self._long.went(self._numbers.pop((one, -event - 1)))
             elif not self._free(-event - 1, copy, span, is_copy=is_copy):
                 return False
         for _, kind, unit in marks:
             self._mark(kind, unit, copy, is_copy=is_copy)
         return True
+
+    def _is_left(self, number: int, position: int, *, is_copy: bool) -> bool:
+        """Whether the storages of all copies are freed here, behind the blocks, between those of the neighbours."""
+        if is_copy or any((one, number) not in self._numbers for one in range(self._copies)):
+            return False
+        beside = [self._like.get(-self._short.events[place] - 1) for place in (position - 1, position + 1)]
+        return beside == [(number, -1), (number, 1)]
 
     def _create(self, number: int, copy: int) -> None:
         short = self._short
@@ -218,12 +234,15 @@ class _Copying:
         return True
 
     def _mark(self, kind: Mark, unit: int, copy: int, *, is_copy: bool) -> None:
-        units = self._units
-        if units.is_middle(unit) or (is_copy and units.block(unit) is not None):  # neighbours are shifted with a copy
-            unit += copy * units.of_middle
-        elif units.is_behind(unit):
-            unit += (self._copies - 1) * units.of_middle
-        self._long.mark(kind, unit)
+        units, copies = self._units, [copy]
+        if units.is_middle(unit) and not is_copy and kind == Mark.BEFORE_BACKWARD:
+            copies = list(range(self._copies))  # an output that passed through all blocks reports to each of them
+        for one in copies:
+            if units.is_middle(unit) or (is_copy and units.block(unit) is not None):  # neighbours move with a copy
+                moved = one * units.of_middle
+            else:
+                moved = (self._copies - 1) * units.of_middle if units.is_behind(unit) else 0
+            self._long.mark(kind, unit + moved)
 
 
 def equal_units(of_blocks: Sequence[int | None], layout: ShortLayout = ShortLayout()) -> BlockUnits | None:

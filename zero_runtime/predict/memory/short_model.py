@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import nn
 
 from zero_runtime.activations.rule import RecomputeRule
-from zero_runtime.predict.memory.repeated_blocks import EDGE, BlockUnits, ShortLayout, equal_units
+from zero_runtime.predict.memory.activation_count import LinearTrace
+from zero_runtime.predict.memory.repeated_blocks import EDGE, BlockUnits, ShortLayout, equal_units, linear_with_blocks
+from zero_runtime.predict.timing.segments import SegmentTable
 from zero_runtime.unit_planner import UnitRules, block_modules, plan_units
 
+Value = TypeVar("Value")
 # Attributes in which equal blocks differ by their place.
 PLACES = ("idx", "index", "layer_id")
 
 
 class Shortened(NamedTuple):
-    """The number of blocks before, and where the units of those that are left are."""
+    """What a model was before: for each list that lost blocks the number of them, and where the units of those left
+    are; the lists in the order of their units. left: the blocks of all lists that the short model has."""
 
-    blocks: int
-    units: BlockUnits
+    lists: Sequence[tuple[int, BlockUnits]]
+    left: int
+
+    def complete(self, linear: LinearTrace) -> LinearTrace | None:
+        """The trace of all blocks from that of those left; None if it does not determine that."""
+        found: LinearTrace | None = linear
+        all_blocks = self.left
+        for blocks, units in reversed(self.lists):  # the last list first: it moves no unit of an earlier one
+            others = all_blocks - units.layout.blocks
+            found, all_blocks = found and linear_with_blocks(found, units, blocks, others), others + blocks
+        return found
+
+    def complete_table(self, table: SegmentTable[Value]) -> SegmentTable[Value]:
+        for blocks, units in reversed(self.lists):
+            table = table.with_blocks(units, blocks)
+        return table
 
 
 def treats_alike(recompute: RecomputeRule) -> bool:
@@ -36,32 +54,48 @@ class FewerBlocks(NamedTuple):
 
 
 def short_copy(model: nn.Module, rules: UnitRules, recompute: RecomputeRule) -> FewerBlocks | None:
-    """A copy with the first two blocks, one period of those that repeat, and the rest, at least the last two.
+    """A copy with the first two blocks of each list, one period of those that repeat, and the rest, at least the last
+    two.
 
     None if blocks do not repeat, but for the first and the last one; if the rule treats blocks by their place, or if
     units span blocks. The model is unchanged.
     """
-    blocks = _list_of_blocks(model)
-    layout = None if blocks is None or not treats_alike(recompute) else _layout([_signature(one) for one in blocks])
-    if blocks is None or layout is None:
+    found = [(blocks, _layout([_signature(one) for one in blocks])) for blocks in _lists_of_blocks(model)]
+    shorter = [(blocks, len(blocks), layout) for blocks, layout in found if layout is not None]
+    if not shorter or not treats_alike(recompute):
         return None
-    complete, count = blocks._modules, len(blocks)
-    kept = layout.kept(count)
+    complete = [blocks._modules for blocks, _, _ in shorter]
+    names = {module: name for name, module in model.named_modules()}
     try:  # a copy of all blocks takes longer than their tracing
-        blocks._modules = type(complete)((str(place), blocks[number]) for place, number in enumerate(kept))
+        for blocks, count, layout in shorter:
+            kept = [blocks[number] for number in layout.kept(count)]
+            blocks._modules = type(blocks._modules)((str(place), block) for place, block in enumerate(kept))
         copied = copy.deepcopy(model)
     finally:
-        blocks._modules = complete
-    _keep_in_configs(copied, count, kept)
-    left = _left(copied, rules, count, layout)
-    return None if left is None else FewerBlocks(copied, left)
+        for (blocks, _, _), modules in zip(shorter, complete, strict=True):
+            blocks._modules = modules
+    left = []
+    for blocks, count, layout in shorter:
+        _keep_in_configs(copied, count, layout.kept(count))
+        units = _units_of(copied, copied.get_submodule(names[blocks]), rules, layout)
+        if units is None:
+            return None
+        left.append((count, units))
+    return FewerBlocks(copied, Shortened(left, len(block_modules(copied))))
 
 
-def _list_of_blocks(model: nn.Module) -> nn.ModuleList | None:
-    """The list that holds the blocks of the model and nothing else."""
+def _lists_of_blocks(model: nn.Module) -> list[nn.ModuleList]:
+    """The lists that hold the blocks of the model and nothing else, in their order; none if a block is in no list.
+
+    A model of an encoder and a decoder has two.
+    """
     blocks = block_modules(model)
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and list(module) == blocks]
-    return lists[0] if len(lists) == 1 else None
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) and set(module) <= set(blocks)
+    ]
+    return lists if [block for one in lists for block in one] == blocks else []
 
 
 def _layout(kinds: Sequence[object]) -> ShortLayout | None:
@@ -84,13 +118,11 @@ def _keep_in_configs(model: nn.Module, count: int, kept: Sequence[int]) -> None:
                 setattr(config, name, [value[number] for number in kept])
 
 
-def _left(model: nn.Module, rules: UnitRules, blocks: int, layout: ShortLayout) -> Shortened | None:
-    """Where the units of a shortened model's blocks are; None if units span blocks."""
-    left = block_modules(model)
-    place = {module: number for number, block in enumerate(left) for module in block.modules()}
+def _units_of(model: nn.Module, blocks: nn.Module, rules: UnitRules, layout: ShortLayout) -> BlockUnits | None:
+    """Where the units of a shortened list's blocks are; None if units span blocks."""
+    place = {module: number for number, block in enumerate(blocks.children()) for module in block.modules()}
     of_units = [{place.get(module) for module in spec.modules} for spec in plan_units(model, rules)]
-    units = None if any(len(found) > 1 for found in of_units) else equal_units([one.pop() for one in of_units], layout)
-    return None if units is None else Shortened(blocks, units)
+    return None if any(len(found) > 1 for found in of_units) else equal_units([one.pop() for one in of_units], layout)
 
 
 def _signature(block: nn.Module) -> tuple[object, ...]:
