@@ -97,7 +97,7 @@ def test_the_trace_made_from_five_blocks_is_that_of_all(
 
 
 def assert_same(made: Trace, real: Trace) -> None:
-    """Equal, but for reports of units whose forward has already ended, which the hooks repeat at the end of the loss, and
+    """Equal, but for reports of units whose forward has ended, which the hooks repeat at the end of the loss, and
     of units whose gradients have arrived, which T5's table of positions repeats: they release and gather nothing."""
     assert (made.events, made.sizes) == (real.events, real.sizes)
     assert (made.in_blocks, made.on_host) == (real.in_blocks, real.on_host)
