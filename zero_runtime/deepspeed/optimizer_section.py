@@ -46,8 +46,7 @@ _REFUSED = {
     **{name.lower(): reason for name, reason in TORCH_REFUSED.items()},
 }
 _COMMON = {
-    "lr": mapped(NUMBER),
-    "weight_decay": mapped(NUMBER),
+    **dict.fromkeys(("lr", "weight_decay"), mapped(NUMBER)),
     **all_idle(ANY, "foreach", "fused", "capturable"),
     "differentiable": only(False, kind=BOOL, reason="updates are not differentiated; set it to false"),
     **all_idle(BOOL, "set_grad_none"),
@@ -57,10 +56,7 @@ _MOMENTS = {**_COMMON, "betas": mapped(PAIR), "eps": mapped(NUMBER)}
 _FP32_STATES = only(True, kind=BOOL, reason="optimizer states are fp32 here")
 _ADAM = {
     **_MOMENTS,
-    "amsgrad": mapped(BOOL),
-    "adam_w_mode": mapped(BOOL),
-    "torch_adam": mapped(BOOL),
-    "bias_correction": mapped(BOOL),
+    **dict.fromkeys(("amsgrad", "adam_w_mode", "torch_adam", "bias_correction"), mapped(BOOL)),
     "fp32_optimizer_states": _FP32_STATES,
 }
 _ONE_BIT_ADAM = {
@@ -77,8 +73,7 @@ _LAMB = {
     "bias_correction": mapped(BOOL),
     "amsgrad": only(False, kind=BOOL, reason="Lamb has none"),
     "eps_inside_sqrt": only(False, kind=BOOL, reason="eps is added to the root here"),
-    "max_coeff": mapped(NUMBER),
-    "min_coeff": mapped(NUMBER),
+    **dict.fromkeys(("max_coeff", "min_coeff"), mapped(NUMBER)),
 }
 _MUON = {
     **_MOMENTS,
@@ -91,8 +86,7 @@ _MUON = {
 }
 _SGD = {
     **_COMMON,
-    "momentum": mapped(NUMBER),
-    "dampening": mapped(NUMBER),
+    **dict.fromkeys(("momentum", "dampening"), mapped(NUMBER)),
     "nesterov": mapped(BOOL),
     "maximize": only(False, kind=BOOL, reason="the loss is minimised; negate it"),
 }

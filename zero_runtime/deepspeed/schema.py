@@ -86,6 +86,11 @@ def mapped(kind: str) -> Key:
     return Key(kind, acts=True)
 
 
+def all_mapped(kind: str, *names: str) -> dict[str, Key]:
+    """Keys of one kind that have an effect here."""
+    return dict.fromkeys(names, mapped(kind))
+
+
 def choice(*values: str, reason: str) -> Key:
     """A key that has an effect here and must have one of these values."""
     return Key(TEXT, acts=True, only=values, reason=reason)
