@@ -9,8 +9,6 @@ from typing import Any
 
 from zero_runtime.deepspeed.json_text import shown
 from zero_runtime.deepspeed.schema import ANY, BOOL, NUMBER, PAIR, TEXT, WHOLE, Key, Reader, all_idle, mapped, only
-from zero_runtime.errors import PlanError
-from zero_runtime.limits import ConfigError
 from zero_runtime.optim.configs import (
     TORCH_NAMES,
     TORCH_OURS,
@@ -140,14 +138,9 @@ def choose_optimizer(section: Mapping[str, Any] | None, reader: Reader) -> Chose
         )
         return None
     params = section.get("params", {})
-    try:
+    with reader.collecting("optimizer.params"):
         return build(lower, params, reader) if build else _torch(torch_name, params, reader)
-    except ConfigError as error:  # its fixes name the keys of conf/, which a section of DeepSpeed's does not have
-        reader.problems += [f"optimizer.params: {one._replace(fix=())}" for one in error.broken]
-        return None
-    except PlanError as error:
-        reader.problems.append(f"optimizer.params: {error}")
-        return None
+    return None
 
 
 def default_optimizer() -> ChosenOptimizer:

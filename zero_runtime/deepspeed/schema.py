@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 from zero_runtime.deepspeed.json_text import shown, shown_key
 from zero_runtime.errors import PlanError
+from zero_runtime.limits import ConfigError
 
 AUTO = "auto"
 
@@ -189,6 +191,16 @@ class Reader:
         """Add a problem of the key at this path."""
         self.problems.append(f"{where}: {problem}")
         self.refused.add(where)
+
+    @contextmanager
+    def collecting(self, where: str) -> Iterator[None]:
+        """A context whose error of settings becomes problems of the section `where`, and ends it."""
+        try:
+            yield
+        except ConfigError as error:  # its fixes name the keys of conf/, which a section of DeepSpeed's does not have
+            self.problems += [f"{where}: {one._replace(fix=())}" for one in error.broken]
+        except PlanError as error:
+            self.problems.append(f"{where}: {error}")
 
     def _hint(self, name: str, table: Mapping[str, Key], path: str) -> str:
         homes = [home for home in self.homes.get(name, ()) if home != path + name]

@@ -24,7 +24,6 @@ from zero_runtime.deepspeed.schema import (
     only,
     section,
 )
-from zero_runtime.limits import ConfigError
 from zero_runtime.plan import ZeroPlan
 
 _DEVICE = choice("none", "cpu", "nvme", reason="states are stored on the device, in host memory, or in a file")
@@ -135,11 +134,9 @@ def read_plan(values: Mapping[str, Any], reader: Reader) -> ZeroPlan:
             "zero_hpz_partition_size: no second partition is here: parameters are gathered from all ranks, with the "
             "same numbers; zero.outer_sharding=optim of the command line keeps them in groups"
         )
-    try:
+    with reader.collecting("zero_optimization"):
         return ZeroPlan.from_stage(stage, shard_ranks=shard_ranks if shard_ranks > 0 else None)
-    except ConfigError as error:  # its fixes name the keys of conf/
-        reader.problems += [f"zero_optimization: {one._replace(fix=())}" for one in error.broken]
-        return ZeroPlan.from_stage(3)  # already refused; this plan is valid, so it adds no further problem
+    return ZeroPlan.from_stage(3)  # already refused; this plan is valid, so it adds no further problem
 
 
 def _check_offload(values: Mapping[str, Any], stage: int, reader: Reader) -> None:
