@@ -35,14 +35,6 @@ def _is_whole(value: Any) -> bool:
     return _is_number(value) and value == int(value)
 
 
-def _is_list_of_numbers(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and all(map(_is_number, value))
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value))
-
-
 def in_list(value: Any) -> list[Any]:
     """The values of a list or tuple; any other value alone."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
@@ -56,9 +48,9 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "a number above 0, or inf": lambda value: (
         value in (math.inf, "inf", "Infinity") or (_is_number(value) and value > 0)
     ),
-    "a number or a list of numbers": lambda value: _is_number(value) or _is_list_of_numbers(value),
+    "a number or a list of numbers": lambda value: bool(in_list(value)) and all(map(_is_number, in_list(value))),
     "a text": lambda value: isinstance(value, str),
-    "two numbers": _is_pair,
+    "two numbers": lambda value: len(in_list(value)) == 2 and all(map(_is_number, in_list(value))),
     "a list": lambda value: isinstance(value, (list, tuple)),
     "an object": lambda value: isinstance(value, Mapping),
     "any value": lambda value: True,
