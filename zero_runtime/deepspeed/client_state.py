@@ -17,14 +17,8 @@ from zero_runtime.errors import PlanError, brief
 
 _PLAIN = (bool, int, float, str, type(None))
 # What JSON lacks becomes an object with one of these keys: a tuple, a dict whose keys are not all texts, nan and inf.
-_TUPLE, _PAIRS, _NUMBER, _COUNTER, _TENSOR, _ARRAY = (
-    "//tuple",
-    "//pairs",
-    "//number",
-    "//counter",
-    "//tensor",
-    "//array",
-)
+_TUPLE, _PAIRS, _NUMBER, _COUNTER = "//tuple", "//pairs", "//number", "//counter"
+_TENSOR, _ARRAY = "//tensor", "//array"
 _MOST_ELEMENTS = 1 << 16  # of a tensor or an array: the JSON is read at once
 _ARRAY_DTYPES = "?bhilqBHILQefd"  # characters of numpy's dtypes whose elements are Python's numbers
 _BACK: dict[str, Callable[[Any], Any]] = {
@@ -57,7 +51,11 @@ def to_json(value: Any, where: str = "client_state") -> Any:
             return {key: to_json(one, f"{where}[{key!r}]") for key, one in value.items()}
         pairs = [(to_json(key, f"a key of {where}"), to_json(one, f"{where}[{key!r}]")) for key, one in value.items()]
         return {_PAIRS: list(map(list, pairs))}
-    raise PlanError(_trouble(where, value))
+    raise PlanError(
+        f"engine.save_checkpoint: {where}: expected numbers, texts, True, False, None, tensors of up to "
+        f"{_MOST_ELEMENTS} elements, and lists, tuples and dicts of them, found a {type(value).__name__} "
+        f"({brief(value)}); convert it (`.tolist()`, `vars(...)`), or save it in a file of its own with torch.save"
+    )
 
 
 def from_json(value: Any) -> Any:
@@ -69,11 +67,3 @@ def from_json(value: Any) -> Any:
     if len(value) == 1 and (tag := next(iter(value))) in _BACK:
         return _BACK[tag](from_json(value[tag]))
     return {key: from_json(one) for key, one in value.items()}
-
-
-def _trouble(where: str, found: object) -> str:
-    return (
-        f"engine.save_checkpoint: {where}: expected numbers, texts, True, False, None, tensors of up to "
-        f"{_MOST_ELEMENTS} elements, and lists, tuples and dicts of them, found a {type(found).__name__} "
-        f"({brief(found)}); convert it (`.tolist()`, `vars(...)`), or save it in a file of its own with torch.save"
-    )

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch.distributed as dist
 
-from zero_runtime.deepspeed.entry import init_distributed
+from zero_runtime.deepspeed.entry import get_local_rank, init_distributed
 
 __all__ = ["get_all_ranks_from_group", "get_local_rank", "get_world_group", "init_distributed"]
-
-
-def get_local_rank() -> int:
-    """The rank among those of this machine: LOCAL_RANK, or 0."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_world_group() -> Any:

@@ -18,7 +18,7 @@ from zero_runtime.deepspeed.parallel_section import UNDIVIDED, Degrees, batch_ra
 from zero_runtime.deepspeed.schedule_section import ScheduleOf, choose_schedule
 from zero_runtime.deepspeed.schema import Reader, without_effect
 from zero_runtime.deepspeed.zero_section import AHEAD, ZERO_LEVEL, read_plan, with_new_names
-from zero_runtime.limits import ConfigError, keys_of
+from zero_runtime.limits import keys_of
 from zero_runtime.offload_plan import OffloadPlan
 from zero_runtime.optim.configs import OneBitAdamConfig
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
@@ -193,11 +193,9 @@ def _loss_scale(fp16: Mapping[str, Any], reader: Reader) -> LossScaleRule:
         return UNSCALED
     given = {one.name: fp16[key] for key, one in keys_of(LossScaleRule).items() if key in fp16}
     static = fp16.get("loss_scale", 0) or None
-    try:
+    with reader.collecting("fp16"):
         return LossScaleRule(**{**given, "static": None if static is None else float(static)})
-    except ConfigError as error:
-        reader.problems += [f"fp16: {one._replace(fix=())}" for one in error.broken]
-        return UNSCALED
+    return UNSCALED
 
 
 def _clip_norm(values: Mapping[str, Any], chosen: ChosenOptimizer | None, reader: Reader) -> float | None:

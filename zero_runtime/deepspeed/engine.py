@@ -137,10 +137,6 @@ class Engine(EngineLoop):
             self, load_dir, tag, weights_only=weights_only, with_schedule=load_lr_scheduler_states
         )
 
-    def save_fp16_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
-        """The older name of save_16bit_model."""
-        return self.save_16bit_model(save_dir, save_filename)
-
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
         """Gather the weights, round them to 16 bits and write them into `save_dir`, which may exist.
 
@@ -150,6 +146,8 @@ class Engine(EngineLoop):
         """
         save_16bit(self.runtime, engine_checkpoint.folder_of("save_16bit_model", save_dir), save_filename)
         return True
+
+    save_fp16_model = save_16bit_model  # its older name
 
     # ---- modes and ends ------------------------------------------------------------------------------------------
 

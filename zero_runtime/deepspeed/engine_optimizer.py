@@ -14,16 +14,8 @@ from zero_runtime.errors import CallOrderError, PlanError
 from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.runtime import ZeroRuntime
 
-SCHEDULED = (  # the values of a group that a schedule may change
-    "lr",
-    "initial_lr",
-    "betas",
-    "momentum",
-    "max_lr",
-    "min_lr",
-    "max_momentum",
-    "base_momentum",
-)
+# The values of a group that a schedule may change.
+SCHEDULED = ("lr", "initial_lr", "betas", "momentum", "max_lr", "min_lr", "max_momentum", "base_momentum")
 
 
 class ScalerView:

@@ -150,7 +150,7 @@ def initialize(
     if training_data is not None:
         loader = training_loader(training_data, collate_fn, read)
     left_out = tuple(trained.left_out.values())
-    engine = Engine(EngineParts(runtime, view, schedule, read, _local_rank(), watch, loader, left_out))
+    engine = Engine(EngineParts(runtime, view, schedule, read, get_local_rank(), watch, loader, left_out))
     return engine, view, loader, schedule
 
 
@@ -161,10 +161,11 @@ def own_device() -> torch.device:
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return make_current(torch.device("cuda", device_index(_local_rank(), torch.cuda.device_count())))
+    return make_current(torch.device("cuda", device_index(get_local_rank(), torch.cuda.device_count())))
 
 
-def _local_rank() -> int:
+def get_local_rank() -> int:
+    """The rank among those of this machine: LOCAL_RANK, or 0."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

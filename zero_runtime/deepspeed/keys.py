@@ -16,6 +16,7 @@ from zero_runtime.deepspeed.schema import (
     WHOLE,
     Key,
     all_idle,
+    all_mapped,
     choice,
     feature,
     homes_of,
@@ -28,51 +29,42 @@ from zero_runtime.deepspeed.schema import (
 IN_CPU = ("cpu_checkpointing", "checkpoint_in_cpu")  # in a file, and as an argument of checkpointing.configure
 _TOKENS = "each rank keeps those of its own tokens, with tensor parallelism too (exceptions: docs/parallel.md)"
 RECOMPUTED = {
-    **dict.fromkeys(IN_CPU, mapped(BOOL)),
+    **all_mapped(BOOL, *IN_CPU),
     **all_idle(BOOL, "partition_activations", reason=_TOKENS),
     **all_idle(BOOL, "contiguous_memory_optimization", "synchronize_checkpoint_boundary", "profile"),
     "number_checkpoints": idle(WHOLE),
 }
 _FLOPS_PROFILER = {
-    **dict.fromkeys(("enabled", "detailed"), mapped(BOOL)),
-    **dict.fromkeys(("profile_step", "module_depth", "top_modules"), mapped(WHOLE)),
+    **all_mapped(BOOL, "enabled", "detailed"),
+    **all_mapped(WHOLE, "profile_step", "module_depth", "top_modules"),
     **{"output_file": mapped(TEXT), "recompute_fwd_factor": idle(NUMBER)},
 }
 _FP16 = {
-    "enabled": mapped(BOOL),
-    "auto_cast": mapped(BOOL),
-    "loss_scale": mapped(NUMBER),
-    "initial_scale_power": mapped(WHOLE),
-    "loss_scale_window": mapped(WHOLE),
-    "hysteresis": mapped(WHOLE),
-    "consecutive_hysteresis": mapped(BOOL),
-    "min_loss_scale": mapped(NUMBER),
+    **all_mapped(BOOL, "enabled", "auto_cast", "consecutive_hysteresis"),
+    **all_mapped(NUMBER, "loss_scale", "min_loss_scale"),
+    **all_mapped(WHOLE, "initial_scale_power", "loss_scale_window", "hysteresis"),
     "fused_mode": idle(BOOL),
     "fp16_master_weights_and_grads": only(
         False, kind=BOOL, reason="updates below 6e-8 vanish in fp16 weights, so the masters are fp32"
     ),
 }
 _BF16 = {
-    "enabled": mapped(BOOL),
+    **all_mapped(BOOL, "enabled", "bf16_master_weights_and_grads"),
     **all_idle(BOOL, "immediate_grad_update", "check_grad_overflow"),
-    "bf16_master_weights_and_grads": mapped(BOOL),
     "bf16_optimizer_states": only(False, kind=BOOL, reason="optimizer states are fp32 here"),
 }
 _TENSOR_PARALLEL = {
     "enabled": mapped(BOOL),
-    "tp_size": mapped(WHOLE),
-    "autotp_size": mapped(WHOLE),
+    **all_mapped(WHOLE, "tp_size", "autotp_size"),
     "tp_group_size": idle(WHOLE),
-    **all_idle(BOOL, "tp_overlap_comm", "verbose"),
+    **all_idle(BOOL, "tp_overlap_comm", "verbose", "vocab_parallel_lm_head"),
     "preset_model": idle(TEXT),
     "partition_config": section(PARTITION),
-    "vocab_parallel_lm_head": idle(BOOL),
     "vocab_parallel_ce_backend": only("torch", kind=TEXT, reason="the loss is torch's here"),
     "tp": section({"tp_size": mapped(WHOLE), "tp_grain_size": idle(WHOLE)}),
 }
 _DATA_TYPES = {
-    "grad_accum_dtype": mapped(TEXT),
-    "param_dtype": mapped(TEXT),
+    **all_mapped(TEXT, "grad_accum_dtype", "param_dtype"),
     "buffer_dtype": choice("fp32", reason="buffers keep the model's dtype, or are fp32; cast them in the model"),
     "keep_in_fp32_modules": idle(LIST),  # only buffers are meant, and those keep their dtype
 }
@@ -86,26 +78,23 @@ _CHECKPOINT = {
     **all_idle(OBJECT, "parallel_write", "writer"),
 }
 _AIO = {
-    "block_size": mapped(WHOLE),
-    "queue_depth": mapped(WHOLE),
+    **all_mapped(WHOLE, "block_size", "queue_depth"),
     **all_idle(WHOLE, "thread_count", "intra_op_parallelism"),
     **all_idle(BOOL, "single_submit", "overlap_events", "use_gds"),
 }
 # What the engine prints, and where its `checkpointing.checkpoint` keeps inputs: an experiment has its own words for it.
 OWN: dict[str, Key] = {
     "steps_per_print": mapped(NUMBER_OR_INF),
-    **dict.fromkeys(("wall_clock_breakdown", "dump_state"), mapped(BOOL)),
+    **all_mapped(BOOL, "wall_clock_breakdown", "dump_state"),
     **{"flops_profiler": section(_FLOPS_PROFILER), "activation_checkpointing": section(RECOMPUTED)},
 }
 _ACTING: dict[str, Key] = {
-    "train_batch_size": mapped(WHOLE),
-    "train_micro_batch_size_per_gpu": mapped(WHOLE),
-    "gradient_accumulation_steps": mapped(WHOLE),
+    **all_mapped(WHOLE, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    **all_mapped(WHOLE, "sequence_parallel_size", "data_parallel_size"),
     "gradient_clipping": mapped(NUMBER),
     "communication_data_type": mapped(TEXT),
     "data_types": section(_DATA_TYPES),
-    "dataloader_drop_last": mapped(BOOL),
-    "managed_gradient_accumulation": mapped(BOOL),
+    **all_mapped(BOOL, "dataloader_drop_last", "managed_gradient_accumulation"),
     # The keys of `params` depend on the type; optimizer_section and schedules read them.
     "optimizer": section({"type": mapped(TEXT), "params": mapped(OBJECT), "legacy_fusion": idle(BOOL)}),
     "scheduler": section({"type": mapped(TEXT), "params": mapped(OBJECT)}),
@@ -113,8 +102,6 @@ _ACTING: dict[str, Key] = {
     "bf16": section(_BF16),
     "checkpoint": section(_CHECKPOINT),
     "tensor_parallel": section(_TENSOR_PARALLEL),
-    "sequence_parallel_size": mapped(WHOLE),
-    "data_parallel_size": mapped(WHOLE),
     "zero_optimization": zero_section.SECTION,
     **OWN,
 }

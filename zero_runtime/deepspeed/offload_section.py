@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from zero_runtime.deepspeed.schema import Reader
-from zero_runtime.errors import PlanError
-from zero_runtime.limits import ConfigError
 from zero_runtime.offload_plan import OffloadPlan, ScratchSettings, Tier
 from zero_runtime.plan import ZeroPlan
 
@@ -38,20 +36,16 @@ def read_offload(
         reader.unused("zero_optimization.offload_optimizer", optimizer, ("ratio",))
     if not uses_nvme:
         reader.unused("aio", aio, _AIO)
-    try:
-        offload = OffloadPlan(
+    offload = OffloadPlan()
+    with reader.collecting("zero_optimization"):
+        chosen = OffloadPlan(
             params_tier,
             optimizer_tier,
             ratio=1.0 if optimizer_tier is Tier.DEVICE else float(optimizer.get("ratio", 1)),
             scratch=_scratch(params, optimizer, aio, reader) if uses_nvme else None,
         )
-        offload.check(plan, device)
-    except ConfigError as error:  # its fixes name the keys of conf/, which DeepSpeed's sections do not have
-        reader.problems += [f"zero_optimization: {one._replace(fix=())}" for one in error.broken]
-        return OffloadPlan()
-    except PlanError as error:
-        reader.problems.append(f"zero_optimization: {error}")
-        return OffloadPlan()
+        chosen.check(plan, device)
+        offload = chosen
     # Only a note: it decides which bytes are in which memory, and changes no results.
     if offload.ratio != 1 and params_tier is not Tier.DEVICE:
         reader.notes.append(
@@ -71,11 +65,9 @@ def _scratch(
     if any(name in optimizer for name in _PIPELINES):  # one depth for reads and writes
         given["ahead"] = int(any(optimizer.get(name, False) for name in _PIPELINES))
     folder = _folder([section for section in (params, optimizer) if section.get("device") == "nvme"], reader)
-    try:
+    with reader.collecting("aio"):
         return ScratchSettings(folder, **given)
-    except ConfigError as error:
-        reader.problems += [f"aio: {one._replace(fix=())}" for one in error.broken]
-        return ScratchSettings(folder)
+    return ScratchSettings(folder)
 
 
 def _folder(sections: list[Mapping[str, Any]], reader: Reader) -> Path:

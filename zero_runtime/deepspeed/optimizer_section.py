@@ -9,8 +9,6 @@ from typing import Any
 
 from zero_runtime.deepspeed.json_text import shown
 from zero_runtime.deepspeed.schema import ANY, BOOL, NUMBER, PAIR, TEXT, WHOLE, Key, Reader, all_idle, mapped, only
-from zero_runtime.errors import PlanError
-from zero_runtime.limits import ConfigError
 from zero_runtime.optim.configs import (
     TORCH_NAMES,
     TORCH_OURS,
@@ -46,8 +44,7 @@ _REFUSED = {
     **{name.lower(): reason for name, reason in TORCH_REFUSED.items()},
 }
 _COMMON = {
-    "lr": mapped(NUMBER),
-    "weight_decay": mapped(NUMBER),
+    **dict.fromkeys(("lr", "weight_decay"), mapped(NUMBER)),
     **all_idle(ANY, "foreach", "fused", "capturable"),
     "differentiable": only(False, kind=BOOL, reason="updates are not differentiated; set it to false"),
     **all_idle(BOOL, "set_grad_none"),
@@ -57,10 +54,7 @@ _MOMENTS = {**_COMMON, "betas": mapped(PAIR), "eps": mapped(NUMBER)}
 _FP32_STATES = only(True, kind=BOOL, reason="optimizer states are fp32 here")
 _ADAM = {
     **_MOMENTS,
-    "amsgrad": mapped(BOOL),
-    "adam_w_mode": mapped(BOOL),
-    "torch_adam": mapped(BOOL),
-    "bias_correction": mapped(BOOL),
+    **dict.fromkeys(("amsgrad", "adam_w_mode", "torch_adam", "bias_correction"), mapped(BOOL)),
     "fp32_optimizer_states": _FP32_STATES,
 }
 _ONE_BIT_ADAM = {
@@ -77,8 +71,7 @@ _LAMB = {
     "bias_correction": mapped(BOOL),
     "amsgrad": only(False, kind=BOOL, reason="Lamb has none"),
     "eps_inside_sqrt": only(False, kind=BOOL, reason="eps is added to the root here"),
-    "max_coeff": mapped(NUMBER),
-    "min_coeff": mapped(NUMBER),
+    **dict.fromkeys(("max_coeff", "min_coeff"), mapped(NUMBER)),
 }
 _MUON = {
     **_MOMENTS,
@@ -91,8 +84,7 @@ _MUON = {
 }
 _SGD = {
     **_COMMON,
-    "momentum": mapped(NUMBER),
-    "dampening": mapped(NUMBER),
+    **dict.fromkeys(("momentum", "dampening"), mapped(NUMBER)),
     "nesterov": mapped(BOOL),
     "maximize": only(False, kind=BOOL, reason="the loss is minimised; negate it"),
 }
@@ -146,14 +138,9 @@ def choose_optimizer(section: Mapping[str, Any] | None, reader: Reader) -> Chose
         )
         return None
     params = section.get("params", {})
-    try:
+    with reader.collecting("optimizer.params"):
         return build(lower, params, reader) if build else _torch(torch_name, params, reader)
-    except ConfigError as error:  # its fixes name the keys of conf/, which a section of DeepSpeed's does not have
-        reader.problems += [f"optimizer.params: {one._replace(fix=())}" for one in error.broken]
-        return None
-    except PlanError as error:
-        reader.problems.append(f"optimizer.params: {error}")
-        return None
+    return None
 
 
 def default_optimizer() -> ChosenOptimizer:

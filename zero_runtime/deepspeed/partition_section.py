@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zero_runtime.deepspeed.schema import BOOL, LIST, WHOLE, Reader, all_idle, choice, idle, mapped, only
+from zero_runtime.deepspeed.schema import BOOL, LIST, WHOLE, Reader, all_idle, all_mapped, choice, idle, mapped, only
 
 WHERE = "tensor_parallel.partition_config"
 PARTITION = {
@@ -17,10 +17,10 @@ PARTITION = {
     "lm_head_patterns": idle(LIST),
 }
 _SPEC = {
-    **{name: mapped(LIST) for name in ("patterns", "shape", "model_types")},
+    **all_mapped(LIST, "patterns", "shape", "model_types"),
     "partition_type": choice("column", "row", "skip", reason="DeepSpeed has three"),
     "partition_dim": mapped(WHOLE),
-    **dict.fromkeys(("gather_output", "grad_allreduce"), mapped(BOOL)),
+    **all_mapped(BOOL, "gather_output", "grad_allreduce"),
 }
 Specs = tuple[Mapping[str, Any], ...]
 

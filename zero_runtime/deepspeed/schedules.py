@@ -41,7 +41,7 @@ class JsonSchedule:
 
     def get_lr(self) -> list[float]:
         """The learning rates of the next update, by group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return rates_now(self.optimizer.param_groups)
 
     get_last_lr = get_lr
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 from zero_runtime.deepspeed.json_text import shown, shown_key
 from zero_runtime.errors import PlanError
+from zero_runtime.limits import ConfigError
 
 AUTO = "auto"
 
@@ -33,14 +35,6 @@ def _is_whole(value: Any) -> bool:
     return _is_number(value) and value == int(value)
 
 
-def _is_list_of_numbers(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and all(map(_is_number, value))
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value))
-
-
 def in_list(value: Any) -> list[Any]:
     """The values of a list or tuple; any other value alone."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
@@ -54,9 +48,9 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "a number above 0, or inf": lambda value: (
         value in (math.inf, "inf", "Infinity") or (_is_number(value) and value > 0)
     ),
-    "a number or a list of numbers": lambda value: _is_number(value) or _is_list_of_numbers(value),
+    "a number or a list of numbers": lambda value: bool(in_list(value)) and all(map(_is_number, in_list(value))),
     "a text": lambda value: isinstance(value, str),
-    "two numbers": _is_pair,
+    "two numbers": lambda value: len(in_list(value)) == 2 and all(map(_is_number, in_list(value))),
     "a list": lambda value: isinstance(value, (list, tuple)),
     "an object": lambda value: isinstance(value, Mapping),
     "any value": lambda value: True,
@@ -84,6 +78,11 @@ class Key:
 def mapped(kind: str) -> Key:
     """A key that has an effect here."""
     return Key(kind, acts=True)
+
+
+def all_mapped(kind: str, *names: str) -> dict[str, Key]:
+    """Keys of one kind that have an effect here."""
+    return dict.fromkeys(names, mapped(kind))
 
 
 def choice(*values: str, reason: str) -> Key:
@@ -184,6 +183,16 @@ class Reader:
         """Add a problem of the key at this path."""
         self.problems.append(f"{where}: {problem}")
         self.refused.add(where)
+
+    @contextmanager
+    def collecting(self, where: str) -> Iterator[None]:
+        """A context whose error of settings becomes problems of the section `where`, and ends it."""
+        try:
+            yield
+        except ConfigError as error:  # its fixes name the keys of conf/, which a section of DeepSpeed's does not have
+            self.problems += [f"{where}: {one._replace(fix=())}" for one in error.broken]
+        except PlanError as error:
+            self.problems.append(f"{where}: {error}")
 
     def _hint(self, name: str, table: Mapping[str, Key], path: str) -> str:
         homes = [home for home in self.homes.get(name, ()) if home != path + name]

@@ -16,6 +16,7 @@ from zero_runtime.deepspeed.schema import (
     WHOLE,
     Reader,
     all_idle,
+    all_mapped,
     choice,
     feature,
     idle,
@@ -23,7 +24,6 @@ from zero_runtime.deepspeed.schema import (
     only,
     section,
 )
-from zero_runtime.limits import ConfigError
 from zero_runtime.plan import ZeroPlan
 
 _DEVICE = choice("none", "cpu", "nvme", reason="states are stored on the device, in host memory, or in a file")
@@ -49,14 +49,12 @@ OFFLOAD_OPTIMIZER = {
     "device": _DEVICE,
     "ratio": mapped(NUMBER),
     "nvme_path": mapped(TEXT),
-    "pipeline_read": mapped(BOOL),
-    "pipeline_write": mapped(BOOL),
+    **all_mapped(BOOL, "pipeline_read", "pipeline_write"),
     "super_offload": only(False, kind=BOOL, reason="SuperOffload is not here; set it to false"),
     **all_idle(BOOL, "pin_memory", "fast_init", "convert_grad_on_cpu"),
     "buffer_count": idle(WHOLE),
     "cpuadam_cores_perc": idle(NUMBER),
 }
-LEAF_MODULE = {name: mapped(TEXTS) for name in ("classes", "names", "name_suffixes")}
 _UNITS = "each block is one unit, which is gathered one ahead, reduced and updated as a whole"
 # DeepSpeed accepts these keys with the prefix stage3_ and without it.
 _OF_STAGE_3 = {
@@ -79,22 +77,17 @@ _IDLE = {
     **{f"stage3_{name}": key for name, key in _OF_STAGE_3.items()},
 }
 ZERO = {
-    "stage": mapped(WHOLE),
-    "mics_shard_size": mapped(WHOLE),
+    **all_mapped(WHOLE, "stage", "mics_shard_size", "zero_hpz_partition_size"),
+    **all_mapped(BOOL, "zero_quantized_weights", "zero_quantized_gradients", "cpu_offload", "cpu_offload_param"),
     "offload_param": section(OFFLOAD_PARAM),
     "offload_optimizer": section(OFFLOAD_OPTIMIZER),
     "ignore_unused_parameters": only(
         True, kind=BOOL, reason="unused parameters count as zero gradients here, and are no error"
     ),
-    "leaf_module": section(LEAF_MODULE),
-    "zero_hpz_partition_size": mapped(WHOLE),
-    "zero_quantized_weights": mapped(BOOL),
+    "leaf_module": section(all_mapped(TEXTS, "classes", "names", "name_suffixes")),
     "zero_quantized_nontrainable_weights": only(False, kind=BOOL, reason=_WHOLE_WEIGHTS),
-    "zero_quantized_gradients": mapped(BOOL),
     "zeropp_loco_param": feature(_LOCO),
     "zenflow": feature("ZenFlow is not here; leave it out"),
-    "cpu_offload": mapped(BOOL),
-    "cpu_offload_param": mapped(BOOL),
     **_IDLE,
 }
 SECTION = section(ZERO)
@@ -141,11 +134,9 @@ def read_plan(values: Mapping[str, Any], reader: Reader) -> ZeroPlan:
             "zero_hpz_partition_size: no second partition is here: parameters are gathered from all ranks, with the "
             "same numbers; zero.outer_sharding=optim of the command line keeps them in groups"
         )
-    try:
+    with reader.collecting("zero_optimization"):
         return ZeroPlan.from_stage(stage, shard_ranks=shard_ranks if shard_ranks > 0 else None)
-    except ConfigError as error:  # its fixes name the keys of conf/
-        reader.problems += [f"zero_optimization: {one._replace(fix=())}" for one in error.broken]
-        return ZeroPlan.from_stage(3)  # already refused; this plan is valid, so it adds no further problem
+    return ZeroPlan.from_stage(3)  # already refused; this plan is valid, so it adds no further problem
 
 
 def _check_offload(values: Mapping[str, Any], stage: int, reader: Reader) -> None:
