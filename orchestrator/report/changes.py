@@ -27,17 +27,7 @@ MEMORY, GROWTH = "memory/rank", "its change"
 DROPS = (MEMORY, BEFORE, AFTER, RANGE)  # the order in which a narrow terminal leaves them out
 HEADER = ("point", BEFORE, AFTER, "time/token", RANGE, MEMORY, GROWTH, "verdict")
 # Ends of a point that had a result before. One that was cancelled, or has not run yet, is not judged.
-LOST = frozenset(
-    {
-        RunState.oom,
-        RunState.oom_host,
-        RunState.error,
-        RunState.hang,
-        RunState.timeout,
-        RunState.refused,
-        RunState.pruned,
-    }
-)
+LOST = frozenset(state for state in RunState if (state.answered or state.kept) and not state.measured)
 Config = Mapping[str, Any]
 
 

@@ -179,26 +179,15 @@ def _beside(leader: Ranked, entry: Entry, how: Metric, rivals: int) -> Ranked | 
 
 
 HEADER = (
-    "place",
-    "point",
-    "tokens/s",
-    "95 % range",
-    "vs best",
-    "step ms",
-    "states/rank",
-    "peak/rank",
-    "sent/step",
-    "loss last",
+    *("place", "point", "tokens/s", "95 % range", "vs best", "step ms"),
+    *("states/rank", "peak/rank", "sent/step", "loss last"),
 )
 RANGE, STEPS = "95 % range", "p10-p90"
 # The order in which a narrow terminal leaves columns out, and the columns of metrics that may sort the rows.
 DROPS = ("step ms", "sent/step", "states/rank", "loss last", "others", "vs best", "peak/rank")
 SHOWN_IN = {
-    "step_ms": "step ms",
-    "peak_bytes": "peak/rank",
-    "states_bytes": "states/rank",
-    "loss_last": "loss last",
-    "perplexity": "perplexity",
+    **{"step_ms": "step ms", "peak_bytes": "peak/rank", "states_bytes": "states/rank"},
+    **{"loss_last": "loss last", "perplexity": "perplexity"},
 }
 
 

@@ -20,17 +20,10 @@ from orchestrator.text.paths import program, verb
 from orchestrator.text.units import ABSENT, digits, duration, many, size
 
 STYLES = {
-    RunState.ok: "green",
-    RunState.tight: "yellow",
-    RunState.cached: "green",
-    RunState.running: "bold",
-    RunState.starting: "bold",
-    RunState.oom: "yellow",
-    RunState.oom_host: "yellow",
-    RunState.refused: "dim",
-    RunState.pruned: "dim",
-    RunState.queued: "dim",
-    RunState.cancelled: "dim",
+    **dict.fromkeys((RunState.ok, RunState.cached), "green"),
+    **dict.fromkeys((RunState.tight, RunState.oom, RunState.oom_host), "yellow"),
+    **dict.fromkeys((RunState.running, RunState.starting), "bold"),
+    **dict.fromkeys((RunState.refused, RunState.pruned, RunState.queued, RunState.cancelled), "dim"),
 }
 REASONS_SHOWN = 100
 PLAN_REASONS = 8

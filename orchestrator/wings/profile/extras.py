@@ -16,14 +16,8 @@ from orchestrator.wings.profile import costs, efficiency
 from orchestrator.wings.profile.efficiency import TERA, share_text
 
 __all__ = ["cells", "columns", "lines", "rows"]
-PROFILED = (
-    "model_flops_per_step",
-    "executed_flops_per_step",
-    "model_flops_per_s",
-    "peak_flops_per_s",
-    "mfu",
-    "hfu",
-)
+FLOPS = ("model_flops_per_step", "executed_flops_per_step", "model_flops_per_s", "peak_flops_per_s")
+PROFILED = (*FLOPS, "mfu", "hfu")
 SAMPLES = "samples/s"
 
 
