@@ -19,7 +19,7 @@ from orchestrator.report.ranking import peak_bytes, states_bytes
 from orchestrator.report.summary import Table
 from orchestrator.rounds import recorded
 from orchestrator.rounds.comparison import RANGE, Comparison, compare
-from orchestrator.text.units import ABSENT, change_text, digits, size
+from orchestrator.text.units import ABSENT, change_text, digits, grouped, size
 
 ENVIRONMENT = ("torch", "python", "cpu", "gpu", "host", "threads_per_rank", "git", "variables")
 BEFORE, AFTER = "tokens/s before", "tokens/s after"
@@ -247,10 +247,7 @@ def notes(found: Changes) -> list[str]:
         ("versions and machine", {one.after.label: one.environment for one in found.points}),
         ("not judged, because the work differs", {one.after.label: _work(one) for one in found.points}),
     ):
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for label, differences in texts.items():
-            if differences:
-                groups.setdefault(differences, []).append(label)
+        groups = grouped((differences, label) for label, differences in texts.items() if differences)
         for differences, labels in groups.items():
             whose = "" if len(labels) == len(found.points) else f" of {', '.join(labels)}"
             lines.append(f"{what}{whose}: {'; '.join(differences)}")

@@ -18,7 +18,7 @@ from orchestrator.rounds import recorded
 from orchestrator.rounds.comparison import EQUAL, SpeedVerdict, compare
 from orchestrator.rounds.intervals import LEAST, RoundsEstimate, of_rounds
 from orchestrator.text.paths import program
-from orchestrator.text.units import ABSENT, change_text, digits, loss, many, size
+from orchestrator.text.units import ABSENT, change_text, digits, grouped, loss, many, size
 
 
 class Metric(NamedTuple):
@@ -193,17 +193,13 @@ SHOWN_IN = {
 
 def by_table(ranked: Sequence[Ranked]) -> dict[str, list[Ranked]]:
     """The rows of each table, by its name."""
-    found: dict[str, list[Ranked]] = {}
-    for row in ranked:
-        found.setdefault(row.table, []).append(row)
-    return found
+    return grouped((row.table, row) for row in ranked)
 
 
 def tables(ranked: Sequence[Ranked]) -> dict[str, Table]:
     """The tables of the comparison, by their names; one without a name where all rows are in one."""
-    whole, found = table(ranked), dict[str, list[tuple[str, ...]]]()
-    for row, cells in zip(ranked, whole.rows, strict=True):
-        found.setdefault(row.table, []).append(cells)
+    whole = table(ranked)
+    found = grouped(zip((row.table for row in ranked), whole.rows, strict=True))
     return {name: whole._replace(rows=tuple(rows)) for name, rows in found.items()} or {"": whole}
 
 
@@ -225,22 +221,18 @@ def table(ranked: Sequence[Ranked]) -> Table:
     in_rounds = any(map(recorded.is_ranked, results))
     header: tuple[str, ...] = HEADER if in_rounds else tuple(STEPS if name == RANGE else name for name in HEADER)
     rows = [_cells(row, best[row.table], in_rounds=in_rounds) for row in ranked]
-    if any(row.entry.is_loaded for row in ranked):
-        header = (*header, "others")
-        rows = [(*cells, _load_cell(row.entry)) for cells, row in zip(rows, ranked, strict=True)]
+    entries = [row.entry for row in ranked]
+    more: dict[str, Sequence[str]] = {}
+    if any(entry.is_loaded for entry in entries):
+        more["others"] = list(map(_load_cell, entries))
     if trains(ranked):
-        header = (*header, "loss held out")
-        held = [(row.entry.result or {}).get("loss", {}).get("validation") for row in ranked]
-        rows = [(*cells, ABSENT if one is None else loss(one)) for cells, one in zip(rows, held, strict=True)]
-    for column in extras.columns([row.entry for row in ranked]):
-        if column.on_screen:
-            header = (*header, column.title)
-            rows = [(*cells, text) for cells, text in zip(rows, column.texts, strict=True)]
-    if any(row.entry.is_reused for row in ranked):
-        header = (*header, "reused from")
-        rows = [(*cells, _reused_from(row.entry)) for cells, row in zip(rows, ranked, strict=True)]
+        more["loss held out"] = [loss((one.result or {}).get("loss", {}).get("validation")) for one in entries]
+    more |= {column.title: column.texts for column in extras.columns(entries) if column.on_screen}
+    if any(entry.is_reused for entry in entries):
+        more["reused from"] = list(map(_reused_from, entries))
+    cells = tuple((*row, *(texts[number] for texts in more.values())) for number, row in enumerate(rows))
     kept = (SHOWN_IN[ranked[0].metric],) if ranked and ranked[0].metric in SHOWN_IN else ()
-    return Table(header, tuple(rows), names=2, drops=DROPS, kept=kept)
+    return Table((*header, *more), cells, names=2, drops=DROPS, kept=kept)
 
 
 def _reused_from(entry: Entry) -> str:
