@@ -121,10 +121,10 @@ class Ranked:
 def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]:
     """Best first by `rule(metric)`, then the entries without a place, then those without a result in their original
     order; one table of the comparison after the other."""
-    apart = extras.apart(entries)
+    apart = extras.places().apart(entries)
     return [
         replace(row, table=name, apart=apart.get(row.entry.label, ""))
-        for name, own in extras.tables(entries).items()
+        for name, own in extras.places().tables(entries).items()
         for row in _in_one_table(own, metric, apart)
     ]
 
@@ -366,8 +366,8 @@ def next_after_sweep(ranked: Sequence[Ranked]) -> str:
         return program()
     best = next((one for one in ranked if one.place == 1), ranked[0])  # the first table may have no place to give
     entry = best.entry
-    if best.place == 1 and (own := extras.next_command(entry)):
-        return own
+    if best.place == 1 and (own := extras.places().next_command(entry)):
+        return str(own)
     if entry.result is None:
         return run_command(entry.overrides)
     if entry.result.get("training") and entry.config:

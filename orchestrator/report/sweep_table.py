@@ -71,7 +71,7 @@ def plan_rows(planned: Sequence[Planned]) -> list[Row]:
         reason = f": {next(iter(reasons))}" if len(reasons) == 1 else ""
         rows.append(Row(word(state, "to run"), f"{len(points)}   {names}{reason}"))
         rows += _reason_rows(points) if len(reasons) > 1 else []
-    rows += extras.costs([point.config for point in planned if point.decision is RunState.queued])
+    rows += extras.places().costs([point.config for point in planned if point.decision is RunState.queued])
     needless = [f"{point.label}: {text}" for point in planned if (text := point.predicted.get("offload_needless"))]
     rows += [Row("note", text) for text in needless[:NAMED]]
     for key, what in (("unknown", "the memory"), ("activations_unknown", "activations"), ("attention", "attention")):
