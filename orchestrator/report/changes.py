@@ -15,7 +15,7 @@ from typing import Any
 from orchestrator.records.run_record import without_ignored
 from orchestrator.records.run_state import RunState
 from orchestrator.report.named_apart import held_bytes, memory_words, on_device
-from orchestrator.report.ranking import peak_bytes, states_bytes
+from orchestrator.report.ranking import peak_bytes, states_bytes, tokens_per_second
 from orchestrator.report.summary import Table
 from orchestrator.rounds import recorded
 from orchestrator.rounds.comparison import RANGE, Comparison, compare
@@ -235,7 +235,7 @@ def _work(one: Change) -> tuple[str, ...]:
 
 
 def _speed_text(side: Measured) -> str:
-    return digits(side.result["throughput"]["tokens_per_second"]["median"]) if side.result else side.state
+    return digits(tokens_per_second(side.result)) if side.result else side.state
 
 
 def notes(found: Changes) -> list[str]:

@@ -38,6 +38,14 @@ def speed(result: dict[str, Any]) -> RoundsEstimate | None:
     return of_rounds([1e3 / ms for ms in recorded.ms_per_token(result)])
 
 
+def tokens_per_second(result: Mapping[str, Any]) -> float:
+    return float(result["throughput"]["tokens_per_second"]["median"])
+
+
+def step_ms(result: Mapping[str, Any]) -> float:
+    return float(result["throughput"]["step_ms"]["median"])
+
+
 OF_TRAINING = "loss_validation"  # the metric of a sweep whose points train to an end
 # The settings of an evaluation that generation does not have: in part they would contradict its own data.
 OF_EVALUATION = ("measure", "data", "batch")
@@ -45,24 +53,14 @@ STANDARD = "measure=standard"
 JUDGED = 0.05  # the relative difference that rounds must show, or a row has no place
 DEFAULT_METRIC = "tokens_per_second"
 METRICS = {
-    DEFAULT_METRIC: Metric(
-        "median tokens/s of all ranks",
-        True,
-        lambda result: float(result["throughput"]["tokens_per_second"]["median"]),
-        recorded.ms_per_token,
-    ),
+    DEFAULT_METRIC: Metric("median tokens/s of all ranks", True, tokens_per_second, recorded.ms_per_token),
     "tokens_per_second_per_rank": Metric(
         "median tokens/s of one rank",
         True,
-        lambda result: float(result["throughput"]["tokens_per_second"]["median"]) / result["world"],
+        lambda result: tokens_per_second(result) / result["world"],
         lambda result: [ms * result["world"] for ms in recorded.ms_per_token(result)],
     ),
-    "step_ms": Metric(
-        "median step time",
-        False,
-        lambda result: float(result["throughput"]["step_ms"]["median"]),
-        recorded.step_medians_ms,
-    ),
+    "step_ms": Metric("median step time", False, step_ms, recorded.step_medians_ms),
     "peak_bytes": Metric("peak memory of a rank", False, lambda result: peak_bytes(result)),
     "states_bytes": Metric("model states of a rank", False, lambda result: states_bytes(result)),
     "loss_last": Metric("last training loss", False, lambda result: result["loss"]["last"]),
@@ -205,11 +203,10 @@ def tables(ranked: Sequence[Ranked]) -> dict[str, Table]:
 
 def fastest(ranked: Sequence[Ranked]) -> dict[str, float]:
     """The tokens/s of the fastest row of each table whose speed can be compared, by the name of the table; else 0."""
-    read = METRICS[DEFAULT_METRIC].read
     found = dict.fromkeys((row.table for row in ranked), 0.0)
     for row in ranked:
         if row.has_speed:
-            found[row.table] = max(found[row.table], read(row.entry.result or {}) or 0.0)
+            found[row.table] = max(found[row.table], tokens_per_second(row.entry.result or {}))
     return found
 
 
@@ -270,7 +267,7 @@ def _cells(ranked: Ranked, best: float, *, in_rounds: bool) -> tuple[str, ...]:
         digits(steps["median"]),
         ABSENT if in_rounds and known is None else f"{digits(low)}-{digits(high)}",
         share,
-        digits(entry.result["throughput"]["step_ms"]["median"]),
+        digits(step_ms(entry.result)),
         size(states_bytes(entry.result)),
         size(peak_bytes(entry.result)),
         size(sent_bytes(entry.result)),

@@ -121,7 +121,7 @@ def standing_row(point: Standing) -> tuple[str, ...]:
     """A point as cells. The speed of a running one is that of its latest steps."""
     result, running = point.result, progress_of(point)
     speed = ABSENT if running is None else digits(running.tokens_per_second)
-    speed = digits(result["throughput"]["tokens_per_second"]["median"]) if result else speed
+    speed = digits(ranking.tokens_per_second(result)) if result else speed
     states = ranking.states_bytes(result) if result else point.planned.predicted_bytes
     peak = size(ranking.peak_bytes(result)) if result else ABSENT
     notes = (f"job {point.job}" if point.job else "", shortened(point.message) if running is None else running.text)
