@@ -98,7 +98,7 @@ def _side(output: str, name: str) -> tuple[str, list[Measured]]:
 
 def _with_places(points: Sequence[Measured]) -> list[Measured]:
     """The points, of which those that have no place beside the others say so."""
-    apart = extras.apart([Entry(one.label, one.state, one.result, config=one.config) for one in points])
+    apart = extras.places().apart([Entry(one.label, one.state, one.result, config=one.config) for one in points])
     return [replace(one, apart=apart.get(one.label, "")) for one in points]
 
 

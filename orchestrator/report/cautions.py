@@ -12,6 +12,7 @@ from orchestrator.report.summary import missing_text
 from orchestrator.rounds import recorded
 from orchestrator.rounds.comparison import SpeedVerdict, compare
 from orchestrator.rounds.recorded import NOTABLE_SHARE
+from orchestrator.text.units import grouped, share_text
 
 LOST_NAMED = 4  # points of one state and reason
 REUSED_NAMED = 4  # rows whose time is printed under the table; the table marks all reused rows
@@ -19,9 +20,8 @@ REUSED_NAMED = 4  # rows whose time is printed under the table; the table marks 
 
 def failures(ranked: Sequence[Ranked]) -> list[str]:
     """One line for each state and reason of points without a result: how many they are, and the first names."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for entry in (row.entry for row in ranked if row.entry.result is None):
-        groups.setdefault((entry.state, entry.message or "no reason known"), []).append(entry.label)
+    lost = [row.entry for row in ranked if row.entry.result is None]
+    groups = grouped(((entry.state, entry.message or "no reason known"), entry.label) for entry in lost)
     return [f"{_counted(labels)}: {state}: {reason}" for (state, reason), labels in groups.items()]
 
 
@@ -55,9 +55,8 @@ def without_place(ranked: Sequence[Ranked]) -> list[str]:
     """One line if rows that were measured have no place: which and why."""
     named = [f"{row.entry.label} ({row.apart})" for row in ranked if row.apart]
     for rows in by_table(ranked).values():
-        for place in sorted(
-            {row.may_be for row in rows if row.may_be and row.may_be > 1}
-        ):  # of the first the answer says it
+        # The answer names those that may be the first.
+        for place in sorted({row.may_be for row in rows if row.may_be and row.may_be > 1}):
             unjudged = [row for row in rows if row.may_be == place]
             named.append(f"{', '.join(row.entry.label for row in unjudged)} ({why_unjudged(unjudged)})")
     return [f"without a place: {', '.join(named)}"] if named else []
@@ -77,17 +76,13 @@ def _anchors(ranked: Sequence[Ranked]) -> list[str]:
             continue
         change = compare(before, now)  # the time of that day by today's is the speed of today by that day's
         text = (
-            f"the anchor {entry.label} is now {percent(change.ratio)} ({percent(change.low)} to "
-            f"{percent(change.high)}) as fast as on {clock_of(before)}"
+            f"the anchor {entry.label} is now {share_text(change.ratio)} ({share_text(change.low)} to "
+            f"{share_text(change.high)}) as fast as on {clock_of(before)}"
         )
         is_equal = change.verdict not in (SpeedVerdict.slower, SpeedVerdict.faster)
         then = "; rows of that day can be compared with those of today"
         lines.append(text + (then if is_equal else "; rows of that day differ by as much: --fresh measures them again"))
     return lines
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def clock_of(result: Mapping[str, Any]) -> str:
@@ -162,8 +157,6 @@ def warnings(ranked: Sequence[Ranked]) -> list[str]:
     ] + [*_version_warnings(ranked), *_curve_warnings(ranked), *_load_warnings(ranked), *_transport_warnings(ranked)]
 
 
-def _grouped(values: dict[str, str]) -> str:
-    groups: dict[str, list[str]] = {}
-    for label, value in values.items():
-        groups.setdefault(value, []).append(label)
+def _grouped(values: Mapping[str, str]) -> str:
+    groups = grouped((value, label) for label, value in values.items())
     return "; ".join(f"{value}: {', '.join(labels)}" for value, labels in groups.items())

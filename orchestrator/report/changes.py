@@ -15,11 +15,11 @@ from typing import Any
 from orchestrator.records.run_record import without_ignored
 from orchestrator.records.run_state import RunState
 from orchestrator.report.named_apart import held_bytes, memory_words, on_device
-from orchestrator.report.ranking import peak_bytes, states_bytes
+from orchestrator.report.ranking import peak_bytes, states_bytes, tokens_per_second
 from orchestrator.report.summary import Table
 from orchestrator.rounds import recorded
 from orchestrator.rounds.comparison import RANGE, Comparison, compare
-from orchestrator.text.units import ABSENT, change_text, digits, size
+from orchestrator.text.units import ABSENT, change_text, digits, grouped, size
 
 ENVIRONMENT = ("torch", "python", "cpu", "gpu", "host", "threads_per_rank", "git", "variables")
 BEFORE, AFTER = "tokens/s before", "tokens/s after"
@@ -27,17 +27,7 @@ MEMORY, GROWTH = "memory/rank", "its change"
 DROPS = (MEMORY, BEFORE, AFTER, RANGE)  # the order in which a narrow terminal leaves them out
 HEADER = ("point", BEFORE, AFTER, "time/token", RANGE, MEMORY, GROWTH, "verdict")
 # Ends of a point that had a result before. One that was cancelled, or has not run yet, is not judged.
-LOST = frozenset(
-    {
-        RunState.oom,
-        RunState.oom_host,
-        RunState.error,
-        RunState.hang,
-        RunState.timeout,
-        RunState.refused,
-        RunState.pruned,
-    }
-)
+LOST = frozenset(state for state in RunState if (state.answered or state.kept) and not state.measured)
 Config = Mapping[str, Any]
 
 
@@ -245,7 +235,7 @@ def _work(one: Change) -> tuple[str, ...]:
 
 
 def _speed_text(side: Measured) -> str:
-    return digits(side.result["throughput"]["tokens_per_second"]["median"]) if side.result else side.state
+    return digits(tokens_per_second(side.result)) if side.result else side.state
 
 
 def notes(found: Changes) -> list[str]:
@@ -257,10 +247,7 @@ def notes(found: Changes) -> list[str]:
         ("versions and machine", {one.after.label: one.environment for one in found.points}),
         ("not judged, because the work differs", {one.after.label: _work(one) for one in found.points}),
     ):
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for label, differences in texts.items():
-            if differences:
-                groups.setdefault(differences, []).append(label)
+        groups = grouped((differences, label) for label, differences in texts.items() if differences)
         for differences, labels in groups.items():
             whose = "" if len(labels) == len(found.points) else f" of {', '.join(labels)}"
             lines.append(f"{what}{whose}: {'; '.join(differences)}")

@@ -1,7 +1,12 @@
 """What wings add to a comparison: columns, cells of results.csv, rows of one run, lines, places and tables.
 
-Each module in wings.COLUMNS has `columns` and `cells` of this one, each in wings.SUMMARIES `rows` and `lines`, and that
-of wings.PLACES `apart`, `tables`, `notes`, `next_command` and `costs`, with the same arguments.
+Each module in wings.COLUMNS has `columns` and `cells` of this one, and each in wings.SUMMARIES `rows` and `lines`, with
+the same arguments. That of wings.PLACES has
+- `apart(entries)`: why a measured row has no place beside the others, by its label; such a row neither wins nor ties;
+- `tables(entries)`: the entries of each table, by its name; one table without a name for all, if that is one;
+- `notes(entries)`: what is said of rows under the tables;
+- `costs(configs)`: the rows of a plan about points that are run for the sake of the others;
+- `next_command(entry)`: the command to propose after this winner; empty for the one after every sweep.
 """
 
 from __future__ import annotations
@@ -53,31 +58,6 @@ def lines(entries: Sequence[Entry]) -> list[str]:
     return [line for place in SUMMARIES for line in load(place).lines(entries)]
 
 
-def apart(entries: Sequence[Entry]) -> dict[str, str]:
-    """Why a measured row has no place beside the others, by its label; such a row neither wins nor ties."""
-    found: dict[str, str] = load(PLACES).apart(entries)
-    return found
-
-
-def tables(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """The entries of each table of the comparison, by its name; one table without a name for all, if that is one."""
-    found: dict[str, list[Entry]] = load(PLACES).tables(entries)
-    return found
-
-
-def notes(entries: Sequence[Entry]) -> list[str]:
-    """What is said of rows under the tables."""
-    found: list[str] = load(PLACES).notes(entries)
-    return found
-
-
-def costs(configs: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """What a plan says of points that are run for the sake of the others."""
-    found: list[Row] = load(PLACES).costs(configs)
-    return found
-
-
-def next_command(entry: Entry) -> str:
-    """The command that a sweep proposes after this winner; empty for what it proposes after every sweep."""
-    found: str = load(PLACES).next_command(entry)
-    return found
+def places() -> Any:
+    """The module of wings.PLACES."""
+    return load(PLACES)

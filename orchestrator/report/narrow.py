@@ -36,11 +36,6 @@ def narrowed(table: Table, width: int) -> Narrowed:
     return Narrowed(table._replace(header=header, rows=tuple(rows)), left_out, fits=_needed(table, kept) <= width)
 
 
-def left_out_text(left_out: tuple[str, ...], width: int) -> str:
-    """The line under a table that lacks columns."""
-    return f"left out at {width} columns: {', '.join(left_out)}; `| cat` without COLUMNS shows all"
-
-
 def _needed(table: Table, columns: list[int]) -> int:
     """The characters of a line with these columns."""
     widths = [max(len(row[at]) for row in (table.header, *table.rows)) for at in columns]

@@ -18,7 +18,7 @@ from orchestrator.rounds import recorded
 from orchestrator.rounds.comparison import EQUAL, SpeedVerdict, compare
 from orchestrator.rounds.intervals import LEAST, RoundsEstimate, of_rounds
 from orchestrator.text.paths import program
-from orchestrator.text.units import ABSENT, change_text, digits, loss, many, size
+from orchestrator.text.units import ABSENT, change_text, digits, grouped, loss, many, size
 
 
 class Metric(NamedTuple):
@@ -38,6 +38,14 @@ def speed(result: dict[str, Any]) -> RoundsEstimate | None:
     return of_rounds([1e3 / ms for ms in recorded.ms_per_token(result)])
 
 
+def tokens_per_second(result: Mapping[str, Any]) -> float:
+    return float(result["throughput"]["tokens_per_second"]["median"])
+
+
+def step_ms(result: Mapping[str, Any]) -> float:
+    return float(result["throughput"]["step_ms"]["median"])
+
+
 OF_TRAINING = "loss_validation"  # the metric of a sweep whose points train to an end
 # The settings of an evaluation that generation does not have: in part they would contradict its own data.
 OF_EVALUATION = ("measure", "data", "batch")
@@ -45,24 +53,14 @@ STANDARD = "measure=standard"
 JUDGED = 0.05  # the relative difference that rounds must show, or a row has no place
 DEFAULT_METRIC = "tokens_per_second"
 METRICS = {
-    DEFAULT_METRIC: Metric(
-        "median tokens/s of all ranks",
-        True,
-        lambda result: float(result["throughput"]["tokens_per_second"]["median"]),
-        recorded.ms_per_token,
-    ),
+    DEFAULT_METRIC: Metric("median tokens/s of all ranks", True, tokens_per_second, recorded.ms_per_token),
     "tokens_per_second_per_rank": Metric(
         "median tokens/s of one rank",
         True,
-        lambda result: float(result["throughput"]["tokens_per_second"]["median"]) / result["world"],
+        lambda result: tokens_per_second(result) / result["world"],
         lambda result: [ms * result["world"] for ms in recorded.ms_per_token(result)],
     ),
-    "step_ms": Metric(
-        "median step time",
-        False,
-        lambda result: float(result["throughput"]["step_ms"]["median"]),
-        recorded.step_medians_ms,
-    ),
+    "step_ms": Metric("median step time", False, step_ms, recorded.step_medians_ms),
     "peak_bytes": Metric("peak memory of a rank", False, lambda result: peak_bytes(result)),
     "states_bytes": Metric("model states of a rank", False, lambda result: states_bytes(result)),
     "loss_last": Metric("last training loss", False, lambda result: result["loss"]["last"]),
@@ -121,10 +119,10 @@ class Ranked:
 def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]:
     """Best first by `rule(metric)`, then the entries without a place, then those without a result in their original
     order; one table of the comparison after the other."""
-    apart = extras.apart(entries)
+    apart = extras.places().apart(entries)
     return [
         replace(row, table=name, apart=apart.get(row.entry.label, ""))
-        for name, own in extras.tables(entries).items()
+        for name, own in extras.places().tables(entries).items()
         for row in _in_one_table(own, metric, apart)
     ]
 
@@ -179,52 +177,36 @@ def _beside(leader: Ranked, entry: Entry, how: Metric, rivals: int) -> Ranked | 
 
 
 HEADER = (
-    "place",
-    "point",
-    "tokens/s",
-    "95 % range",
-    "vs best",
-    "step ms",
-    "states/rank",
-    "peak/rank",
-    "sent/step",
-    "loss last",
+    *("place", "point", "tokens/s", "95 % range", "vs best", "step ms"),
+    *("states/rank", "peak/rank", "sent/step", "loss last"),
 )
 RANGE, STEPS = "95 % range", "p10-p90"
 # The order in which a narrow terminal leaves columns out, and the columns of metrics that may sort the rows.
 DROPS = ("step ms", "sent/step", "states/rank", "loss last", "others", "vs best", "peak/rank")
 SHOWN_IN = {
-    "step_ms": "step ms",
-    "peak_bytes": "peak/rank",
-    "states_bytes": "states/rank",
-    "loss_last": "loss last",
-    "perplexity": "perplexity",
+    **{"step_ms": "step ms", "peak_bytes": "peak/rank", "states_bytes": "states/rank"},
+    **{"loss_last": "loss last", "perplexity": "perplexity"},
 }
 
 
 def by_table(ranked: Sequence[Ranked]) -> dict[str, list[Ranked]]:
     """The rows of each table, by its name."""
-    found: dict[str, list[Ranked]] = {}
-    for row in ranked:
-        found.setdefault(row.table, []).append(row)
-    return found
+    return grouped((row.table, row) for row in ranked)
 
 
 def tables(ranked: Sequence[Ranked]) -> dict[str, Table]:
     """The tables of the comparison, by their names; one without a name where all rows are in one."""
-    whole, found = table(ranked), dict[str, list[tuple[str, ...]]]()
-    for row, cells in zip(ranked, whole.rows, strict=True):
-        found.setdefault(row.table, []).append(cells)
+    whole = table(ranked)
+    found = grouped(zip((row.table for row in ranked), whole.rows, strict=True))
     return {name: whole._replace(rows=tuple(rows)) for name, rows in found.items()} or {"": whole}
 
 
 def fastest(ranked: Sequence[Ranked]) -> dict[str, float]:
     """The tokens/s of the fastest row of each table whose speed can be compared, by the name of the table; else 0."""
-    read = METRICS[DEFAULT_METRIC].read
     found = dict.fromkeys((row.table for row in ranked), 0.0)
     for row in ranked:
         if row.has_speed:
-            found[row.table] = max(found[row.table], read(row.entry.result or {}) or 0.0)
+            found[row.table] = max(found[row.table], tokens_per_second(row.entry.result or {}))
     return found
 
 
@@ -236,22 +218,18 @@ def table(ranked: Sequence[Ranked]) -> Table:
     in_rounds = any(map(recorded.is_ranked, results))
     header: tuple[str, ...] = HEADER if in_rounds else tuple(STEPS if name == RANGE else name for name in HEADER)
     rows = [_cells(row, best[row.table], in_rounds=in_rounds) for row in ranked]
-    if any(row.entry.is_loaded for row in ranked):
-        header = (*header, "others")
-        rows = [(*cells, _load_cell(row.entry)) for cells, row in zip(rows, ranked, strict=True)]
+    entries = [row.entry for row in ranked]
+    more: dict[str, Sequence[str]] = {}
+    if any(entry.is_loaded for entry in entries):
+        more["others"] = list(map(_load_cell, entries))
     if trains(ranked):
-        header = (*header, "loss held out")
-        held = [(row.entry.result or {}).get("loss", {}).get("validation") for row in ranked]
-        rows = [(*cells, ABSENT if one is None else loss(one)) for cells, one in zip(rows, held, strict=True)]
-    for column in extras.columns([row.entry for row in ranked]):
-        if column.on_screen:
-            header = (*header, column.title)
-            rows = [(*cells, text) for cells, text in zip(rows, column.texts, strict=True)]
-    if any(row.entry.is_reused for row in ranked):
-        header = (*header, "reused from")
-        rows = [(*cells, _reused_from(row.entry)) for cells, row in zip(rows, ranked, strict=True)]
+        more["loss held out"] = [loss((one.result or {}).get("loss", {}).get("validation")) for one in entries]
+    more |= {column.title: column.texts for column in extras.columns(entries) if column.on_screen}
+    if any(entry.is_reused for entry in entries):
+        more["reused from"] = list(map(_reused_from, entries))
+    cells = tuple((*row, *(texts[number] for texts in more.values())) for number, row in enumerate(rows))
     kept = (SHOWN_IN[ranked[0].metric],) if ranked and ranked[0].metric in SHOWN_IN else ()
-    return Table(header, tuple(rows), names=2, drops=DROPS, kept=kept)
+    return Table((*header, *more), cells, names=2, drops=DROPS, kept=kept)
 
 
 def _reused_from(entry: Entry) -> str:
@@ -289,7 +267,7 @@ def _cells(ranked: Ranked, best: float, *, in_rounds: bool) -> tuple[str, ...]:
         digits(steps["median"]),
         ABSENT if in_rounds and known is None else f"{digits(low)}-{digits(high)}",
         share,
-        digits(entry.result["throughput"]["step_ms"]["median"]),
+        digits(step_ms(entry.result)),
         size(states_bytes(entry.result)),
         size(peak_bytes(entry.result)),
         size(sent_bytes(entry.result)),
@@ -385,8 +363,8 @@ def next_after_sweep(ranked: Sequence[Ranked]) -> str:
         return program()
     best = next((one for one in ranked if one.place == 1), ranked[0])  # the first table may have no place to give
     entry = best.entry
-    if best.place == 1 and (own := extras.next_command(entry)):
-        return own
+    if best.place == 1 and (own := extras.places().next_command(entry)):
+        return str(own)
     if entry.result is None:
         return run_command(entry.overrides)
     if entry.result.get("training") and entry.config:

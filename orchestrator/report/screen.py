@@ -21,7 +21,7 @@ from rich.text import Text
 from orchestrator.config.schema import RunConfig
 from orchestrator.records.sweep_record import Planned
 from orchestrator.report import cautions, extras, named_apart, ranking, summary, sweep_table
-from orchestrator.report.narrow import left_out_text, narrowed
+from orchestrator.report.narrow import narrowed
 from orchestrator.report.progress import RECENT, phase, step_line, step_numbers
 from orchestrator.report.ranking import Ranked
 from orchestrator.report.summary import Row, Table
@@ -85,7 +85,8 @@ class Screen:
     def drawn(self, table: Table, styles: Sequence[str] = ()) -> Group:
         """The table, with the line about columns that were left out. styles: one for each row, or none."""
         found = narrowed(table, width := self.console.width)
-        line = [Text(left_out_text(found.left_out, width), style="dim")] if found.left_out else []
+        text = f"left out at {width} columns: {', '.join(found.left_out)}; `| cat` without COLUMNS shows all"
+        line = [Text(text, style="dim")] if found.left_out else []
         return Group(_table(found.table, styles, wraps_names=not found.fits), *line)
 
     def plan(self, label: str, config: RunConfig, folder: str) -> None:
@@ -153,7 +154,7 @@ class Screen:
         for line in cautions.warnings(ranked):
             self.warn(line)
         self.say(ranking.conclusion(ranked), "bold")
-        for line in (*named_apart.lines(ranked), *extras.notes([row.entry for row in ranked])):
+        for line in (*named_apart.lines(ranked), *extras.places().notes([row.entry for row in ranked])):
             self.say(line)
 
     def closing(self, rows: Sequence[Row]) -> None:

@@ -213,9 +213,8 @@ def memory_table(result: Mapping[str, Any]) -> Table:
     if memory.get("padding_bytes"):
         rows.append(_memory_row("  of which padding", memory["padding_bytes"], None))
     if memory.get("scratch_bytes"):
-        rows.append(
-            _memory_row("  in the scratch file", memory["scratch_bytes"], memory.get("scratch_predicted_bytes"))
-        )
+        foreseen = memory.get("scratch_predicted_bytes")
+        rows.append(_memory_row("  in the scratch file", memory["scratch_bytes"], foreseen))
     host = memory.get("host") or {}
     if host.get("predicted_bytes"):
         rows.append(_memory_row("offload: host memory", host["measured_bytes"], host["predicted_bytes"]))
@@ -226,10 +225,7 @@ def memory_table(result: Mapping[str, Any]) -> Table:
     allocated, expected = memory.get("peak_allocated_bytes"), memory.get("peak_predicted_bytes")
     if allocated is not None or expected is not None:
         rows.append(_memory_row("peak allocated", allocated, expected))
-    for key, name in (
-        ("peak_reserved_bytes", "peak reserved"),
-        ("peak_rss_bytes", "peak RSS of the process"),
-    ):
+    for key, name in (("peak_reserved_bytes", "peak reserved"), ("peak_rss_bytes", "peak RSS of the process")):
         if memory.get(key) is not None:
             rows.append(_memory_row(name, memory[key], None))
     if memory.get("activations_unknown"):

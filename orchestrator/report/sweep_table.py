@@ -17,20 +17,13 @@ from orchestrator.report import extras, ranking
 from orchestrator.report.progress import StepProgress, progress
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program, verb
-from orchestrator.text.units import ABSENT, digits, duration, many, size
+from orchestrator.text.units import ABSENT, digits, duration, grouped, many, size
 
 STYLES = {
-    RunState.ok: "green",
-    RunState.tight: "yellow",
-    RunState.cached: "green",
-    RunState.running: "bold",
-    RunState.starting: "bold",
-    RunState.oom: "yellow",
-    RunState.oom_host: "yellow",
-    RunState.refused: "dim",
-    RunState.pruned: "dim",
-    RunState.queued: "dim",
-    RunState.cancelled: "dim",
+    **dict.fromkeys((RunState.ok, RunState.cached), "green"),
+    **dict.fromkeys((RunState.tight, RunState.oom, RunState.oom_host), "yellow"),
+    **dict.fromkeys((RunState.running, RunState.starting), "bold"),
+    **dict.fromkeys((RunState.refused, RunState.pruned, RunState.queued, RunState.cancelled), "dim"),
 }
 REASONS_SHOWN = 100
 PLAN_REASONS = 8
@@ -78,7 +71,7 @@ def plan_rows(planned: Sequence[Planned]) -> list[Row]:
         reason = f": {next(iter(reasons))}" if len(reasons) == 1 else ""
         rows.append(Row(word(state, "to run"), f"{len(points)}   {names}{reason}"))
         rows += _reason_rows(points) if len(reasons) > 1 else []
-    rows += extras.costs([point.config for point in planned if point.decision is RunState.queued])
+    rows += extras.places().costs([point.config for point in planned if point.decision is RunState.queued])
     needless = [f"{point.label}: {text}" for point in planned if (text := point.predicted.get("offload_needless"))]
     rows += [Row("note", text) for text in needless[:NAMED]]
     for key, what in (("unknown", "the memory"), ("activations_unknown", "activations"), ("attention", "attention")):
@@ -107,9 +100,7 @@ def _hardware_text(config: Mapping[str, Any]) -> str:
 
 
 def _reason_rows(points: Sequence[Planned]) -> list[Row]:
-    by_reason: dict[str, list[str]] = {}
-    for point in points:
-        by_reason.setdefault(point.reason, []).append(point.label)
+    by_reason = grouped((point.reason, point.label) for point in points)
     rows = [Row("", f"    {', '.join(labels)}: {reason}") for reason, labels in by_reason.items() if reason]
     more = len(rows) - PLAN_REASONS
     return rows if more <= 0 else [*rows[:PLAN_REASONS], Row("", f"    and {more} more; --json lists all of them")]
@@ -130,10 +121,10 @@ def standing_row(point: Standing) -> tuple[str, ...]:
     """A point as cells. The speed of a running one is that of its latest steps."""
     result, running = point.result, progress_of(point)
     speed = ABSENT if running is None else digits(running.tokens_per_second)
-    speed = digits(result["throughput"]["tokens_per_second"]["median"]) if result else speed
+    speed = digits(ranking.tokens_per_second(result)) if result else speed
     states = ranking.states_bytes(result) if result else point.planned.predicted_bytes
     peak = size(ranking.peak_bytes(result)) if result else ABSENT
-    notes = (f"job {point.job}" if point.job else "", reason(point) if running is None else running.text)
+    notes = (f"job {point.job}" if point.job else "", shortened(point.message) if running is None else running.text)
     note = ", ".join(filter(None, notes))
     return (point.label, word(point.state), ",".join(point.slots) or ABSENT, size(states), peak, speed, note)
 
@@ -164,11 +155,6 @@ def left_text(standings: Sequence[Standing]) -> str:
     running = [(point.slots, found) for point in standings if (found := progress_of(point)) is not None]
     left_s = [sum(other.left_s or 0.0 for at, other in running if at == slots) for slots, _ in running]
     return f"{duration(max(left_s))} of steps left in all" if any(found.waits for _, found in running) else ""
-
-
-def reason(point: Standing) -> str:
-    """The reason for a point's state, shortened."""
-    return shortened(point.message)
 
 
 def shortened(message: str) -> str:

@@ -27,7 +27,8 @@ def closing_rows(overrides: Sequence[str], config: Mapping[str, Any], result: Ma
     last = training.get("last_checkpoint")
     if last is None:
         return [Row("done", f"{said}; nothing was saved (checkpoint=none)"), *_named("next", commands)]
-    on = run_command([*_without_end(overrides), _end(config), f"checkpoint.resume={shown(Path(last))}"])
+    kept = without_key(overrides, "train.max_steps", "train.epochs", "checkpoint.resume")
+    on = run_command([*kept, _end(config), f"checkpoint.resume={shown(Path(last))}"])
     return [Row("done", f"{said}: {shown(_chosen(training))}"), *_named("next", commands), Row("go on", on)]
 
 
@@ -57,10 +58,6 @@ def _named(name: str, commands: Sequence[str]) -> list[Row]:
 def _chosen(training: Mapping[str, Any]) -> Path:
     """The best checkpoint, or the last one if the best is not kept."""
     return Path((training.get("best") or {}).get("checkpoint") or training["last_checkpoint"])
-
-
-def _without_end(overrides: Sequence[str]) -> list[str]:
-    return without_key(overrides, "train.max_steps", "train.epochs", "checkpoint.resume")
 
 
 def _end(config: Mapping[str, Any]) -> str:

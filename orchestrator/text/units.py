@@ -1,11 +1,14 @@
-"""Formats numbers for people: sizes in powers of 1024, counts, percentages, ranges of steps."""
+"""Formats numbers and lists for people: sizes in powers of 1024, counts, percentages, ranges of steps, groups."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 ABSENT = "-"
+Key = TypeVar("Key")
+Item = TypeVar("Item")
 
 
 def size(count_bytes: float | None) -> str:
@@ -98,3 +101,15 @@ def steps_text(rows: Sequence[Sequence[int]]) -> str:
 def many(number: int, what: str) -> str:
     """A count with its noun: "1 point", "2 points"."""
     return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def share_text(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
+    """The items of each key, both in the order of the pairs."""
+    found: dict[Key, list[Item]] = {}
+    for key, item in pairs:
+        found.setdefault(key, []).append(item)
+    return found

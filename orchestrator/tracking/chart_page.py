@@ -14,7 +14,6 @@ from typing import Any
 from orchestrator.tracking import names
 
 KEY = "zlab"
-TAG = f"mlflow.sharedViewState.{KEY}"
 _BARS = (names.SPEED, names.PEAK, names.STATES, names.LOSS)
 _HISTORIES = (
     *("train/loss", "throughput/tokens_per_second", "time/step_ms"),
@@ -50,7 +49,7 @@ def key_of(sweep: str) -> str:
 
 
 def tag_of(sweep: str) -> str:
-    """The tag that has a sweep's page."""
+    """The tag that has a sweep's page; without a sweep, the experiment's."""
     return f"mlflow.sharedViewState.{key_of(sweep)}"
 
 

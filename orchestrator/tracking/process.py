@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,7 +33,7 @@ from orchestrator.tracking.followed_run import FollowedRun, command_tags, open_s
 from orchestrator.tracking.store import MlflowStore
 from orchestrator.tracking.sweep_names import experiment_of
 from orchestrator.tracking.sweep_runs import SweepRuns
-from orchestrator.tracking.sync import complete_left, sync
+from orchestrator.tracking.sync import complete_left, first_line, sync
 
 # After each write the tracker pauses for REST times as long, but at most LONGEST_S: it takes at most 1 % of one core
 # from the ranks that are being measured, as long as a write takes less than 0.3 s.
@@ -160,8 +161,7 @@ class Follower:
         except Exception as error:  # a tracker must never end a run, whatever its store does
             if what not in self._warned:
                 self._warned.add(what)
-                first = (str(error).strip() or type(error).__name__).splitlines()[0]
-                _answer({"warning": first[:300]})
+                _answer({"warning": first_line(error)})
             return False
         return True
 
@@ -214,7 +214,7 @@ def main(argv: list[str]) -> int:
         complete_left(arguments.output)
     elif arguments.action == "sync":
         for line in sync(arguments.output, arguments.uri, [SweepPaths(root) for root in arguments.sweep]):
-            _answer(line.to_dict())
+            _answer(asdict(line))
     else:
         follow(arguments.uri, arguments.output, arguments.of)
     return 0

@@ -56,7 +56,7 @@ class MlflowStore:
             experiment = str(self.client.create_experiment(name, artifact_location=where))
         else:
             experiment = str(known.experiment_id)
-        self._describe(experiment, {chart_page.TAG: chart_page.view()}, {} if known is None else known.tags)
+        self._describe(experiment, {chart_page.tag_of(""): chart_page.view()}, {} if known is None else known.tags)
         return experiment
 
     def describe(self, name: str, tags: Mapping[str, str]) -> None:
@@ -85,11 +85,6 @@ class MlflowStore:
     def run_of(self, experiment: str, tags: Mapping[str, str], *, searched_by: str) -> str | None:
         """The id of the newest run with these tags."""
         return next((str(run.info.run_id) for run in self.runs(experiment, tags, searched_by=searched_by)), None)
-
-    def running(self, experiment: str) -> Sequence[Any]:
-        """The runs in state RUNNING."""
-        found: Sequence[Any] = self.client.search_runs([self.experiment(experiment)], "attributes.status = 'RUNNING'")
-        return found
 
     def create_run(self, experiment: str, name: str, tags: Mapping[str, str]) -> str:
         run = self.client.create_run(self.experiment(experiment), run_name=name, tags=dict(tags))

@@ -17,8 +17,8 @@ from orchestrator.report.varied import Varied, varied_settings
 class SweepNames:
     """Read from the plan of the sweep; BadRecord if it cannot be read.
 
-    experiment: its name. points: the id of each point, by label. settings: what varies, as parameters of runs. levels:
-    the values of each setting.
+    experiment: its name. points: the id of each point, by label. levels: the values of
+    each setting that varies, by its name as a parameter of runs.
     """
 
     def __init__(self, sweep: SweepPaths) -> None:
@@ -31,10 +31,6 @@ class SweepNames:
         self._values = {
             point.label: {_parameter(one): one.values[number] for one in varied} for number, point in enumerate(plan)
         }
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        return tuple(self.levels)
 
     def values_of(self, label: str) -> dict[str, str]:
         """The values of the settings that vary, in the point with this label."""

@@ -31,7 +31,7 @@ class SweepRuns:
 
     def prepare(self) -> None:
         """Writes the page of the sweep."""
-        page = chart_page.view(self._names.settings, self._sweep.name, len(self._names.points))
+        page = chart_page.view(tuple(self._names.levels), self._sweep.name, len(self._names.points))
         self._store.describe(self.experiment, {chart_page.tag_of(self._sweep.name): page})
 
     def missing(self) -> Iterator[tuple[Standing, bool]]:
@@ -55,17 +55,14 @@ class SweepRuns:
         mine = {names.SWEEP: self._sweep.name, names.KIND: "point"}
         return self._store.runs(self.experiment, mine, searched_by=names.SWEEP)
 
-    def open(self, label: str, attempt: AttemptPaths) -> FollowedRun:
-        """Opens the run of a point that this sweep runs."""
-        return self._opened(label, attempt, "")
-
     def write(self, standing: Standing) -> None:
         """Writes the run of an ended point."""
         assert standing.attempt is not None
         kept = _kept_since(standing.planned, standing.attempt)
-        self._opened(standing.label, standing.attempt, kept).finish()
+        self.open(standing.label, standing.attempt, kept).finish()
 
-    def _opened(self, label: str, attempt: AttemptPaths, kept: str) -> FollowedRun:
+    def open(self, label: str, attempt: AttemptPaths, kept: str = "") -> FollowedRun:
+        """Opens the run of a point. kept: the date of an answer that an earlier command had."""
         # The files that a point reads may have changed between the plan and its start: the attempt knows what it read.
         point = (read_or_warn(attempt.state, STATE) or {}).get("point") or self._names.points[label]
         varied = self._names.values_of(label)

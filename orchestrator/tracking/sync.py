@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,6 @@ class Synced:
     missing: int = 0
     again: bool = False
 
-    def fail(self, error: Exception) -> None:
-        self.left, self.failed = _first_line(error), True
-        self.again = not isinstance(error, StoreError)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def sync(output: Path, uri: str = "", sweeps: Sequence[SweepPaths] = ()) -> Iterator[Synced]:
     """Completes these sweeps in their stores; without `sweeps`, all of the output that are tracked, and the runs in no
@@ -65,19 +59,20 @@ def sync(output: Path, uri: str = "", sweeps: Sequence[SweepPaths] = ()) -> Iter
     tags = command_tags(os.getpid())
     with locked(output / ".tracking.lock"):  # one process at a time completes runs
         for sweep in sweeps or reversed(all_sweeps(output)):
-            done = Synced(sweep.name)
-            try:
-                _sync_sweep(sweep, stores, tags, done, is_named=bool(sweeps))
-            except Exception as error:
-                done.fail(error)
-            yield done
+            yield _tried(sweep.name, partial(_sync_sweep, sweep, stores, tags, is_named=bool(sweeps)))
         if not sweeps:
-            done = Synced(SINGLE)
-            try:
-                _sync_single(output, stores, tags, done)
-            except Exception as error:
-                done.fail(error)
-            yield done
+            yield _tried(SINGLE, partial(_sync_single, output, stores, tags))
+
+
+def _tried(what: str, write: Callable[[Synced], None]) -> Synced:
+    """What was done by `write`, which fills it in; a failure is said in it."""
+    done = Synced(what)
+    try:
+        write(done)
+    except Exception as error:
+        done.left, done.failed = first_line(error), True
+        done.again = not isinstance(error, StoreError)
+    return done
 
 
 class _Stores:
@@ -156,7 +151,9 @@ def _sync_single(output: Path, stores: _Stores, tags: Mapping[str, str], done: S
 def _single_attempts(output: Path, stores: _Stores) -> Iterator[tuple[AttemptPaths, dict[str, Any], bool]]:
     """The attempts of tracked points in no sweep that no tracker follows, their configurations, and whether each is the
     last measured one of its point."""
-    in_sweeps = {point.attempt.root for point in _all_standings(output) if point.attempt is not None}
+    in_sweeps = {
+        point.attempt.root for sweep in all_sweeps(output) for point in standings(sweep) if point.attempt is not None
+    }
     others = in_sweeps | left.followed(output)
     for point in sorted((output / "points").glob("*")):
         answer = _last_measured(point)
@@ -195,11 +192,6 @@ def _complete(root: Path, stores: _Stores, tags: Mapping[str, str]) -> bool:
     return True
 
 
-def _all_standings(output: Path) -> Iterator[Any]:
-    for sweep in all_sweeps(output):
-        yield from standings(sweep)
-
-
 def _last_measured(point: Path) -> AttemptPaths | None:
     for root in sorted((point / "attempts").glob("*"), reverse=True):
         state = (read_or_warn(AttemptPaths(root).state, STATE) or {}).get("state")
@@ -208,5 +200,6 @@ def _last_measured(point: Path) -> AttemptPaths | None:
     return None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The beginning of what an error says; its class if it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

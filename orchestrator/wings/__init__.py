@@ -26,7 +26,7 @@ VERBS = {
 
 # For a command line: what --help prints, what a wrong word probably meant, and models that are named by a path or by
 # their name on the hub.
-HELP, SUGGESTIONS = "orchestrator.wings.words.help:page", "orchestrator.wings.words.suggestions"
+HELP, SUGGESTIONS = "orchestrator.wings.words.help_topics:page", "orchestrator.wings.words.suggestions"
 NAMES = "orchestrator.wings.words.names:spelled"
 # Other engines that train a point, by engine.kind: modules with the contract of orchestrator/wings/engines/contract.py.
 ENGINES = {

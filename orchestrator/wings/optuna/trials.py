@@ -88,7 +88,7 @@ def measure(lines: Sequence[Sequence[str]], asked: Asked, screen: Screen | None 
     named = [replace(point, label=labels[key]) for key, point in points.items()]
     can_run = any(isinstance(point, Point) for point in named)
     standings = _run(named, sweep_name(axes, ()), asked, scene, screen) if can_run else {}
-    apart = extras.apart(
+    apart = extras.places().apart(
         [Entry(one.label, one.state, one.result, config=one.planned.config) for one in standings.values()]
     )
     return [

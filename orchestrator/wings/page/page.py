@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.report import cautions, named_apart, ranking
-from orchestrator.report.ranking import Ranked
 from orchestrator.text.paths import program
 from orchestrator.text.streams import one_line
-from orchestrator.text.units import ABSENT, count, many
+from orchestrator.text.units import ABSENT, count, grouped, many
 from orchestrator.wings import REPORT_SECTIONS, load
 from orchestrator.wings.page import checks, page_details, page_table
 from orchestrator.wings.page.bar_figures import Figure
@@ -87,7 +86,7 @@ def page(name: str, points: Sequence[ReportPoint], figures: Sequence[Figure], fa
             longest=LONG_WARNING,
             figures=figures,
             states=list(states),
-            tables={name: [points[row] for row in own] for name, own in _rows_of_tables(rows).items()},
+            tables=grouped((point.ranked.table, point) for point in points) or {"": []},
             columns=columns,
             sections=[load(place).section(points) for place in REPORT_SECTIONS],
             lost=[point for point in points if point.result is None],
@@ -97,14 +96,6 @@ def page(name: str, points: Sequence[ReportPoint], figures: Sequence[Figure], fa
             details=details,
         )
     )
-
-
-def _rows_of_tables(rows: Sequence[Ranked]) -> dict[str, list[int]]:
-    """The numbers of the rows of each table."""
-    found: dict[str, list[int]] = {}
-    for number, row in enumerate(rows):
-        found.setdefault(row.table, []).append(number)
-    return found or {"": []}
 
 
 def _themes() -> str:

@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from orchestrator.report.changes import flat
 from orchestrator.report.summary import run_command, training_rows
 from orchestrator.text.streams import one_line
+from orchestrator.text.units import grouped
 from orchestrator.wings.page.report_points import ReportPoint, group_of, some_of
 
 UNSHOWN = ("output", "tracking")  # of the configuration: where a run is recorded
@@ -22,17 +24,6 @@ class PointDetails(NamedTuple):
     command: str
     trained: Mapping[str, str]
     own: Mapping[str, str]
-
-
-def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """The settings of a configuration by dotted name, with values as they are typed."""
-    found: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            found |= leaves(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return found
 
 
 def shared(several: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -74,9 +65,8 @@ def environment(points: Sequence[ReportPoint]) -> dict[str, str]:
     several = [environment_of(point) for point in measured]
     found = shared(several)
     for name in dict.fromkeys(key for one in several for key in one if key not in found):
-        groups: dict[str, list[str]] = {}
-        for point, one in zip(measured, several, strict=True):
-            groups.setdefault(one.get(name, "not recorded"), []).append(point.label)
+        told = zip(measured, several, strict=True)
+        groups = grouped((one.get(name, "not recorded"), point.label) for point, one in told)
         found[f"{name} differs"] = "; ".join(f"{value}: {some_of(labels)}" for value, labels in groups.items())
     return found
 
@@ -89,7 +79,9 @@ def details(points: Sequence[ReportPoint]) -> tuple[dict[str, str], list[PointDe
 
 
 def _shown(config: Mapping[str, Any]) -> dict[str, str]:
-    return leaves({key: value for key, value in config.items() if key not in UNSHOWN})
+    """The settings of a configuration by dotted name, with values as they are typed."""
+    settings = flat({key: value for key, value in config.items() if key not in UNSHOWN})
+    return {key: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for key, one in settings.items()}
 
 
 def _details(point: ReportPoint, config: Mapping[str, str], common: Mapping[str, str]) -> PointDetails:

@@ -50,16 +50,6 @@ def _of_result(read: Read, text: Callable[[float], str]) -> Callable[[ReportPoin
     return cell
 
 
-def _results_number(*keys: str) -> Read:
-    def read(point: ReportPoint) -> float | None:
-        value = point.result
-        for key in keys:
-            value = (value or {}).get(key)
-        return value  # type: ignore[return-value]
-
-    return read
-
-
 def _difference(point: ReportPoint) -> Cell:
     predicted = point.predicted_components
     if not predicted:
@@ -93,14 +83,14 @@ def columns(points: Sequence[ReportPoint], settings: Sequence[Varied]) -> list[C
         Column("tokens/s", _speed, falls=True),
         Column("range", _range),
         Column("vs best", _against(best), falls=True),
-        Column("step [ms]", _of_result(_results_number("throughput", "step_ms", "median"), digits)),
+        Column("step [ms]", _of_result(lambda point: ranking.step_ms(point.result or {}), digits)),
         Column("states/rank", _of_result(lambda point: ranking.states_bytes(point.result or {}), size)),
         Column("tensors/rank", _of_result(lambda point: sum(point.components.values()), size)),
         Column("tensors vs predicted", _difference),
         Column("peak/rank", _of_result(lambda point: ranking.peak_bytes(point.result or {}), size)),
         Column("sent/step", _of_result(lambda point: ranking.sent_bytes(point.result or {}), size)),
-        Column("loss last", _of_result(_results_number("loss", "last"), loss)),
-        Column("loss held out", _of_result(_results_number("loss", "validation"), loss)),
+        Column("loss last", _of_result(lambda point: (point.result or {})["loss"]["last"], loss)),
+        Column("loss held out", _of_result(lambda point: (point.result or {})["loss"]["validation"], loss)),
     ]
     found += map(_extra, extras.columns([point.entry for point in points]))
     others = _of_result(lambda point: point.entry.others_share, lambda share: f"{100 * share:.0f} %")

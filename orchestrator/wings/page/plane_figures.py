@@ -158,10 +158,15 @@ def _curve(point: ReportPoint, style: SeriesStyle, *, by_tokens: bool) -> LineSe
     every = -(-len(point.steps) // MOST_STEPS)
     readings = [*point.steps[:-1:every], *point.steps[-1:]]
     points = tuple((reading.step * factor, reading.loss) for reading in readings)
-    end = None if point.validation is None else (point.validation[0] * factor, point.validation[1])
     held = tuple((step * factor, value) for step, value in point.validations)
     return LineSeries(
-        point.label, points, style, point.number, end=end, beside=held, width=1.0 if style is PALE else 1.8
+        point.label,
+        points,
+        style,
+        point.number,
+        end=held[-1] if held else None,
+        beside=held,
+        width=1.0 if style is PALE else 1.8,
     )
 
 

@@ -55,11 +55,6 @@ class ReportPoint:
         return self.ranked.entry
 
     @property
-    def validation(self) -> tuple[int, float] | None:
-        """The last one, if there was one."""
-        return self.validations[-1] if self.validations else None
-
-    @property
     def label(self) -> str:
         return self.entry.label
 

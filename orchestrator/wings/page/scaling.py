@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.text.units import grouped
 from orchestrator.wings.page.report_points import ReportPoint, group_of, length
 
 # Settings that follow the number of ranks: points that differ only in these are one series.
@@ -48,32 +49,20 @@ def world_of(point: ReportPoint) -> int:
 def scalings(points: Sequence[ReportPoint]) -> list[Scaling]:
     """The series of measured points that differ in nothing but the number of ranks and what follows it, the longest
     first."""
-    groups: dict[str, list[ReportPoint]] = {}
-    for point in points:
-        if point.speed is not None and point.entry.config:
-            groups.setdefault(repr(_without_ranks(point.entry.config)), []).append(point)
-    found = []
-    for group in groups.values():
-        for kind, members in _split(group):
-            if len({world_of(point) for point in members}) > 1:
-                found.append(Scaling(kind, tuple(sorted(members, key=world_of))))
+    measured = [point for point in points if point.speed is not None and point.entry.config]
+    groups = grouped((repr(_without_ranks(point.entry.config)), point) for point in measured)
+    series = [one for group in groups.values() for one in _split(group)]
+    found = [Scaling(kind, tuple(sorted(members, key=world_of))) for kind, members in series]
     return sorted(found, key=lambda one: (-len(one.points), one.kind != WEAK))
 
 
 def _split(group: Sequence[ReportPoint]) -> list[tuple[str, list[ReportPoint]]]:
     """The strong and the weak series of a group."""
-    by_all = _by(group, lambda point: length(group_of(point.result, "batch").get("tokens_per_step")))
-    by_rank = _by(group, lambda point: length(group_of(point.result, "batch").get("tokens_per_step")) / world_of(point))
-    strong = [members for members in by_all if _is_series(members)]
-    weak = [members for members in by_rank if _is_series(members)]
-    return [*((STRONG, members) for members in strong), *((WEAK, members) for members in weak)]
-
-
-def _by(group: Sequence[ReportPoint], key: Callable[[ReportPoint], float]) -> list[list[ReportPoint]]:
-    found: dict[float, list[ReportPoint]] = {}
-    for point in group:
-        found.setdefault(key(point), []).append(point)
-    return list(found.values())
+    tokens = [(length(group_of(point.result, "batch").get("tokens_per_step")), point) for point in group]
+    by_all = grouped(tokens)
+    by_rank = grouped((one / world_of(point), point) for one, point in tokens)
+    kinds = ((STRONG, by_all.values()), (WEAK, by_rank.values()))
+    return [(kind, members) for kind, several in kinds for members in several if _is_series(members)]
 
 
 def _is_series(members: Sequence[ReportPoint]) -> bool:

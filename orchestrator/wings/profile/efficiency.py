@@ -6,14 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.report.summary import Row
-from orchestrator.text.units import significant, size
+from orchestrator.text.units import share_text, significant, size
 from orchestrator.wings.profile import costs
 
 TERA = 1e12
-
-
-def share_text(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def rows(result: Mapping[str, Any], config: Mapping[str, Any]) -> list[Row]:

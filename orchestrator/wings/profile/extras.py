@@ -11,19 +11,13 @@ from orchestrator.report.named_apart import names
 from orchestrator.report.summary import Row
 from orchestrator.rounds import recorded
 from orchestrator.rounds.comparison import SpeedVerdict, compare
-from orchestrator.text.units import digits, significant
+from orchestrator.text.units import digits, share_text, significant
 from orchestrator.wings.profile import costs, efficiency
-from orchestrator.wings.profile.efficiency import TERA, share_text
+from orchestrator.wings.profile.efficiency import TERA
 
 __all__ = ["cells", "columns", "lines", "rows"]
-PROFILED = (
-    "model_flops_per_step",
-    "executed_flops_per_step",
-    "model_flops_per_s",
-    "peak_flops_per_s",
-    "mfu",
-    "hfu",
-)
+FLOPS = ("model_flops_per_step", "executed_flops_per_step", "model_flops_per_s", "peak_flops_per_s")
+PROFILED = (*FLOPS, "mfu", "hfu")
 SAMPLES = "samples/s"
 
 

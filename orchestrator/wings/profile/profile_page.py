@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.report import sweep_files
 from orchestrator.report.summary import Table
 from orchestrator.text.units import ABSENT, percent, size
 from orchestrator.wings.page.bar_figures import Figure
@@ -80,7 +81,5 @@ def markdown(points: Sequence[ReportPoint], folder: str) -> list[str]:
         parts += [f"{row.name}: {row.text}." for row in profile_rows(shown.point.result or {}) if row.name]
         for figure in shown.figures:
             parts += [f"![{figure.picture.title}]({folder}/{figure.name}.svg)", figure.caption]
-        table = holders_table(shown.point.profile)
-        lines = [table.header, ("---", "---", *["---:"] * (len(table.header) - 2)), *table.rows]
-        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        parts.append(sweep_files.markdown(holders_table(shown.point.profile)))
     return parts

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.compose import folders
-from orchestrator.compose.settable import WHOLE_FILES, Tree, with_all_keys
+from orchestrator.compose.settable import WHOLE_FILES, Tree, read_tree, with_all_keys
 from orchestrator.config.strict import Refusal, describe
 from orchestrator.text.paths import program
 from orchestrator.wings.words import help_page
@@ -71,7 +71,11 @@ class Topics:
         """A key's default, type and meaning; with `full` also which options set other values."""
         group = key.partition(".")[0]
         shown = self._shown(group, self._default(group), key)
-        first = f"  {key}={shown}  ({describe(self.tree.keys[key])})" if self._typed(key) else f"  {key}={shown}"
+        first = (
+            f"  {key}={shown}  ({describe(self.tree.keys[key])})"
+            if self.tree.keys[key] is not Any
+            else f"  {key}={shown}"
+        )
         lines = [*self._wrapped(first.strip(), "  ", "      "), *self._wrapped(meaning(key), "      ", "      ")]
         for name in self.tree.groups.get(group, ()) if full and group not in WHOLE_FILES else ():
             other = self._shown(group, name, key)
@@ -88,9 +92,6 @@ class Topics:
     def _is_own(self, key: str) -> bool:
         """Whether the page of a group lists the key: not its kind, which the option sets, nor the architecture's."""
         return not key.endswith(".kind") and not key.startswith("model.config.")
-
-    def _typed(self, key: str) -> bool:
-        return self.tree.keys[key] is not Any
 
     def _default(self, group: str) -> str | None:
         return help_page.default_choices(folders.CONF / "config.yaml").get(group)
@@ -130,6 +131,18 @@ class Topics:
         )
 
 
-def width_of_terminal() -> int:
+def page(words: Sequence[str], added: str | None) -> str:
+    """What `--help` prints: the short page, with `all` the page of every setting, with other words what these mean.
+    words: the other words of the line. added: the folder of --config-dir. Refusal: a word has no meaning here."""
+    # Words of a run that is not started yet, as in `zero=stage2 --help`, do not narrow the page.
+    if all("=" in word for word in words):
+        return help_page.short()
+    tree = read_tree(added)
+    if list(words) == ["all"]:
+        return help_page.page(folders.CONF / "config.yaml", tree)
+    return Topics(tree, added, _width_of_terminal()).page(words)
+
+
+def _width_of_terminal() -> int:
     """The characters of a line: COLUMNS or those of the terminal, at most 120; 120 in a pipe without COLUMNS."""
     return min(shutil.get_terminal_size((help_page.WIDTH, 1)).columns, help_page.WIDTH)

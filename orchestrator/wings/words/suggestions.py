@@ -17,28 +17,17 @@ from orchestrator.text.paths import expanded, program
 
 # Other programs' names for our keys and values, for which the most similar spelling would mislead.
 KEYS = {
-    "epochs": "train.epochs",
-    "num_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "max_steps": "train.max_steps",
-    "train_steps": "train.max_steps",
-    "batch_size": "batch.micro",
-    "per_device_train_batch_size": "batch.micro",
-    "micro_batch_size": "batch.micro",
-    "gradient_accumulation_steps": "batch.accumulation",
-    "seq_len": "batch.seq",
-    "seq_length": "batch.seq",
-    "sequence_length": "batch.seq",
-    **dict.fromkeys(("max_seq_length", "max_length", "model_max_length", "cutoff_len", "block_size"), "batch.seq"),
-    "max_grad_norm": "optimizer.clip_norm",
-    "optim": "optimizer",
-    "lr_scheduler_type": "scheduler",
-    "model_name_or_path": "model.path",
-    "learning_rate": "optimizer.lr",
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "train.epochs"),
+    **dict.fromkeys(("max_steps", "train_steps"), "train.max_steps"),
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size", "micro_batch_size"), "batch.micro"),
+    **dict.fromkeys(("seq_len", "seq_length", "sequence_length", "max_seq_length", "max_length"), "batch.seq"),
+    **dict.fromkeys(("model_max_length", "cutoff_len", "block_size"), "batch.seq"),
     **dict.fromkeys(("gpus", "num_gpus", "world_size", "nproc_per_node"), "resources.ranks"),
-    "dtype": "precision",
     **dict.fromkeys(("tp", "tp_size", "tensor_parallel"), "parallel.tp"),
     **dict.fromkeys(("sp", "sp_size", "sequence_parallel", "sequence_parallel_size", "ulysses"), "parallel.sp"),
+    **{"gradient_accumulation_steps": "batch.accumulation", "model_name_or_path": "model.path", "dtype": "precision"},
+    **{"max_grad_norm": "optimizer.clip_norm", "learning_rate": "optimizer.lr"},
+    **{"optim": "optimizer", "lr_scheduler_type": "scheduler"},
 }
 # Other programs' names for one of our options, or for a key of an option that must be chosen too.
 LINES = {
@@ -64,11 +53,8 @@ VALUES = {
 }
 # The key to suggest if a group is given a number.
 NUMBERED = {
-    "batch": "batch.micro",
-    "measure": "measure.steps",
-    "resources": "resources.ranks",
-    "optimizer": "optimizer.lr",
-    "parallel": "parallel.tp",
+    **{"batch": "batch.micro", "measure": "measure.steps", "resources": "resources.ranks"},
+    **{"optimizer": "optimizer.lr", "parallel": "parallel.tp"},
 }
 RECORDS = re.compile(r".*\.(jsonl?|parquet|arrow)(\.gz)?")  # files that hold samples rather than text
 GRAMMAR = re.compile(r"[\[{]|(choice|range|interval|glob|shuffle|sort|tag)\(")  # begins what is no text

@@ -103,7 +103,7 @@ def test_percentages_of_memory_compare_what_is_one_thing_and_a_comparison_withou
     (memory,) = section.figures(points_of(sweep, ranked))  # no distances from plain PyTorch
     notes = [text.get_text() for text in memory.picture.axes.texts]
     assert notes == ["20.0 MiB", "16.0 MiB"], "resident memory is no prediction of tensors"
-    (note,) = extras.notes([row.entry for row in ranked])
+    (note,) = extras.places().notes([row.entry for row in ranked])
     assert note.startswith("no plain PyTorch was run: work is compared with that of ours, in wider bounds, and whether")
 
 
@@ -193,7 +193,7 @@ def test_a_single_run_says_its_engine_settings_and_notes(whole: SweepPaths) -> N
     assert told["engine"] == "deepspeed, torch 2.13.0+cu130, deepspeed 0.19.8"
     assert told["settings"] == "zero_optimization.stage=3 gradient_clipping=0.0"
     assert told["note"].startswith("below 1e9 live parameters")
-    assert extras.notes([entry]) == [f"deepspeed: {told['note']}"]
+    assert extras.places().notes([entry]) == [f"deepspeed: {told['note']}"]
 
 
 def test_other_sweeps_are_as_before(tmp_path: Path) -> None:
@@ -201,7 +201,11 @@ def test_other_sweeps_are_as_before(tmp_path: Path) -> None:
     ranked = comparison.ranked(sweep)
     entries = [row.entry for row in ranked]
     assert ranking.conclusion(ranked) == "fastest: ours"
-    assert (columns.columns(entries), columns.cells(entries[0], entries), extras.notes(entries)) == ([], {}, [])
+    assert (columns.columns(entries), columns.cells(entries[0], entries), extras.places().notes(entries)) == (
+        [],
+        {},
+        [],
+    )
     points = points_of(sweep, ranked)
     assert (section.section(points), section.markdown(points, "pictures"), section.figures(points)) == ("", [], [])
     assert list(ranking.tables(ranked)) == [""]
