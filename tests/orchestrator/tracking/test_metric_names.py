@@ -18,6 +18,8 @@ ENDS = {
     "-": "",
     "tokens/s": "_per_second",
     "samples/s": "_per_second",
+    "FLOP/s": "_flops_per_s",
+    "share": "mfu",
     "ms": "_ms",
     "MiB (2^20 bytes)": "_mib",
     "MiB (2^20 bytes) a step": "_mib_per_step",
@@ -27,6 +29,7 @@ DTYPES = {"params": {"bf16": 1, "fp32": 1}, "grads": {"fp32": 1}, "optimizer": {
 
 def logged() -> set[str]:
     result = make_result(make_config(Path("outputs")))
+    result["throughput"] |= {"model_flops_per_s": 1e12, "mfu": 0.4}
     result["phases_ms"] = dict.fromkeys(PHASES, 1.0)
     result["dtypes"] = DTYPES
     result["loss"] |= {"validation": 5.3, "perplexity": 200.0}

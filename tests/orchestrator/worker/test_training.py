@@ -17,7 +17,7 @@ from test_resume import WORLD, Try
 
 from orchestrator.commands.line import sweep_request
 from orchestrator.config.optimizer import Scheduler
-from orchestrator.config.schema import Measure, RunConfig, Train
+from orchestrator.config.schema import CheckpointKind, Measure, RunConfig, Train
 from orchestrator.records.record_file import EventTail, require_json
 from orchestrator.records.record_shapes import RESULT
 from orchestrator.worker.saving import AUTO, Best, Saving
@@ -197,9 +197,9 @@ def test_a_resumed_training_knows_the_best_loss_of_its_own_checkpoints_alone(
         "rank": 1,
         "restarted": False,
         "steps": STEPS,
-        "checkpoints": SimpleNamespace(load=lambda checkpoint: None),
-        "config": SimpleNamespace(resume=AUTO),
-        "attempt": SimpleNamespace(checkpoints=tmp_path / "mine"),
+        "checkpoints": SimpleNamespace(load=lambda checkpoint: None, clear_leftovers=lambda: None),
+        "config": SimpleNamespace(resume=AUTO, kind=CheckpointKind.none),
+        "folder": tmp_path / "mine",
         "chosen": lambda: found,
         "check_data": lambda path, trainer: None,
     }.items():

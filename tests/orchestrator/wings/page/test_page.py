@@ -212,7 +212,7 @@ def test_a_browser_sorts_filters_and_themes_the_page_and_asks_for_nothing_else(
     found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout)
     assert found is not None, done.stdout[-2000:]
     seen = json.loads(found[1].replace("&gt;", ">").replace("&lt;", "<").replace("&amp;", "&"))
-    measured = [row.entry.label for row in comparison.ranked(sweep) if row.place is not None]
+    measured = [row.entry.label for row in comparison.ranked(sweep) if row.entry.result is not None]
     assert seen["first"][: len(measured)] == measured
     assert seen["fastest"] == seen["first"]
     assert seen["slowest"][: len(measured)] == measured[::-1], "points without a speed stay last"
