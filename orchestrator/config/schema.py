@@ -371,7 +371,7 @@ class AskedConfig:
 
     @functools.cached_property
     def as_plain(self) -> Mapping[str, Any]:
-        """What `to_dict` returns, made once: not to be changed."""
+        """The plain data of `to_dict`, made once. The caller must not change it."""
         return to_dict(self)
 
 

@@ -104,8 +104,10 @@ class SlotPool:
         return Lease([self.slots[index] for index in chosen], [held[index] for index in chosen])
 
     def waiting_text(self) -> str:
-        """What to tell while `take` gives nothing: for whom it waits, how long so far, and the ways out. Empty between
-        two times to tell it, and if nobody holds a slot."""
+        """A line to print while `take` gives nothing: for whom it waits, how long so far, and the ways out.
+
+        Empty between two times to tell it, and if nobody holds a slot.
+        """
         now, holders = time.monotonic(), self.holders()
         if not holders or (self._waits_since and now - self._told_at < WAIT_TOLD_S):
             return ""

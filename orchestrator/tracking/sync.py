@@ -65,7 +65,7 @@ def sync(output: Path, uri: str = "", sweeps: Sequence[SweepPaths] = ()) -> Iter
 
 
 def _tried(what: str, write: Callable[[Synced], None]) -> Synced:
-    """What was done by `write`, which fills it in; a failure is said in it."""
+    """The result of `write`, which fills it in and names a failure in it."""
     done = Synced(what)
     try:
         write(done)

@@ -21,7 +21,7 @@ from orchestrator.text.units import size
 ATTEMPTS, LAST_BYTES = 8, 1 << 18
 REDACTED = "[redacted]"
 _SECRET = r"(?:token|secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|private[_-]?key|credentials?)"
-# What is kept of each match is its groups.
+# Only the groups of each match are kept.
 _PATTERNS = (
     r"(://)[^/\s@\"']+(?=@)",
     rf"(--[\w-]*{_SECRET}[\"']?[\s,=:]+[\"']?)[^\s\"']+",

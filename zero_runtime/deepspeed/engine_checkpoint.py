@@ -42,8 +42,9 @@ def folder_of(call: str, folder: object, tag: object = None) -> Path:
 def _folder_together(
     engine: EngineLoop, call: str, folder: object, tag: object, check: Callable[[], object] = lambda: None
 ) -> Path:
-    """The same for all ranks, which must name one folder, or one tag where each node has its own folder. A collective;
-    PlanError on every rank.
+    """Agree on the folder over all ranks, which must name one, or one tag where each node has its own folder.
+
+    A collective; PlanError on every rank.
 
     check: its PlanError is told together with the folder's.
     """

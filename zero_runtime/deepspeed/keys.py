@@ -82,7 +82,7 @@ _AIO = {
     **all_idle(WHOLE, "thread_count", "intra_op_parallelism"),
     **all_idle(BOOL, "single_submit", "overlap_events", "use_gds"),
 }
-# What the engine prints, and where its `checkpointing.checkpoint` keeps inputs: an experiment has its own words for it.
+# The engine's output, and where its `checkpointing.checkpoint` keeps inputs: an experiment has its own words for it.
 OWN: dict[str, Key] = {
     "steps_per_print": mapped(NUMBER_OR_INF),
     **all_mapped(BOOL, "wall_clock_breakdown", "dump_state"),

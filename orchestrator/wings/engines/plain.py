@@ -70,7 +70,7 @@ def with_norm(optimizer: Optimizer) -> Optimizer:
 
 
 def variants(config: RunConfig) -> dict[str, RunConfig]:
-    """The same mathematics with other roundings, by how it is computed: in micro-batches of other sizes, in fp32
+    """Variants of one computation with other roundings, by how it is computed: in micro-batches of other sizes, in fp32
     throughout, and with fp32 weights that are cast for each operation (autocast, which is DDP on one rank)."""
     # Like the reference, see PlainEngine: a norm is computed where nothing is clipped.
     config = replace(config, optimizer=with_norm(config.optimizer))
@@ -95,7 +95,7 @@ def variants(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def cost_text(config: RunConfig) -> str:
-    """What the reference adds to a sweep, for its plan."""
+    """The line of a plan that says what the reference adds to the sweep."""
     steps, ways = config.steps() or 0, variants(config)
     again = len(ways) * min(STEPS, steps)
     return (

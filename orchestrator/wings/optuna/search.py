@@ -154,7 +154,7 @@ class Search:
             self._measure(new)
 
     def _warnings(self, *, higher_first: bool) -> Iterator[str]:
-        """What the trials cannot tell, before they start."""
+        """Warnings about questions that the trials cannot answer, before they start."""
         keys, by, steps = [one.key for one in self._line.searched], self._line.by, self._config.steps()
         yield from (f"{word} is replaced by the values that are searched" for word in self._line.replaced)
         if not higher_first and any(key.startswith("batch.") for key in keys):

@@ -147,8 +147,10 @@ class ConfigMemory:
         return None if part is None else part.peak(micro)
 
     def reserved(self, micro: int, at_most: int | None = None) -> Reserved | None:
-        """What torch's caching allocator reserves at the peak on a GPU; None for a micro-batch that was not traced.
-        at_most: more need not be counted to its end."""
+        """Bytes that torch's caching allocator reserves at the peak on a GPU; None if the micro-batch was not traced.
+
+        at_most: more need not be counted to its end.
+        """
         part = self.part(micro)
         if part is None:
             return None

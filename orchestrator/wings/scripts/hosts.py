@@ -66,7 +66,7 @@ def run_on_hosts(slots: Mapping[str, Sequence[int]], asked: argparse.Namespace) 
 
 
 def _jobs(slots: Mapping[str, Sequence[int]], asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What each machine is told."""
+    """The job of each machine, with the machine's name."""
     names, sizes = list(slots), [len(own) for own in slots.values()]
     environment = {name: value for name, value in os.environ.items() if name.startswith(_EXPORTED)} | own_variables()
     address = asked.master_addr or names[0]

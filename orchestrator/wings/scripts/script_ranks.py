@@ -45,7 +45,7 @@ _NOT_SET = ("HF_HUB_OFFLINE",)
 _STORE = "orchestrator.wings.scripts.held_store"
 # What torch prints when rank 0 uses the store that is there: no error, see [Note: the port of the ranks].
 _NO_ERROR = re.compile(rb"[^\n]*failed to bind[^\n]*TORCHELASTIC_USE_AGENT_STORE[^\n]*\n")
-# What the launcher's part on another machine prints when a rank has ended: its number and its exit code.
+# The line that the launcher's part on another machine prints when a rank has ended: its number and its exit code.
 REPORT, _REPORT = b"\0zlab rank %d ended: %d\n", re.compile(rb"\0zlab rank (\d+) ended: (-?\d+)\n")
 _LINE, _LINE_OR_BAR = re.compile(rb"(?<=\n)"), re.compile(rb"(?<=[\r\n])")
 

@@ -132,7 +132,7 @@ class Topics:
 
 
 def page(words: Sequence[str], added: str | None) -> str:
-    """What `--help` prints: the short page, with `all` the page of every setting, with other words what these mean.
+    """The text of `--help`: the short page, with `all` the page of every setting, with other words what these mean.
     words: the other words of the line. added: the folder of --config-dir. Refusal: a word has no meaning here."""
     # Words of a run that is not started yet, as in `zero=stage2 --help`, do not narrow the page.
     if all("=" in word for word in words):

@@ -1,4 +1,4 @@
-"""What the engine prints on rank 0: progress, times by phase, the configuration, and the profile of a forward."""
+"""The engine's output on rank 0: progress, times by phase, the configuration, and the profile of a forward."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PLACES = ("idx", "index", "layer_id")
 
 
 class Shortened(NamedTuple):
-    """What a model was before: for each list that lost blocks the number of them, and where the units of those left
+    """The blocks that a model had: for each list that lost some the number before, and where the units of those left
     are; the lists in the order of their units. left: the blocks of all lists that the short model has."""
 
     lists: Sequence[tuple[int, BlockUnits]]
@@ -119,7 +119,7 @@ def _keep_in_configs(model: nn.Module, count: int, kept: Sequence[int]) -> None:
 
 
 def _units_of(model: nn.Module, blocks: nn.Module, rules: UnitRules, layout: ShortLayout) -> BlockUnits | None:
-    """Where the units of a shortened list's blocks are; None if units span blocks."""
+    """Find the units of a shortened list's blocks; None if units span blocks."""
     place = {module: number for number, block in enumerate(blocks.children()) for module in block.modules()}
     of_units = [{place.get(module) for module in spec.modules} for spec in plan_units(model, rules)]
     return None if any(len(found) > 1 for found in of_units) else equal_units([one.pop() for one in of_units], layout)

@@ -148,7 +148,7 @@ AUTO = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
 }
-# What each argument that is read becomes, with a JSON file that has an optimizer and a scheduler, and with FSDP.
+# The settings that each argument becomes, with a JSON file that has an optimizer and a scheduler, and with FSDP.
 OWN_ROWS = {
     "deepspeed": {
         "lr_scheduler_type": ["scheduler=warmup"],
