@@ -17,8 +17,8 @@ from orchestrator.wings.predict.counting_child import Answer
 from orchestrator.wings.predict.fit_words import document
 from orchestrator.wings.predict.memory_cache import units_key
 from orchestrator.wings.predict.prediction import overhead_of, target_here
-from orchestrator.wings.predict.step import Memories, bytes_of_element, units_of
-from zero_runtime.state_bytes import StateBytes, model_state_bytes
+from orchestrator.wings.predict.step import Memories, states_of, units_of
+from zero_runtime.state_bytes import StateBytes
 
 SAME_STATES = ("recompute=", "loss=")  # words that change no state
 
@@ -65,13 +65,7 @@ def rows(points: Sequence[Point], answers: Mapping[str, Answer]) -> list[Resting
 
 def _row(point: Point, shapes: Answer, memories: Memories) -> Resting:
     config, target = point.config, target_here(point.config)
-    states = model_state_bytes(
-        config.zero.plan,
-        units_of(config, shapes),
-        world=config.data_ranks,
-        micro_batches=config.batch.accumulation,
-        **bytes_of_element(config),
-    )
+    states = states_of(config, units_of(config, shapes))
     memory = memories.of(config)
     assert memory is not None, "a point with shapes has a memory"
     host, buffers = memory.away().host, int(shapes["buffer_bytes"])
@@ -86,19 +80,16 @@ def _row(point: Point, shapes: Answer, memories: Memories) -> Resting:
 
 def show(screen: Screen, found: Sequence[Resting], why: str, *, as_json: bool) -> int:
     """Prints the rows. Returns 0, or 1 if the states of no row fit."""
+    code = OK if any(one.fits != "no" for one in found) else FAILED
     if as_json:
         print(document(found[0].config.model.name, found))
-        return OK if any(one.fits != "no" for one in found) else FAILED
+        return code
     config, states = found[0].config, [one.states for one in found]
     node = config.hardware.name if config.hardware.is_described else "this machine"
     limit = "" if found[0].limit is None else f", {size(found[0].limit)} for a rank"
     held = f"parameters {config.precision.dtypes.param}, {config.optimizer.rule.kind}"
-    screen.rows(
-        [
-            Row("model", f"{config.model.name}, a mixture of experts ({why}); {held}"),
-            Row("machine", f"{node}: {many(config.ranks, 'rank')}{limit}"),
-        ]
-    )
+    model = Row("model", f"{config.model.name}, a mixture of experts ({why}); {held}")
+    screen.rows([model, Row("machine", f"{node}: {many(config.ranks, 'rank')}{limit}")])
     header = ("row", "fits", "at rest", "parameters", "gradients", "optimizer", "host")
     cells = [
         (one.label, one.fits, *map(size, (one.nbytes, of.params, of.grads, of.optimizer)), _shown(one.host))
@@ -108,13 +99,9 @@ def show(screen: Screen, found: Sequence[Resting], why: str, *, as_json: bool) -
     screen.say("bytes of one rank at rest, all experts included", "bold")
     screen.table(Table(header, tuple(cells)))
     screen.console.print()
-    screen.rows(
-        [
-            Row("not known", f"activations, peak and time of a step: {ROUTED}"),
-            Row("perhaps", "model states fit; activations are unknown"),
-        ]
-    )
-    return OK if any(one.fits != "no" for one in found) else FAILED
+    unknown = Row("not known", f"activations, peak and time of a step: {ROUTED}")
+    screen.rows([unknown, Row("perhaps", "model states fit; activations are unknown")])
+    return code
 
 
 def _shown(nbytes: int) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from orchestrator.config.schema import LossKind, RunConfig
+from orchestrator.config.schema import RunConfig
 from orchestrator.text.units import size
-from orchestrator.wings.predict.fit_rows import RECOMPUTED, Fit
+from orchestrator.wings.predict.fit_rows import Fit, extra_work
 from orchestrator.wings.predict.speed import Speed, interval, speed_of
 from orchestrator.wings.predict.step import with_micro
 from zero_runtime.predict.timing.step_time import StepSeconds
@@ -74,12 +74,8 @@ def _does_less(one: Candidate, other: Candidate) -> bool:
         return False
     if (mine.zero, mine.offload) != (theirs.zero, theirs.offload):
         return False
-    work, of_other = _extra_work(mine), _extra_work(theirs)
+    work, of_other = extra_work(mine), extra_work(theirs)
     return work != of_other and all(a <= b for a, b in zip(work, of_other, strict=True))
-
-
-def _extra_work(config: RunConfig) -> tuple[int, int]:
-    return RECOMPUTED[str(config.recompute.kind)], int(config.loss.kind is LossKind.tiled)
 
 
 def with_speeds(found: Sequence[Candidate], hardware: str) -> list[Candidate]:

@@ -73,7 +73,9 @@ class ChoosePage:
         folder, name = _written(outcome)
         self._screen.console.print()
         table = Table(HEADER, tuple(_row(one, ranked[0], outcome) for one in shown_rows), texts=("because",))
-        self._screen.table(_with_costs(_with_mfu(table, shown_rows), shown_rows))
+        mfu = [ABSENT if one.speed is None else one.speed.mfu_text for one in shown_rows]
+        table = _with_column(table, "tokens/s, measured", "MFU", mfu)
+        self._screen.table(_with_costs(table, shown_rows))
         left = len(rows) - len({one.fit.label for one in shown_rows})
         notes = (
             [Row("not shown", f"{many(left, 'row')} that {'follow' if left > 1 else 'follows'}")] if left > 0 else []
@@ -150,14 +152,13 @@ def _behind(outcome: Outcome, second: Candidate) -> str:
     return f"{behind}{digits(mine)} tokens/s measured"
 
 
-def _with_mfu(table: Table, rows: Sequence[Candidate]) -> Table:
-    """The table with the MFU of the estimates from a data sheet, if there are any."""
-    cells = [ABSENT if one.speed is None else one.speed.mfu_text for one in rows]
+def _with_column(table: Table, before: str, name: str, cells: Sequence[str]) -> Table:
+    """The table with one more column, unless none of its cells has anything."""
     if all(cell == ABSENT for cell in cells):
         return table
-    at = HEADER.index("tokens/s, measured")
+    at = table.header.index(before)
     found = tuple((*row[:at], cell, *row[at:]) for row, cell in zip(table.rows, cells, strict=True))
-    return table._replace(header=(*table.header[:at], "MFU", *table.header[at:]), rows=found)
+    return table._replace(header=(*table.header[:at], name, *table.header[at:]), rows=found)
 
 
 def _because(outcome: Outcome) -> str:
@@ -192,13 +193,9 @@ def _with_costs(table: Table, rows: Sequence[Candidate]) -> Table:
         costs.predicted_cost(config, one.speed.shown if one.speed else None)
         for config, one in zip(configs, rows, strict=True)
     ]
-    if all(amount is None for amount in amounts):
-        return table
     name = costs.column_name({price.currency for config in configs if (price := costs.price_of(config))})
     cells = [ABSENT if amount is None else significant(amount) for amount in amounts]
-    at = table.header.index("needs/rank")
-    found = tuple((*row[:at], cell, *row[at:]) for row, cell in zip(table.rows, cells, strict=True))
-    return table._replace(header=(*table.header[:at], f"{name}, predicted", *table.header[at:]), rows=found)
+    return _with_column(table, "needs/rank", f"{name}, predicted", cells)
 
 
 def _document(outcome: Outcome, rows: Sequence[Candidate], folder: Path, name: str) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 from orchestrator.text.units import count, many, size
 from orchestrator.wings.kinds.kind import is_causal, sample_of
 from orchestrator.wings.predict.fit_rows import BACKWARD, BLOCKS, BUFFERS, INPUTS, OUTSIDE, STATES, Fit
-from orchestrator.wings.predict.step import bytes_of_element, with_micro
+from orchestrator.wings.predict.step import bytes_of_element, states_of, with_micro
 from orchestrator.wings.predict.tensor_messages import words
 from zero_runtime.plan import Partition
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.predict.memory.counted_unit import GATHERED, GRADS, OPTIMIZER, PARAMS, TRANSFERS, WHOLE_GRADS
 from zero_runtime.predict.messages import collective_formula
-from zero_runtime.state_bytes import BytesPerElement, Term, model_state_bytes
+from zero_runtime.state_bytes import BytesPerElement, Term
 from zero_runtime.wire import EXACT
 
 
@@ -88,21 +88,13 @@ def kind_of(fit: Fit) -> MixedPrecision:
 
 def _states(fit: Fit) -> Iterator[Part]:
     config, states = fit.config, fit.peak.states
-    accumulation, of_element = config.batch.accumulation, bytes_of_element(config)
-    expected = model_state_bytes(
-        config.zero.plan,
-        fit.memory.units,
-        world=config.data_ranks,
-        micro_batches=accumulation,
-        **of_element,
-    )
-    of = BytesPerElement.of(config.zero.plan, kind_of(fit), accumulation, **of_element)
-    for name, terms, closed in (
-        (PARAMS, of.params, expected.params),
-        (OPTIMIZER, of.optimizer, expected.optimizer),
-        (GRADS, of.grads, expected.grads),
+    expected, of_element = states_of(config, fit.memory.units), bytes_of_element(config)
+    of = BytesPerElement.of(config.zero.plan, kind_of(fit), config.batch.accumulation, **of_element)
+    for name, component, terms, closed in (
+        (PARAMS, "params", of.params, expected.params),
+        (OPTIMIZER, "optimizer", of.optimizer, expected.optimizer),
+        (GRADS, "grads", of.grads, expected.grads),
     ):
-        component = {PARAMS: "params", OPTIMIZER: "optimizer", GRADS: "grads"}[name]
         away = any(unit.is_away(component) for unit, _ in fit.memory.units)
         text = f"{_closed(fit, terms)}{', offloaded' if away else ''}"
         text += _of_matrices(fit, of_element["state_bytes"]) if name == OPTIMIZER else ""

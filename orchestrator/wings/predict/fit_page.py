@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from orchestrator.config import pretrained
 from orchestrator.config.hardware import GpuNode
 from orchestrator.config.lossy import lossy_words
 from orchestrator.config.schema import Batch, Device, RunConfig, to_dict
 from orchestrator.config.strict import Refusal, nearest
+from orchestrator.planning.point import Point
 from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
@@ -212,14 +213,7 @@ class FitPage:
         return shlex.join(["fit", *self._words, *self._flags, *more])
 
 
-class Labelled(Protocol):
-    """A row of a table that `--explain` names."""
-
-    @property
-    def label(self) -> str: ...
-
-
-AnyRow = TypeVar("AnyRow", bound=Labelled)
+AnyRow = TypeVar("AnyRow", bound=Fit | Point)
 
 
 def named(rows: Sequence[AnyRow], label: str) -> AnyRow:
@@ -401,9 +395,7 @@ def _after(one: Fit) -> list[Row]:
         rows.append(Row("reserved", f"{reserved} by torch's allocator with expandable segments, as in runs"))
     used = dict.fromkeys((size(least), size(most)))
     rows.append(Row("used", " to ".join(used) + ", reserved and libraries" * (one.reserved is not None)))
-    left = one.limit_bytes - most
-    spare = f"{size(left)} are left" if left >= 0 else f"{size(-left)} too few"
-    rows.append(Row("limit", f"{size(one.limit_bytes)}: {spare}"))
+    rows.append(limit_row(one, most))
     if one.micro and not one.given and one.memory.peak(one.micro + 1) is not None:
         need = one.at(one.micro + 1).used_bytes[1]
         rows.append(Row("one more", f"micro-batch {one.micro + 1} would use up to {size(need)}"))
@@ -418,6 +410,13 @@ def _after(one: Fit) -> list[Row]:
     if one.reason:
         rows.append(Row("does not fit", one.reason))
     return rows
+
+
+def limit_row(one: Fit, used: int) -> Row:
+    """The limit, and the bytes that `used` leaves of it."""
+    left = one.limit_bytes - used
+    spare = f"{size(left)} are left" if left >= 0 else f"{size(-left)} too few"
+    return Row("limit", f"{size(one.limit_bytes)}: {spare}")
 
 
 def host_row(one: Fit, told: str = "") -> Row:

@@ -14,7 +14,7 @@ from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, many, size
-from orchestrator.wings.predict.fit_page import VERDICTS, WORKSPACES, host_row, micro_cell, named
+from orchestrator.wings.predict.fit_page import VERDICTS, WORKSPACES, host_row, limit_row, micro_cell, named
 from orchestrator.wings.predict.fit_words import document
 from orchestrator.wings.predict.memory_cache import units_key
 from orchestrator.wings.predict.peer_fit import PeerFit, peer_fit
@@ -145,7 +145,4 @@ def _after(one: PeerFit) -> list[Row]:
         ways = f"{size(fixed.reserved)} by torch's allocator; {size(grows.reserved)} with {EXPANDABLE}"
         rows.append(Row("reserved", ways))
         rows.append(Row("libraries", f"{size(one.overhead.least)} to {size(one.overhead.most)}: CUDA, cuBLAS and NCCL"))
-    left = one.limit_bytes - one.peak.total - one.overhead.most
-    spare = f"{size(left)} are left" if left >= 0 else f"{size(-left)} too few"
-    rows.append(Row("limit", f"{size(one.limit_bytes)}: {spare}"))
-    return rows + [host_row(one)] * bool(one.host_bytes)
+    return [*rows, limit_row(one, one.peak.total + one.overhead.most)] + [host_row(one)] * bool(one.host_bytes)

@@ -293,24 +293,11 @@ def fit_of(
     peak = memory.peak(counted)
     if peak is None:
         return None
-    return Fit(
-        label,
-        tuple(overrides),
-        tuple(group),
-        memory,
-        limit,
-        overhead,
-        micro,
-        most,
-        not given and micro == memory.highest_traced,
-        peak,
-        room.host_bytes(counted),
-        memory.away().scratch,
-        replace(memory, config=with_micro(memory.config, counted)).sent_bytes(),
-        target.ranks_per_node,
-        host_limit,
-        given,
-    )
+    sent = replace(memory, config=with_micro(memory.config, counted)).sent_bytes()
+    fits = (micro, most, not given and micro == memory.highest_traced)
+    sizes = (peak, room.host_bytes(counted), memory.away().scratch, sent, target.ranks_per_node, host_limit)
+    row = (label, tuple(overrides), tuple(group), memory, limit, overhead, *fits, *sizes, given)
+    return Fit(*row)
 
 
 class _Room:
@@ -360,14 +347,14 @@ def order_key(fit: Fit) -> tuple[Any, ...]:
     """The key of `order`: (fits not, tight, kinds of offload, -micro-batch if there is one, recomputation, bytes
     sent for a token, -micro-batch, tiled loss)."""
     offloads = (fit.host_bytes > 0) + (fit.scratch_bytes > 0)
-    recomputed = RECOMPUTED[str(fit.config.recompute.kind)]
+    recomputed, tiled = extra_work(fit.config)
     copied_for = -fit.micro if offloads else 0
-    ends = (recomputed, fit.sent_per_token, -fit.micro, _is_tiled(fit))
-    return (fit.micro == 0, bool(fit.tight), offloads, copied_for, *ends)
+    return (fit.micro == 0, bool(fit.tight), offloads, copied_for, recomputed, fit.sent_per_token, -fit.micro, tiled)
 
 
-def _is_tiled(fit: Fit) -> bool:
-    return fit.config.loss.kind is LossKind.tiled
+def extra_work(config: RunConfig) -> tuple[int, int]:
+    """How much a step computes again, and whether its loss is tiled: what saves memory, not time."""
+    return RECOMPUTED[str(config.recompute.kind)], int(config.loss.kind is LossKind.tiled)
 
 
 def settled(fits: Sequence[Fit]) -> list[Fit]:
@@ -407,6 +394,5 @@ def best(fits: Sequence[Fit]) -> list[Fit]:
 
 
 def _burdens(fit: Fit) -> tuple[int, ...]:
-    recomputed = RECOMPUTED[str(fit.config.recompute.kind)]
     copied = (fit.host_bytes, fit.scratch_bytes, fit.sent_bytes)
-    return (int(bool(fit.tight)), -fit.micro, *copied, recomputed, int(_is_tiled(fit)))
+    return (int(bool(fit.tight)), -fit.micro, *copied, *extra_work(fit.config))

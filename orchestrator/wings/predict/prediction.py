@@ -29,11 +29,11 @@ from orchestrator.wings.predict.point_prediction import PointPrediction
 from orchestrator.wings.predict.remedies import PredictedPeak
 from orchestrator.wings.predict.rough_time import offloads, without_offload
 from orchestrator.wings.predict.speed import speed_of
-from orchestrator.wings.predict.step import ConfigMemory, Memories, bytes_of_element
+from orchestrator.wings.predict.step import ConfigMemory, Memories, states_of
 from orchestrator.wings.predict.target import Target, target_of
 from zero_runtime.predict.memory.activation_count import ActivationBytes
 from zero_runtime.predict.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
-from zero_runtime.state_bytes import StateBytes, model_state_bytes
+from zero_runtime.state_bytes import StateBytes
 
 EAGER = "the model has no attention of torch (sdpa): its own (eager) keeps the scores of all pairs of tokens"
 ADVISED = 4  # most points for which remedies are searched: each needs further counts
@@ -167,35 +167,30 @@ def _prediction(
     if "units" not in shapes:
         return str(shapes.get("problem") or shapes["unknown"])
     memory, target = memories.of(config), target_here(config, gpu_bytes, host_bytes)
-    if not config.engine.is_own:
-        return _of_engine(config, answers, memory, target)
     assert memory is not None, "it has its units"
-    states = model_state_bytes(
-        config.zero.plan,
-        memory.units,
-        world=config.data_ranks,
-        micro_batches=config.batch.accumulation,
-        **bytes_of_element(config),
-    )
-    counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
-    activations = ActivationBytes(**counted["bytes"]) if "bytes" in counted else None
-    peak = memory.peak(config.batch.micro)
-    meets = Met() if peak is None else met(memory)
     on_gpus = target.device is Device.cuda
-    return PointPrediction(
-        states,
+    counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
+    told = PointPrediction(
+        states_of(config, memory.units),
         target.device_bytes,
         target.ranks_share,
-        activations,
+        ActivationBytes(**counted["bytes"]) if "bytes" in counted else None,
         counted.get("unknown", ""),
         overhead_of(config),
-        peak,
-        speed_of(memory, hardware_name(config)),
-        host_bytes=0 if peak is None else memory.host_bytes(config.batch.micro) + meets.kept,
-        outside=meets.outside,
         on_host=not on_gpus,
         ranks_per_node=target.ranks_per_node,
         host_limit_bytes=target.host_bytes if on_gpus else None,
+    )
+    if not config.engine.is_own:
+        return _of_engine(config, shapes, memory, told)
+    peak = memory.peak(config.batch.micro)
+    meets = Met() if peak is None else met(memory)
+    return replace(
+        told,
+        peak=peak,
+        speed=speed_of(memory, hardware_name(config)),
+        host_bytes=0 if peak is None else memory.host_bytes(config.batch.micro) + meets.kept,
+        outside=meets.outside,
         without_offload=_without_offload(config, memories) if on_gpus and offloads(config) else None,
         attention=attention_note(shapes),
     )
@@ -217,29 +212,14 @@ def _without_offload(config: RunConfig, memories: Memories) -> int | None:
     return max(peak.total, *outside, 0) + overhead_of(plain).most
 
 
-def _of_engine(
-    config: RunConfig, answers: Mapping[str, Answer], memory: ConfigMemory | None, target: Target
-) -> PointPrediction | str:
+def _of_engine(config: RunConfig, shapes: Answer, memory: ConfigMemory, told: PointPrediction) -> PointPrediction | str:
     """The prediction of a point that another engine trains. Nothing predicts its speed, nor its moments outside of
     steps."""
-    rules = rules_for(config, answers[units_key(config)])
+    rules = rules_for(config, shapes)
     if rules is None:
         return f"the byte rules of engine={config.engine.kind} do not know these settings"
-    on_gpus = target.device is Device.cuda
-    counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
-    return PointPrediction(
-        StateBytes(**rules.states, padding=0),
-        target.device_bytes,
-        target.ranks_share,
-        ActivationBytes(**counted["bytes"]) if "bytes" in counted else None,
-        counted.get("unknown", ""),
-        overhead_of(config),
-        None if memory is None else peak_of(rules, memory, config.batch.micro),
-        host_bytes=rules.host_bytes,
-        on_host=not on_gpus,
-        ranks_per_node=target.ranks_per_node,
-        host_limit_bytes=target.host_bytes if on_gpus else None,
-    )
+    states, peak = StateBytes(**rules.states, padding=0), peak_of(rules, memory, config.batch.micro)
+    return replace(told, states=states, peak=peak, host_bytes=rules.host_bytes)
 
 
 def hardware_name(config: RunConfig) -> str:
@@ -254,14 +234,9 @@ def overhead_of(config: RunConfig) -> DeviceOverhead:
     """What libraries take of a rank's GPU; nothing on a CPU."""
     if config.resources.device is not Device.cuda:
         return NO_OVERHEAD
-    plan = config.zero.plan
-    return DeviceOverhead.on_cuda(
-        config.ranks,
-        plan.group_ranks(config.data_ranks),
-        tensor_degree=config.parallel.tp,
-        sequence_degree=config.parallel.sp,
-        gathers_across=plan.outer_sharding is not None,
-    )
+    plan, parallel = config.zero.plan, config.parallel
+    shards, across = plan.group_ranks(config.data_ranks), plan.outer_sharding is not None
+    return DeviceOverhead.on_cuda(config.ranks, shards, parallel.tp, parallel.sp, gathers_across=across)
 
 
 def gpu_bytes_here() -> int | None:

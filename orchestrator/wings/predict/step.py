@@ -33,7 +33,7 @@ from zero_runtime.predict.memory.step_memory import (
 from zero_runtime.predict.messages import CollectiveCounts, exchanged, gathered, reduced, signs_bytes
 from zero_runtime.predict.timing.segments import SegmentTable
 from zero_runtime.predict.timing.work import LinearWork, Work
-from zero_runtime.state_bytes import ElementBytes, UnitSize, element_bytes
+from zero_runtime.state_bytes import ElementBytes, StateBytes, UnitSize, element_bytes, model_state_bytes
 
 MICRO = "batch.micro"
 Answers = Mapping[str, Mapping[str, Any]]
@@ -370,6 +370,14 @@ def _deciding(config: RunConfig) -> tuple[object, ...]:
 def bytes_of_element(config: RunConfig) -> ElementBytes:
     """Bytes of the optimizer, and of error feedback, for each trained element."""
     return element_bytes(config.zero.plan, config.optimizer.rule, config.zero.wire, world=config.data_ranks)
+
+
+def states_of(config: RunConfig, units: Units) -> StateBytes:
+    """The model states of a rank by the closed forms."""
+    ranks, micro_batches = config.data_ranks, config.batch.accumulation
+    return model_state_bytes(
+        config.zero.plan, units, world=ranks, micro_batches=micro_batches, **bytes_of_element(config)
+    )
 
 
 def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:

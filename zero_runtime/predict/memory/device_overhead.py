@@ -28,16 +28,10 @@ class DeviceOverhead:
 
     @classmethod
     def on_cuda(
-        cls,
-        world: int,
-        shard_count: int,
-        tensor_degree: int = 1,
-        sequence_degree: int = 1,
-        *,
-        gathers_across: bool = False,
+        cls, world: int, shard_count: int, tp: int = 1, sp: int = 1, *, gathers_across: bool = False
     ) -> DeviceOverhead:
         """The context, cuBLAS's workspaces, and NCCL's buffers of each communicator of a rank."""
-        count = communicators(world, shard_count, tensor_degree, sequence_degree, gathers_across=gathers_across)
+        count = communicators(world, shard_count, tp, sp, gathers_across=gathers_across)
         least, most = (
             context + count * communicator + WORKSPACES
             for context, communicator in zip(CONTEXT, COMMUNICATOR, strict=True)
@@ -48,21 +42,15 @@ class DeviceOverhead:
 NO_OVERHEAD = DeviceOverhead()
 
 
-def communicators(
-    world: int,
-    shard_count: int,
-    tensor_degree: int = 1,
-    sequence_degree: int = 1,
-    *,
-    gathers_across: bool = False,
-) -> int:
+def communicators(world: int, shard_count: int, tp: int = 1, sp: int = 1, *, gathers_across: bool = False) -> int:
     """The number of communicators that a rank holds: the world's, and those of `RankGroups`. None for a single rank.
 
-    shard_count: ranks of a shard group. gathers_across: shard groups exchange parameters. The degrees divide the ranks.
+    shard_count: ranks of a shard group. gathers_across: shard groups exchange parameters. tp, sp: the degrees of tensor
+    and sequence parallelism, which divide the ranks.
     """
     if world == 1:
         return 0
     sharded = 2 if shard_count > 1 else 0  # gathers and reductions
-    across = (1 + gathers_across) * (shard_count < world // tensor_degree)  # the replicas of a shard
+    across = (1 + gathers_across) * (shard_count < world // tp)  # the replicas of a shard
     # The slices of layers; the parts of sequences.
-    return 1 + sharded + across + (tensor_degree > 1) + (sequence_degree > 1)
+    return 1 + sharded + across + (tp > 1) + (sp > 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.predict.memory.activation_count import Mark, Trace
@@ -11,7 +12,7 @@ from zero_runtime.predict.memory.counted_unit import CountRules
 from zero_runtime.predict.memory.step_memory import StepReplay
 from zero_runtime.predict.timing.costs import StepCosts
 from zero_runtime.predict.timing.step_clock import StepClock
-from zero_runtime.predict.timing.timed_unit import timed_units
+from zero_runtime.predict.timing.timed_unit import TimedUnit
 from zero_runtime.state_bytes import UnitSize
 
 STEPS = 3  # the first records the order of the units; the gathers at the end of the second run beside the third
@@ -65,7 +66,7 @@ def step_time(
         rules,
         prefetch=prefetch,
         reached=lambda place: clock.compute(segments[place]),
-        make_unit=timed_units(clock, costs),
+        make_unit=partial(TimedUnit, clock, costs),
         at_most=rules.micro_batches,
     )
     for _ in range(STEPS - 1):

@@ -5,8 +5,6 @@ When it does so is decided by CountedUnit and by the runtime's schedule. Standar
 
 from __future__ import annotations
 
-from functools import partial
-
 from zero_runtime.plan import Phase
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.predict.memory.counted_unit import Book, Copying, CountedUnit, CountRules
@@ -136,8 +134,3 @@ class TimedUnit(CountedUnit):
 
     def _copy(self, nbytes: float) -> None:
         self._clock.compute(self._costs.copy.at(nbytes))
-
-
-def timed_units(clock: StepClock, costs: StepCosts) -> partial[TimedUnit]:
-    """What StepReplay makes its units with."""
-    return partial(TimedUnit, clock, costs)
