@@ -24,7 +24,7 @@ from benchmarks.stages_report import cpu_name  # noqa: E402
 # Most CPU seconds. What was counted before is in the cache for the plan's second run, and for no `fit`.
 PLAN = "-m zero=stage0,stage1,stage2,stage3 batch.micro=1,2,4,8 optimizer.lr=range(0.001,0.065,0.001) --plan"
 MODELS = ("qwen2_5_0_5b", "llama2_7b", "llama2_70b")
-BUDGETS = {PLAN: 5.0} | {f"fit model={name} hardware=8xa100_80gb batch.seq=2048": 12.0 for name in MODELS}
+BUDGETS = {PLAN: 5.0} | {f"fit model={name} hardware=8xa100_80gb batch.seq=2048": 8.0 for name in MODELS}
 BARE = "python -c pass"
 LINES = ("--help", "zero=stge2", "zero.stagee=2", "++zero.bogus=1", "status", "data=text", "-m sweeps=stages data=text")
 

@@ -67,11 +67,13 @@ class ShortNames(MetaPathFinder, InspectLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing is executed twice; the module keeps its own spec, which the import system has replaced."""
-        module.__spec__ = module.__spec__.loader_state  # type: ignore[union-attr]
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
 
     def get_source(self, fullname: str) -> str | None:
         """The text of a module, which `python -m` runs under its short name."""
-        return import_module(_long(fullname)).__loader__.get_source(_long(fullname))  # type: ignore[union-attr]
+        loader = import_module(_long(fullname)).__loader__
+        return loader.get_source(_long(fullname)) if isinstance(loader, InspectLoader) else None
 
 
 def _long(name: str) -> str:

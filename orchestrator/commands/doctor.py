@@ -59,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> VerbParser:
     parser = verb_parser("doctor", "The hardware and software of this machine, and the commands that work on it.")
     parser.add_argument("--output", default="outputs", help="the folder that runs will write to")
-    parser.add_argument("--bundle", nargs="?", const="zlab-bundle.zip", metavar="FILE",
-                        help="write what an issue needs, without secrets; default: zlab-bundle.zip")  # fmt: skip
+    said = "write what an issue needs, without secrets; default: zlab-bundle.zip"
+    parser.add_argument("--bundle", nargs="?", const="zlab-bundle.zip", metavar="FILE", help=said)
     add_json(parser)
     return parser
 

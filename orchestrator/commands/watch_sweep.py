@@ -130,9 +130,8 @@ class SweepWatch:
         styles = [sweep_table.STYLES.get(point.state, "red") for point in rows]
         table = self._screen.drawn(sweep_table.standing_table(rows), styles)
         waits = [Text(self._waits, style="yellow")] if self._waits else []
-        return Group(
-            Text(f"{title}{gap}{leave}", style="italic"), *waits, table
-        )  # a table's own title is cut at its width
+        # Not the table's own title, which is cut at its width.
+        return Group(Text(f"{title}{gap}{leave}", style="italic"), *waits, table)
 
 
 def _line(point: Standing) -> str:

@@ -61,8 +61,8 @@ def rank_settings(device: Device, threads: int, base: Mapping[str, str], *, on_o
     if on_cuda:
         wanted |= _cuda_settings(base)
     else:
-        # Threads that wait for each other sleep. By default OpenMP lets them spin, for 20 ms at each barrier of GNU's:
-        # where another process has one of the cores, a step of two threads takes 50 times as long.
+        # Threads that wait for each other sleep. By default GNU's OpenMP lets them spin at each barrier: where another
+        # process has one of the cores, a barrier lasts until the scheduler takes the core from it.
         wanted["OMP_WAIT_POLICY"] = "PASSIVE"
     fixed = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     fixed[children.PYTHONPATH] = children.named(base)

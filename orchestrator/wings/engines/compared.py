@@ -70,8 +70,8 @@ def _counted(point: Point | Refused) -> Point | Refused:
 def _references(points: Sequence[Point | Refused], scene: Scene) -> list[Point | Refused]:
     """A plain run on one rank for each distinct work among several points, which has none yet."""
     found = [point for point in points if isinstance(point, Point)]
-    works = {work_key(to_dict(point.config)): point for point in reversed(found)
-             if point.config.measure.reference}  # fmt: skip
+    asking = [point for point in reversed(found) if point.config.measure.reference]
+    works = {work_key(to_dict(point.config)): point for point in asking}
     for point in found:
         if point.config.engine.kind == REFERENCE:
             works.pop(work_key(to_dict(point.config)), None)

@@ -46,11 +46,11 @@ def _tell(study: optuna.Study, line: SearchLine, values: Values, outcome: Trial)
     study.enqueue_trial({one.key: text if one.values else float(text) for one, text in pairs})
     trial = study.ask()
     _suggested(trial, line)
-    value = outcome.values[0] if outcome.values else math.nan
+    value = math.nan if outcome.value is None else outcome.value
     if math.isfinite(value):
         study.tell(trial, value)
     else:  # the sampler takes a pruned trial for the worst, and forgets a failed one
-        is_bad = outcome.values is not None or outcome.fits_not or outcome.diverged
+        is_bad = outcome.value is not None or outcome.fits_not or outcome.diverged
         study.tell(trial, state=TrialState.PRUNED if is_bad else TrialState.FAIL)
 
 

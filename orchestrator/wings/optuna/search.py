@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         raise Refusal([problem.replace("rank_by: ", f"by={line.by}: ", 1)])
     os.umask(0o077)  # only the user can read what the runs write
     command = ("search", *typed.folders(), *typed.overrides)
-    settings = Asked((line.by,), asked.retry, tuple(typed.folders()), line.fixed, _identity(line), command)
+    settings = Asked(line.by, asked.retry, tuple(typed.folders()), line.fixed, _identity(line), command)
     search = Search(line, settings, first.config, Screen(make_console(on_stderr=asked.json)))
     try:
         search.run()
@@ -188,20 +188,22 @@ class Search:
         for number, trial in enumerate(list(self._known.values())[before:], before + 1):
             if trial.folder in self._told:
                 continue
-            value = f"{self._line.by} {trial.values[0]:,.6g}" if trial.values else sweep_table.shortened(trial.message)
+            known = trial.value is not None
+            value = f"{self._line.by} {trial.value:,.6g}" if known else sweep_table.shortened(trial.message)
             self._screen.say(f"trial {number}: {trial.label}: {sweep_table.word(trial.state)}: {value}{self._best()}")
 
     def _best(self) -> str:
-        values = [trial.values[0] for trial in self._known.values() if trial.values and math.isfinite(trial.values[0])]
+        found = [trial.value for trial in self._known.values() if trial.value is not None]
+        values = [value for value in found if math.isfinite(value)]
         best = max if ranking.METRICS[self._line.by].higher_first else min
         return f"   (best {best(values):,.6g})" if values else ""
 
     def _fails(self) -> bool:
         """Whether the last trials have no value for the same reason; says so."""
         last = list(self._known.values())[-SAME_FAILURES:]
-        if len(last) < SAME_FAILURES or len({(trial.values, trial.message) for trial in last}) > 1:
+        if len(last) < SAME_FAILURES or len({(trial.value, trial.message) for trial in last}) > 1:
             return False
-        if last[0].values or last[0].diverged:  # a diverged trial is an answer: the worst
+        if last[0].value is not None or last[0].diverged:  # a diverged trial is an answer: the worst
             return False
         self._screen.warn(f"the search ends: {SAME_FAILURES} trials in a row have no value for the same reason")
         return True

@@ -1,4 +1,4 @@
-"""Measures points that a program proposes: lines of overrides in, values of metrics out.
+"""Measures points that a program proposes: lines of overrides in, values of a metric out.
 
 Each batch of lines is one sweep, so its points get slots, records and cached results like those of any other sweep.
 """
@@ -32,7 +32,7 @@ from orchestrator.report.screen import Screen
 
 @dataclass(frozen=True)
 class Asked:
-    """Settings of every batch. rank_by: names in ranking.METRICS; the first one orders the table of a batch.
+    """Settings of every batch. rank_by: a name in ranking.METRICS, which also orders the table.
 
     retry: states to run again, as for `--retry`.
     flags: `--config-dir`, if the lines were composed with it. fixed: overrides that are the same in every line of every
@@ -41,7 +41,7 @@ class Asked:
     began: when the first batch did.
     """
 
-    rank_by: tuple[str, ...] = (ranking.DEFAULT_METRIC,)
+    rank_by: str = ranking.DEFAULT_METRIC
     retry: str = ""
     flags: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
@@ -52,11 +52,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of one line: a value for each metric if all were measured, else None, and `message` says why."""
+    """The outcome of one line: the value of the metric if it was measured, else None, and `message` says why."""
 
     label: str
     state: RunState
-    values: tuple[float, ...] | None = None
+    value: float | None = None
     message: str = ""
     folder: Path | None = None
 
@@ -143,26 +143,22 @@ def _run(
     """The state of each point after the sweep, by label."""
     wishes = Wishes(retry=retry_states(asked.retry) if asked.retry else frozenset())
     request = sweep_command.SweepRequest(
-        name, tuple(points), asked.command, wishes, asked.rank_by[0], study=asked.study, began=asked.began
+        name, tuple(points), asked.command, wishes, asked.rank_by, study=asked.study, began=asked.began
     )
     paths = sweep_command.run_quietly(request, scene.hardware, screen)
     return {standing.label: standing for standing in sweep_record.standings(paths)}
 
 
-def _trial(standing: Standing, metrics: Sequence[str], apart: Mapping[str, str]) -> Trial:
+def _trial(standing: Standing, metric: str, apart: Mapping[str, str]) -> Trial:
     folder = standing.attempt.root if standing.attempt else None
     if why := apart.get(standing.label):
         return Trial(standing.label, standing.state, None, f"it has no place beside the others: {why}", folder)
     result = standing.result
     if result is None:
         return Trial(standing.label, standing.state, None, standing.message, folder)
-    read = {metric: ranking.METRICS[metric].read(result) for metric in metrics}
-    values = tuple(value for value in read.values() if value is not None)
-    if len(values) < len(read):
-        lacking = " or ".join(metric for metric, value in read.items() if value is None)
-        message = f"it was measured, but there is no {lacking} in its result"
-        return Trial(standing.label, standing.state, None, message, folder)
-    return Trial(standing.label, standing.state, values, standing.message, folder)
+    value = ranking.METRICS[metric].read(result)
+    message = standing.message if value is not None else f"it was measured, but there is no {metric} in its result"
+    return Trial(standing.label, standing.state, value, message, folder)
 
 
 def _refused(point: Refused) -> Trial:

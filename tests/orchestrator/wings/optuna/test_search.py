@@ -104,7 +104,7 @@ def test_proposals_depend_only_on_the_trials_so_far() -> None:
 
     line = space.read(["optimizer.lr=1e-5..1e-3", "batch.micro=1..64", "zero=stage1,stage2", "n=40"], TYPES)
     known: dict[tuple[str, ...], Trial] = {}
-    outcomes = [(RunState.ok, (4.0,)), (RunState.oom, None), (RunState.error, None), (RunState.ok, (math.nan,))]
+    outcomes = [(RunState.ok, 4.0), (RunState.oom, None), (RunState.error, None), (RunState.ok, math.nan)]
     for number in range(20):
         (values,) = proposed(line, known, 1, higher_first=False)
         assert proposed(line, dict(known), 1, higher_first=False) == [values]
@@ -144,7 +144,7 @@ def test_a_diverged_trial_counts_as_the_worst_and_ends_no_search(
     assert proposed(line, known, 1, higher_first=False)
     assert told == [optuna.trial.TrialState[state]] * 3
     config: Any = None  # of what is measured: here nothing is
-    under_way = search.Search(line, search.Asked(("loss_last",)), config, Screen())
+    under_way = search.Search(line, search.Asked("loss_last"), config, Screen())
     under_way._known = known
     assert under_way._fails() == ("NonFiniteError" not in outcome.message)
 
@@ -160,7 +160,7 @@ def test_what_can_no_longer_be_proposed_ends_the_search() -> None:
     from orchestrator.wings.optuna.proposals import proposed
 
     line = space.read(["zero=stage1,stage2", "batch.micro=1,2", "n=3"], TYPES)
-    known = {(stage, micro): Trial("", RunState.ok, (1.0,)) for stage in ("stage1", "stage2") for micro in "12"}
+    known = {(stage, micro): Trial("", RunState.ok, 1.0) for stage in ("stage1", "stage2") for micro in "12"}
     assert proposed(line, known, 1, higher_first=True) == []
 
 

@@ -80,7 +80,7 @@ def test_a_batch_of_lines_is_one_sweep_and_gives_one_outcome_per_line_in_order(
         RunState.ok,
         RunState.ok,
     ]
-    assert [one.values for one in found] == [(speed(3),), None, None, None, (speed(3),), (speed(3),)]
+    assert [one.value for one in found] == [speed(3), None, None, None, speed(3), speed(3)]
     assert [one.fits_not for one in found] == [False, False, True, True, False, False]
     assert "stage 1 was told to fail" in found[1].message
     assert "out of memory in forward" in found[2].message
@@ -104,10 +104,10 @@ def test_measured_points_are_cached_and_failed_points_are_retried_on_request(
     assert trials.measure([line], Asked())[0].state is RunState.error
     monkeypatch.delenv("STUB_FAILING_STAGE")
     assert trials.measure([line], Asked())[0].state is RunState.error
-    again = trials.measure([line], Asked(("loss_last",), retry="error"))[0]
-    assert (again.state, again.values) == (RunState.ok, (4.9018,))
-    kept = trials.measure([line], Asked(("loss_last", "tokens_per_second")))[0]
-    assert (kept.state, kept.values) == (RunState.cached, (4.9018, speed(2)))
+    again = trials.measure([line], Asked("loss_last", retry="error"))[0]
+    assert (again.state, again.value) == (RunState.ok, 4.9018)
+    kept = trials.measure([line], Asked("loss_last"))[0]
+    assert (kept.state, kept.value) == (RunState.cached, 4.9018)
     assert len(list(tmp_path.glob("points/*/attempts/*"))) == 2
 
 
